@@ -1,0 +1,42 @@
+# Every target sets up what it needs: a machine with Python >= 3.11 and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test check fmt docs bench clean
+
+setup: $(STAMP)
+
+# torch comes first and alone: with it in place nothing later pulls in a CUDA build.
+$(STAMP): pyproject.toml requirements/dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c requirements/dev.txt
+	$(BIN)/python -m pip install --quiet torch -c requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --editable . --group dev -c requirements/dev.txt
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/quire demo
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
+	$(BIN)/mypy
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+bench: setup
+	bash runs/overhead.sh
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

@@ -1,0 +1,71 @@
+"""Every exception Quire raises on purpose.
+
+    QuireError
+    ├── ConfigError (ValueError)        an option is wrong; raised before memory is taken
+    │   ├── UnknownName                 no such policy, codec, option, ...; offers the nearest names
+    │   ├── UnsoundCombination          two choices that cannot give right answers together
+    │   └── UnsupportedModel            a model whose attention Quire cannot hold in pages
+    ├── ModelError (ValueError)         a model folder that cannot be read
+    ├── RequestError (ValueError)       one request is wrong; the others go on
+    │   └── NeverFits                   one request needs more KV than the whole pool has
+    ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
+    ├── PolicyError                     an eviction policy broke its contract; its request fails
+    └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
+
+A message says what was expected, what was got, and how to change it.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuireError(Exception):
+    """Base of everything Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An option is wrong. Nothing was allocated yet."""
+
+
+class UnknownName(ConfigError):
+    """A name that is not registered; the message offers the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        choices = sorted(known)
+        near = difflib.get_close_matches(name, choices, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(choices)}"
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
+        self.kind = kind
+        self.name = name
+
+
+class UnsoundCombination(ConfigError):
+    """Two choices that are right alone and wrong together."""
+
+
+class UnsupportedModel(ConfigError):
+    """A model whose attention Quire cannot hold in pages, and why."""
+
+
+class ModelError(QuireError, ValueError):
+    """A model folder that cannot be read."""
+
+
+class RequestError(QuireError, ValueError):
+    """One request is wrong. It is refused or fails; the others go on."""
+
+
+class NeverFits(RequestError):
+    """A request that needs more KV bytes than the whole pool has, even alone."""
+
+
+class OutOfPages(QuireError):
+    """The arena cannot give the pages asked for now. Nothing was changed."""
+
+
+class PolicyError(QuireError):
+    """An eviction policy returned something that breaks its contract."""
+
+
+class InvariantError(QuireError):
+    """Quire's own bookkeeping contradicts itself."""
