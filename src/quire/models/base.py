@@ -1,0 +1,119 @@
+"""The seam between a model and the engine: who computes logits, and who answers attention.
+
+A decoder runs every layer of the model on one flat batch of tokens and asks the engine for
+attention, layer by layer. It keeps no keys and no values of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from quire.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks of attention, besides its queries, keys and values.
+
+    Attributes:
+        layer: index of the layer, from 0.
+        scale: factor on query-key products, dimensionless (usually head_dim ** -0.5).
+        window: sliding window W in tokens: a query at position p sees positions > p - W; None sees
+            every position up to its own.
+        softcap: products become `softcap * tanh(product / softcap)` before the softmax; None for none.
+        sinks: [num_heads] learned logits that join each softmax and carry no value; None for none.
+    """
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class PagedAttention(Protocol):
+    """Stores the keys and values of a flat batch, and attends over what each sequence holds.
+
+    One instance serves one forward pass: it knows which row belongs to which sequence and where.
+    """
+
+    def attend(
+        self,
+        call: AttentionCall,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        """Write keys and values, then attend causally by logical position.
+
+        Args:
+            call: layer, scale, window and extras.
+            query: [num_tokens, num_heads, head_dim], after RoPE.
+            key: [num_tokens, num_kv_heads, head_dim], after RoPE.
+            value: like key, never rotated.
+
+        Returns:
+            Weighted values, shaped and typed like query.
+        """
+        ...
+
+
+class Decoder(Protocol):
+    """A model that turns a flat batch of tokens into logits.
+
+    Attributes:
+        spec: the model's shape, from its config.
+        dtype: type of the weights, and of the keys and values given to attention.
+        device: where the weights are, and where the arguments of `forward` must be.
+        num_rope_regimes: 1 for most models; 2 where the rotary frequencies depend on how long the
+            whole request will be (0 short, 1 long).
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def num_rope_regimes(self) -> int: ...
+
+    def rope_regime(self, final_tokens: int) -> int:
+        """Say which frequencies a request needs, for all of its life.
+
+        Args:
+            final_tokens: prompt plus the most tokens it may generate.
+
+        Returns:
+            A regime in range(num_rope_regimes). Requests of different regimes never share a forward.
+        """
+        ...
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_regime: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """Run all layers on a flat batch, and the head on the rows that will be sampled.
+
+        Args:
+            token_ids: int64, tokens of all sequences one after the other.
+            positions: int64, logical position of each token in its own sequence, from 0.
+            sample_rows: int64, rows of the batch whose logits are wanted; may be empty.
+            attention: answers each layer's attention for exactly this batch.
+            rope_regime: regime of every request in this batch.
+
+        Returns:
+            Logits in the model's dtype or float32, one row for each of sample_rows, in their order.
+        """
+        ...
