@@ -1,0 +1,1 @@
+"""The KV memory: one arena of fixed bytes, pages, tables, and the tensors they describe."""

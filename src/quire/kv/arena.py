@@ -1,0 +1,85 @@
+"""The arena: all KV bytes of a device, carved into slabs that page pools borrow and return.
+
+Knows bytes and slab numbers, no pages and no tensors. A slab serves one page class at a time, so
+pages of any sizes live side by side without a static split.
+"""
+
+import math
+from collections.abc import Sequence
+
+from quire.errors import ConfigError, InvariantError
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES
+
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+SLABS_OF_A_SMALL_ARENA = 64
+
+
+def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
+    """Bytes of a slab: about 2 MiB, at most 1/64 of a small arena, whole pages where possible.
+
+    A common multiple of the page sizes wastes nothing at slab borders. Where the least common
+    multiple is too large for the arena, slabs hold at least four of the largest pages.
+    """
+    target = min(HUGE_PAGE_BYTES, total_bytes // SLABS_OF_A_SMALL_ARENA)
+    common = math.lcm(*page_bytes)
+    if common <= target:
+        return target // common * common
+    if len(set(page_bytes)) == 1:
+        return common
+    return min(
+        common, max(target // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES, 4 * max(page_bytes))
+    )
+
+
+class Arena:
+    """Fixed bytes in equal slabs.
+
+    Args:
+        total_bytes: the user's KV memory; rounded down to whole slabs (`total_bytes` after that).
+        page_bytes: sizes of the pages that will live here.
+
+    Raises:
+        ConfigError: not even one slab fits.
+    """
+
+    def __init__(self, total_bytes: int, page_bytes: Sequence[int]) -> None:
+        self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes)
+        self.num_slabs = total_bytes // self.slab_bytes
+        if self.num_slabs < 1:
+            raise ConfigError(
+                f"a KV memory of {total_bytes:,} B holds no page: {self.slab_bytes:,} B are needed "
+                f"(largest page {max(page_bytes):,} B); raise --kv-memory or lower --page-tokens"
+            )
+        self._free = list(range(self.num_slabs - 1, -1, -1))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in whole slabs."""
+        return self.num_slabs * self.slab_bytes
+
+    @property
+    def num_free_slabs(self) -> int:
+        """Slabs no pool holds."""
+        return len(self._free)
+
+    @property
+    def free_slabs(self) -> frozenset[int]:
+        """Numbers of the slabs no pool holds."""
+        return frozenset(self._free)
+
+    def take_slab(self) -> int:
+        """Hand out a slab; the caller has checked `num_free_slabs`."""
+        return self._free.pop()
+
+    def give_slab(self, slab: int) -> None:
+        """Take a slab back."""
+        self._free.append(slab)
+
+    def check(self) -> None:
+        """Prove that no slab is free twice.
+
+        Raises:
+            InvariantError: one is.
+        """
+        if len(set(self._free)) != len(self._free):
+            raise InvariantError("the arena holds a slab twice in its free list")

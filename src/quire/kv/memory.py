@@ -1,0 +1,324 @@
+"""Sequences in pages: start, grow, fork, truncate, evict, lend, swap, release, and the proof.
+
+Bookkeeping only: NumPy arrays, no tensors. Whatever must happen to the bytes (copy a page before
+it is written, move a slot, read pages out) is asked of a `PageBytes` at the moment it is decided,
+so the order of calls is the order of the bytes' changes, on a CPU as on a CUDA stream.
+
+Two lengths are never mixed up: `lengths[row]` is logical (the position the next token gets),
+`tables[g].num_slots[row]` is physical (slots that live in a lane).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.arena import Arena
+from quire.kv.page_bytes import NoBytes, PageBytes
+from quire.kv.pages import PageNumbers, PagePool
+from quire.kv.tables import LaneTable, Rows
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+
+Counts = NDArray[np.int32]
+NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+class KVMemory:
+    """All sequences of a device in one arena.
+
+    Args:
+        layout: lane groups of every sequence.
+        total_bytes: the arena.
+        max_rows: sequences that can exist at once.
+        store: where the bytes are.
+        track_changes: keep the table entries each step touches, for a device's copy.
+
+    Raises:
+        ConfigError: the arena holds no page.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        total_bytes: int,
+        max_rows: int,
+        *,
+        store: PageBytes | None = None,
+        track_changes: bool = False,
+    ) -> None:
+        if max_rows < 1:
+            raise ConfigError(f"expected room for at least 1 sequence, got max_rows={max_rows}")
+        self.layout = layout
+        self.store: PageBytes = store or NoBytes()
+        self.arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
+        self.pools = {c: PagePool(self.arena, c) for c in layout.page_classes}
+        self.tables = {
+            group.name: LaneTable(group, max_rows, track_changes=track_changes)
+            for group in layout.groups
+        }
+        self.lengths = np.zeros(max_rows, dtype=np.int64)
+        self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
+        self.arena_peak_bytes = 0
+        self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._live = np.zeros(max_rows, dtype=bool)
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages in use plus what slab borders waste; used + free == total, always."""
+        return sum(pool.used_bytes + pool.tail_bytes for pool in self.pools.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free pages and of free slabs."""
+        held = sum(pool.free_bytes for pool in self.pools.values())
+        return held + self.arena.num_free_slabs * self.arena.slab_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.arena.total_bytes
+
+    @property
+    def live_rows(self) -> Rows:
+        """Rows in use, ascending."""
+        return np.flatnonzero(self._live)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be started."""
+        return len(self._free_rows)
+
+    def row_bytes(self, row: int) -> int:
+        """Bytes of all pages a sequence refers to."""
+        return sum(
+            int(table.num_pages[row].sum()) * table.group.page_class.page_bytes
+            for table in self.tables.values()
+        )
+
+    def fits(self, pages: Mapping[PageClass, int]) -> bool:
+        """Whether so many more pages of each class can be given at once."""
+        slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+        return slabs <= self.arena.num_free_slabs
+
+    # ---- life of a row -------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """Open an empty sequence; return its row.
+
+        Raises:
+            OutOfPages: all rows are taken.
+        """
+        if not self._free_rows:
+            raise OutOfPages(f"all {len(self.lengths)} rows are taken")
+        row = self._free_rows.pop()
+        self._live[row] = True
+        self.lengths[row] = 0
+        self.peak_bytes[row] = 0
+        return row
+
+    def release(self, rows: Rows | Sequence[int]) -> None:
+        """Close sequences and give their pages back."""
+        rows = np.asarray(rows, dtype=np.int64)
+        for table in self.tables.values():
+            self.pools[table.group.page_class].release(table.clear(rows))
+        self._live[rows] = False
+        self._free_rows.extend(int(row) for row in rows)
+
+    # ---- growth --------------------------------------------------------------------------------
+
+    def pages_to_grow(self, rows: Rows, tokens: Counts) -> dict[PageClass, int]:
+        """Pages each class must give before `rows` can take `tokens` more tokens each."""
+        pages: dict[PageClass, int] = {}
+        for table in self.tables.values():
+            page_class = table.group.page_class
+            needed = int(self._new_pages(table, rows, tokens).sum())
+            needed += int(self._shared_ends(table, rows).sum())
+            pages[page_class] = pages.get(page_class, 0) + needed
+        return pages
+
+    def can_grow(self, rows: Rows, tokens: Counts) -> bool:
+        """Whether `grow` would succeed. Returns pages behind windows first, as `grow` does."""
+        self.drop_behind_windows(rows)
+        return self.fits(self.pages_to_grow(rows, tokens))
+
+    def grow(self, rows: Rows, tokens: Counts) -> None:
+        """Make room for `tokens[i]` more tokens in row `rows[i]`, in every lane, all or nothing.
+
+        A last page that is shared is copied first: pages are written only by their one owner.
+
+        Raises:
+            OutOfPages: the arena is full; nothing was changed (but pages behind windows returned).
+        """
+        self.drop_behind_windows(rows)
+        pages = self.pages_to_grow(rows, tokens)
+        if not self.fits(pages):
+            raise OutOfPages(f"{sum(pages.values())} pages asked for, {self.free_bytes:,} B free")
+        for table in self.tables.values():
+            self._grow_table(table, rows, tokens)
+        self.lengths[rows] += tokens
+        self._note_peaks(rows)
+
+    def _new_pages(self, table: LaneTable, rows: Rows, tokens: Counts) -> Counts:
+        per_page = table.group.page_class.tokens
+        slots = table.num_slots[rows] + tokens[:, None]
+        new: Counts = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
+        return new
+
+    def _shared_ends(self, table: LaneTable, rows: Rows) -> NDArray[np.bool_]:
+        """[rows, lanes]: the next token would be written into a page somebody else reads."""
+        pool = self.pools[table.group.page_class]
+        slots = table.num_slots[rows]
+        if not pool.num_shared:
+            return np.zeros(slots.shape, dtype=bool)
+        per_page = table.group.page_class.tokens
+        column = np.minimum(slots // per_page, table.capacity - 1)
+        last = np.take_along_axis(table.pages[rows], column[:, :, None], axis=2)[:, :, 0]
+        shared: NDArray[np.bool_] = (slots % per_page != 0) & (pool.ref_counts[last] > 1)
+        return shared
+
+    def _grow_table(self, table: LaneTable, rows: Rows, tokens: Counts) -> None:
+        pool = self.pools[table.group.page_class]
+        shared = self._shared_ends(table, rows)
+        if shared.any():
+            index, lane = np.nonzero(shared)
+            row = rows[index]
+            self.privatise(table, row, lane, table.num_slots[row, lane] // pool.page_class.tokens)
+        new = self._new_pages(table, rows, tokens)
+        if new.any():
+            busy = new.any(axis=1)
+            added = pool.allocate(int(new.sum()))
+            first_column = table.num_pages[rows[busy]]
+            table.append(rows[busy], new[busy], added)
+            if table.group.ordered:
+                self._set_page_positions(table, rows[busy], first_column)
+            if table.group.private:
+                self.store.clear_pages(pool.page_class, added)
+        table.num_slots[rows] += tokens[:, None]
+
+    def _set_page_positions(self, table: LaneTable, rows: Rows, first_column: Counts) -> None:
+        """New pages of ordered lanes continue the row's logical positions."""
+        per_page = table.group.page_class.tokens
+        end_of_slots = self.lengths[rows][:, None] - table.num_slots[rows]
+        for i, row in enumerate(rows):
+            for lane in range(table.group.num_lanes):
+                column = np.arange(first_column[i, lane], table.num_pages[row, lane])
+                table.page_positions[row, lane, column] = end_of_slots[i, lane] + column * per_page
+
+    def _note_peaks(self, rows: Rows) -> None:
+        held = np.zeros(len(rows), dtype=np.int64)
+        for table in self.tables.values():
+            held += table.num_pages[rows].sum(axis=1) * table.group.page_class.page_bytes
+        self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
+        used = sum(pool.used_bytes for pool in self.pools.values())
+        self.arena_peak_bytes = max(self.arena_peak_bytes, used)
+
+    def privatise(self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]) -> None:
+        """Copy shared pages and let these table entries name the copies."""
+        pool = self.pools[table.group.page_class]
+        old = table.pages[row, lane, column]
+        new = pool.allocate(len(old))
+        self.store.copy_pages(pool.page_class, old, new)
+        table.replace(row, lane, column, new)
+        pool.release(old)
+
+    # ---- shrinking -----------------------------------------------------------------------------
+
+    def drop_behind_windows(self, rows: Rows) -> None:
+        """Return pages of window lanes that no query from the next position on can see."""
+        for table in self.tables.values():
+            if table.group.window is not None:
+                self._drop_behind_window(table, rows, table.group.window)
+
+    def _drop_behind_window(self, table: LaneTable, rows: Rows, window: int) -> None:
+        per_page = table.group.page_class.tokens
+        first_visible = self.lengths[rows][:, None] + 1 - window
+        behind = (first_visible - table.page_positions[rows, :, 0]) // per_page
+        behind = np.minimum(behind, table.num_slots[rows] // per_page)
+        for i, lane in zip(*np.nonzero(behind > 0), strict=True):
+            self.drop_pages(table.group, int(rows[i]), int(lane), np.arange(behind[i, lane]))
+
+    def drop_pages(self, group: LaneGroup, row: int, lane: int, columns: Rows) -> None:
+        """Drop full pages of an ordered lane: they are edited out of the table, nothing moves.
+
+        Raises:
+            ConfigError: the lane is not ordered, or a page named is not full.
+        """
+        table = self.tables[group.name]
+        full_pages = int(table.num_slots[row, lane]) // group.page_class.tokens
+        if not group.ordered or (len(columns) and int(np.max(columns)) >= full_pages):
+            raise ConfigError(f"only full pages of ordered lanes drop whole, got {columns}")
+        self.pools[group.page_class].release(table.drop(row, lane, columns))
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the tokens from logical position `length` on; lanes must be in position order.
+
+        Raises:
+            ConfigError: the row is shorter, some lane has lost its order, or a window lane has
+                already dropped pages that the shorter sequence would look back to.
+        """
+        if not 0 <= length <= self.lengths[row]:
+            raise ConfigError(f"cannot truncate a row of {self.lengths[row]} tokens to {length}")
+        kept = {name: self._slots_below(t, row, length) for name, t in self.tables.items()}
+        for name, table in self.tables.items():
+            table.num_slots[row] = kept[name]
+            pages = -(-kept[name] // table.group.page_class.tokens)
+            self.pools[table.group.page_class].release(table.cut(row, pages.astype(np.int32)))
+        self.lengths[row] = length
+
+    def _slots_below(self, table: LaneTable, row: int, length: int) -> Counts:
+        slots: Counts = table.num_slots[row]
+        if not table.group.ordered:
+            if (slots != self.lengths[row]).any():
+                raise ConfigError("a lane that has evicted tokens cannot be truncated by position")
+            return np.full_like(slots, length)
+        kept = np.empty_like(slots)
+        for lane in range(table.group.num_lanes):
+            positions = table.slot_positions(row, lane)
+            kept[lane] = np.searchsorted(positions, length)
+            first_needed = max(0, length + 1 - table.group.window) if table.group.window else 0
+            has_window_start = len(positions) and positions[0] <= first_needed
+            if table.group.window and first_needed < length and not has_window_start:
+                raise ConfigError(
+                    f"group {table.group.name!r} has dropped positions below "
+                    f"{positions[0] if len(positions) else length} that a row of {length} needs"
+                )
+        return kept
+
+    def check(self) -> None:
+        """Prove that every byte is accounted for and every reference has a holder.
+
+        Raises:
+            InvariantError: something does not add up.
+        """
+        self.arena.check()
+        for pool in self.pools.values():
+            pool.check()
+            self._check_references(pool)
+        for table in self.tables.values():
+            table.check()
+            if table.num_slots[~self._live].any():
+                raise InvariantError(f"group {table.group.name!r}: a closed row still has slots")
+            if (table.num_slots > self.lengths[:, None]).any():
+                raise InvariantError(f"group {table.group.name!r}: more slots than tokens")
+        if self.used_bytes + self.free_bytes != self.total_bytes:
+            raise InvariantError(
+                f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"
+            )
+        slabs = [slab for pool in self.pools.values() for slab in pool.held_slabs]
+        if len(slabs) != len(set(slabs)) or self.arena.free_slabs & set(slabs):
+            raise InvariantError("a slab serves two page classes, or is held and free at once")
+
+    def _check_references(self, pool: PagePool) -> None:
+        expected = np.zeros_like(pool.ref_counts)
+        for name, table in self.tables.items():
+            if table.group.page_class == pool.page_class:
+                np.add.at(expected, table.pages[table.pages >= 0], 1)
+                for loan in self.loans.values():
+                    np.add.at(expected, loan.get(name, NO_PAGES), 1)
+        if (expected != pool.ref_counts).any():
+            wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
+            raise InvariantError(f"pages {wrong} are referenced otherwise than counted")

@@ -1,0 +1,176 @@
+"""Pages of one class: allocation, reference counts, slabs taken and returned.
+
+Page numbers are places in the arena: page n of a class with pages of b bytes lies at byte n * b.
+So one number addresses a page from any kernel, and the arena seen as an array of such pages needs
+no per-slab arithmetic. A slab serves the page numbers that lie wholly inside it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvariantError, OutOfPages
+from quire.kv.arena import Arena
+from quire.spec.pages import PageClass
+
+PageNumbers = NDArray[np.int32]
+
+
+class PagePool:
+    """The pages of one class in an arena.
+
+    Allocation costs O(1) per page, in one NumPy slice per slab touched. A slab whose last page is
+    released goes back to the arena at once.
+    """
+
+    def __init__(self, arena: Arena, page_class: PageClass) -> None:
+        self.page_class = page_class
+        self.ref_counts = np.zeros(arena.total_bytes // page_class.page_bytes, dtype=np.int32)
+        self.num_shared = 0  # pages with more than one reference: lets writers skip the check
+        self.num_used = 0
+        self._arena = arena
+        # slab -> stack of its free pages and how many of the stack are valid
+        self._stacks: dict[int, PageNumbers] = {}
+        self._num_free: dict[int, int] = {}
+        self._partial: dict[int, None] = {}  # slabs with a free page, newest last
+        self._free_in_slabs = 0
+
+    @property
+    def pages_per_slab(self) -> int:
+        """Pages any slab is sure to hold (one less where slab borders cut a page)."""
+        slab_bytes, page_bytes = self._arena.slab_bytes, self.page_class.page_bytes
+        return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
+
+    @property
+    def held_slabs(self) -> frozenset[int]:
+        """Slabs this pool holds."""
+        return frozenset(self._stacks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages in use."""
+        return self.num_used * self.page_class.page_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of held slabs that no page covers."""
+        covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
+        return len(self._stacks) * self._arena.slab_bytes - covered
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free pages in held slabs."""
+        return self._free_in_slabs * self.page_class.page_bytes
+
+    def slabs_needed(self, num_pages: int) -> int:
+        """Slabs to take from the arena before `num_pages` more pages can be given."""
+        return max(0, -(-(num_pages - self._free_in_slabs) // self.pages_per_slab))
+
+    def allocate(self, num_pages: int) -> PageNumbers:
+        """Give `num_pages` pages, each with one reference.
+
+        Raises:
+            OutOfPages: the arena cannot; nothing was changed.
+        """
+        if self.slabs_needed(num_pages) > self._arena.num_free_slabs:
+            raise OutOfPages(
+                f"{num_pages} pages of {self.page_class.page_bytes:,} B asked for, "
+                f"{self._free_in_slabs} free in held slabs and {self._arena.num_free_slabs} slabs "
+                f"of {self.pages_per_slab} left"
+            )
+        pages = np.empty(num_pages, dtype=np.int32)
+        filled = 0
+        while filled < num_pages:
+            slab = next(reversed(self._partial)) if self._partial else self._take_slab()
+            filled += self._pop(slab, pages[filled:])
+        self.ref_counts[pages] = 1
+        self.num_used += num_pages
+        return pages
+
+    def retain(self, pages: PageNumbers) -> None:
+        """Add one reference to each page (all distinct, all in use)."""
+        self.num_shared += int(np.count_nonzero(self.ref_counts[pages] == 1))
+        self.ref_counts[pages] += 1
+
+    def release(self, pages: PageNumbers) -> None:
+        """Take one reference from each page named, as often as it is named; free the last ones."""
+        if not len(pages):
+            return
+        before = self.ref_counts[pages]
+        if self.num_shared:
+            pages, times = np.unique(pages, return_counts=True)
+            before = self.ref_counts[pages]
+            after = before - times
+            self.ref_counts[pages] = after
+            self.num_shared -= int(np.count_nonzero((before > 1) & (after <= 1)))
+            pages = pages[after == 0]
+        else:
+            self.ref_counts[pages] = before - 1
+        self._push(pages)
+
+    def _take_slab(self) -> int:
+        slab = self._arena.take_slab()
+        page_bytes, slab_bytes = self.page_class.page_bytes, self._arena.slab_bytes
+        first, end = -(-slab * slab_bytes // page_bytes), (slab + 1) * slab_bytes // page_bytes
+        self._stacks[slab] = np.arange(end - 1, first - 1, -1, dtype=np.int32)
+        self._num_free[slab] = end - first
+        self._free_in_slabs += end - first
+        self._partial[slab] = None
+        return slab
+
+    def _pop(self, slab: int, into: PageNumbers) -> int:
+        free = self._num_free[slab]
+        taken = min(free, len(into))
+        into[:taken] = self._stacks[slab][free - taken : free][::-1]
+        self._num_free[slab] = free - taken
+        self._free_in_slabs -= taken
+        if taken == free:
+            del self._partial[slab]
+        return taken
+
+    def _push(self, pages: PageNumbers) -> None:
+        self.num_used -= len(pages)
+        slabs = pages.astype(np.int64) * self.page_class.page_bytes // self._arena.slab_bytes
+        order = np.argsort(slabs, kind="stable")
+        pages, slabs = pages[order], slabs[order]
+        borders = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
+        for part in np.split(np.arange(len(pages)), borders) if len(pages) else ():
+            self._push_to_slab(int(slabs[part[0]]), pages[part])
+
+    def _push_to_slab(self, slab: int, pages: PageNumbers) -> None:
+        free = self._num_free[slab]
+        self._stacks[slab][free : free + len(pages)] = pages
+        self._num_free[slab] = free + len(pages)
+        self._free_in_slabs += len(pages)
+        if self._num_free[slab] == len(self._stacks[slab]):
+            self._return_slab(slab)
+        else:
+            self._partial[slab] = None
+
+    def _return_slab(self, slab: int) -> None:
+        self._free_in_slabs -= self._num_free.pop(slab)
+        del self._stacks[slab]
+        self._partial.pop(slab, None)
+        self._arena.give_slab(slab)
+
+    def check(self) -> None:
+        """Prove that every page of every held slab is either free once or referenced.
+
+        Raises:
+            InvariantError: one is not.
+        """
+        used = free = 0
+        for slab, stack in self._stacks.items():
+            idle = stack[: self._num_free[slab]]
+            if len(np.unique(idle)) != len(idle) or self.ref_counts[idle].any():
+                raise InvariantError(f"slab {slab} lists a page in use, or one twice, as free")
+            free += len(idle)
+            used += len(stack) - len(idle)
+        counted = int(np.count_nonzero(self.ref_counts))
+        shared = int(np.count_nonzero(self.ref_counts > 1))
+        if (used, free, shared) != (counted, self._free_in_slabs, self.num_shared) or (
+            used != self.num_used
+        ):
+            raise InvariantError(
+                f"pool of {self.page_class.page_bytes} B pages: {used} used and {free} free by "
+                f"slabs, {counted} referenced, {self.num_used} and {self._free_in_slabs} noted"
+            )

@@ -1,0 +1,174 @@
+"""Page tables of one lane group: which pages a lane has, in what order, and how full they are.
+
+Rows are sequences, columns of a row are lanes. A lane is dense: slot i stands in its page
+i // tokens at offset i % tokens, so a table and a length say everything and no slot mapping is
+ever built. The arrays are plain NumPy; on a CPU the kernels read the very same memory, on a device
+`drain_changes` names the few entries a step has touched.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import InvariantError
+from quire.kv.pages import PageNumbers
+from quire.spec.pages import LaneGroup
+
+Rows = NDArray[np.int64]
+INITIAL_PAGES_PER_LANE = 16
+NO_PAGE = -1
+
+
+class LaneTable:
+    """The tables of all sequences in one lane group.
+
+    Attributes:
+        pages: int32 [rows, lanes, capacity], NO_PAGE where there is none.
+        page_positions: int32, same shape: logical position of a page's first slot. Holds for
+            ordered lanes; lanes without order keep positions in their pages.
+        num_pages: int32 [rows, lanes].
+        num_slots: int32 [rows, lanes], live slots, the physical length.
+        version: grows when the arrays move to larger memory; holders of views look again.
+    """
+
+    def __init__(self, group: LaneGroup, max_rows: int, *, track_changes: bool = False) -> None:
+        self.group = group
+        shape = (max_rows, group.num_lanes, INITIAL_PAGES_PER_LANE)
+        self.pages = np.full(shape, NO_PAGE, dtype=np.int32)
+        self.page_positions = np.zeros(shape, dtype=np.int32)
+        self.num_pages = np.zeros(shape[:2], dtype=np.int32)
+        self.num_slots = np.zeros(shape[:2], dtype=np.int32)
+        self.version = 0
+        self._track_changes = track_changes
+        self._changed: list[NDArray[np.int64]] = []
+
+    @property
+    def capacity(self) -> int:
+        """Pages a lane can name before the arrays grow."""
+        return int(self.pages.shape[2])
+
+    def append(self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers) -> None:
+        """Put new pages behind the lanes of `rows`.
+
+        Args:
+            rows: [n] row numbers.
+            counts: [n, lanes] pages for each lane.
+            pages: [counts.sum()] page numbers, in row-major order of `counts`.
+        """
+        held = self.num_pages[rows]
+        needed = int((held + counts).max(initial=0))
+        if needed > self.capacity:
+            self._widen(needed)
+        row, lane, column = self._new_entries(rows, counts, held)
+        self.pages[row, lane, column] = pages
+        self.num_pages[rows] = held + counts
+        self._note(row, lane, column)
+
+    def _new_entries(
+        self, rows: Rows, counts: NDArray[np.int32], held: NDArray[np.int32]
+    ) -> tuple[Rows, Rows, Rows]:
+        index, lane = np.nonzero(counts)
+        times = counts[index, lane]
+        if times.max(initial=1) == 1:
+            return rows[index], lane, held[index, lane].astype(np.int64)
+        start = np.repeat(np.cumsum(times) - times, times)
+        offset = np.arange(int(times.sum())) - start
+        index, lane = np.repeat(index, times), np.repeat(lane, times)
+        return rows[index], lane, held[index, lane] + offset
+
+    def replace(self, row: Rows, lane: Rows, column: Rows, pages: PageNumbers) -> None:
+        """Let table entries name other pages (copy before write)."""
+        self.pages[row, lane, column] = pages
+        self._note(row, lane, column)
+
+    def cut(self, row: int, keep_pages: NDArray[np.int32]) -> PageNumbers:
+        """Drop the pages behind the first `keep_pages` [lanes] of a row; return them."""
+        column = np.arange(self.capacity)
+        gone = (column >= keep_pages[:, None]) & (column < self.num_pages[row][:, None])
+        pages: PageNumbers = self.pages[row][gone]
+        self.pages[row][gone] = NO_PAGE
+        self.num_pages[row] = np.minimum(self.num_pages[row], keep_pages)
+        self._note_mask(row, gone)
+        return pages
+
+    def drop(self, row: int, lane: int, columns: NDArray[np.int64]) -> PageNumbers:
+        """Drop whole pages of an ordered lane anywhere but its partly filled end; return them.
+
+        The pages behind close the gap: an edit of the table, no bytes move.
+        """
+        held = int(self.num_pages[row, lane])
+        dropped: PageNumbers = self.pages[row, lane, columns].copy()
+        stay = np.delete(np.arange(held), columns)
+        for array in (self.pages, self.page_positions):
+            array[row, lane, : len(stay)] = array[row, lane, stay]
+        self.pages[row, lane, len(stay) : held] = NO_PAGE
+        self.num_pages[row, lane] = len(stay)
+        self.num_slots[row, lane] -= len(columns) * self.group.page_class.tokens
+        touched = np.arange(held)
+        self._note(np.full(held, row), np.full(held, lane), touched)
+        return dropped
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Let row `target` name the same pages as row `source`."""
+        for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
+            array[target] = array[source]
+        self._note_mask(target, np.ones(self.pages.shape[1:], dtype=bool))
+
+    def clear(self, rows: Rows) -> PageNumbers:
+        """Empty rows; return every page they named."""
+        block = self.pages[rows]
+        pages: PageNumbers = block[block != NO_PAGE]
+        self.pages[rows] = NO_PAGE
+        self.num_pages[rows] = 0
+        self.num_slots[rows] = 0
+        return pages
+
+    def row_pages(self, row: int) -> PageNumbers:
+        """Every page a row names, lane by lane."""
+        block = self.pages[row]
+        pages: PageNumbers = block[block != NO_PAGE]
+        return pages
+
+    def slot_positions(self, row: int, lane: int) -> NDArray[np.int32]:
+        """Logical positions of an ordered lane's slots, [num_slots]."""
+        tokens = self.group.page_class.tokens
+        first = self.page_positions[row, lane, : self.num_pages[row, lane]]
+        grid = np.add(first[:, None], np.arange(tokens), dtype=np.int32)
+        return grid.reshape(-1)[: self.num_slots[row, lane]]
+
+    def check(self) -> None:
+        """Prove that lanes name exactly the pages their slots need.
+
+        Raises:
+            InvariantError: one names more, fewer, or has a gap.
+        """
+        needed = -(-self.num_slots // self.group.page_class.tokens)
+        held = np.count_nonzero(self.pages != NO_PAGE, axis=2)
+        dense = (self.pages != NO_PAGE) == (np.arange(self.capacity) < self.num_pages[:, :, None])
+        if (needed != self.num_pages).any() or (held != self.num_pages).any() or not dense.all():
+            raise InvariantError(f"group {self.group.name!r}: pages do not match slots")
+
+    def drain_changes(self) -> NDArray[np.int64]:
+        """Flat indices into `pages` changed since the last call: all that a device must copy."""
+        changed = np.concatenate(self._changed) if self._changed else np.empty(0, dtype=np.int64)
+        self._changed.clear()
+        return np.unique(changed)
+
+    def _widen(self, needed: int) -> None:
+        grown = max(needed, 2 * self.capacity)
+        rows, lanes, old = self.pages.shape
+        pages = np.full((rows, lanes, grown), NO_PAGE, dtype=np.int32)
+        positions = np.zeros((rows, lanes, grown), dtype=np.int32)
+        pages[:, :, :old], positions[:, :, :old] = self.pages, self.page_positions
+        self.pages, self.page_positions = pages, positions
+        self.version += 1
+        self._changed.clear()
+
+    def _note(self, row: Rows, lane: Rows, column: Rows) -> None:
+        if self._track_changes:
+            lanes = self.pages.shape[1]
+            self._changed.append((row * lanes + lane) * self.capacity + column)
+
+    def _note_mask(self, row: int, mask: NDArray[np.bool_]) -> None:
+        if self._track_changes:
+            lane, column = np.nonzero(mask)
+            self._note(np.full(len(lane), row), lane, column)

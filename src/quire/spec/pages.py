@@ -1,0 +1,197 @@
+"""What a page holds and how many bytes it takes. The only place where page bytes are computed.
+
+A page of `tokens` slots lies in memory as planes, one behind the other:
+
+    | keys [heads, tokens, head_dim] | values [heads, tokens, head_dim] | positions [tokens] |
+      codec `key`                      codec `value` (may be absent)      int32, if kept
+    and padding to a multiple of 64 bytes
+
+Full-precision sinks, an INT4 body, heads of unequal length, statistics: each is one `PageClass`;
+nothing else in Quire asks what is inside a page.
+"""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError, UnknownName
+
+PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
+POSITION_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpec:
+    """How many bytes a vector of `head_dim` numbers takes.
+
+    Attributes:
+        name: the registered name.
+        code_bits: bits of one stored number.
+        metadata_bytes: bytes beside the codes of one vector (scale, zero point), 0 for plain types.
+    """
+
+    name: str
+    code_bits: int
+    metadata_bytes: int = 0
+
+    def block_bytes(self, num_vectors: int, head_dim: int) -> int:
+        """Bytes of `num_vectors` vectors of `head_dim` numbers, metadata included."""
+        return num_vectors * (-(-head_dim * self.code_bits // 8) + self.metadata_bytes)
+
+
+CODECS: dict[str, CodecSpec] = {
+    spec.name: spec
+    for spec in (
+        CodecSpec("float32", 32),
+        CodecSpec("bfloat16", 16),
+        CodecSpec("float16", 16),
+        CodecSpec("int8", 8, metadata_bytes=2),
+    )
+}
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """The byte arithmetic of a codec.
+
+    Raises:
+        UnknownName: no codec has this name.
+    """
+    if name not in CODECS:
+        raise UnknownName("codec", name, CODECS)
+    return CODECS[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageClass:
+    """Pages that are alike: same planes, same bytes, one pool.
+
+    Attributes:
+        key: codec of the first plane.
+        value: codec of the second plane; None for one-plane pages (statistics).
+        head_dim: numbers in a vector.
+        heads: heads in a page (all KV heads of a layer, or one for ragged heads).
+        tokens: slots in a page.
+        positions: whether each slot carries its logical position (lanes whose slots lose order).
+        rotated: whether keys are stored after RoPE.
+    """
+
+    key: CodecSpec
+    value: CodecSpec | None
+    head_dim: int
+    heads: int
+    tokens: int
+    positions: bool = False
+    rotated: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "heads", "tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a page needs {name} >= 1, got {getattr(self, name)}")
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the key plane; the value plane starts there."""
+        return self.key.block_bytes(self.heads * self.tokens, self.head_dim)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the value plane."""
+        vectors = self.heads * self.tokens
+        return self.value.block_bytes(vectors, self.head_dim) if self.value else 0
+
+    @property
+    def positions_offset_bytes(self) -> int:
+        """Where the positions start: on a multiple of their own size."""
+        return -(-(self.key_bytes + self.value_bytes) // POSITION_BYTES) * POSITION_BYTES
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a whole page, padded to the alignment."""
+        end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
+        return -(-end // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+
+    def pages_for(self, slots: int) -> int:
+        """Whole pages that hold `slots` slots."""
+        return -(-slots // self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneGroup:
+    """Lanes of a sequence that share a page class and its rules.
+
+    A lane is what one page table describes: all KV heads of a layer (layer pages), or one KV head
+    of it (one-head pages). A group has `len(layers) * lanes_per_layer` lanes, layer-major.
+
+    Attributes:
+        name: unique in a layout.
+        page_class: what its pages hold.
+        layers: model layers, ascending.
+        lanes_per_layer: 1 for layer pages, the number of KV heads for one-head pages.
+        window: tokens a query can look back, itself included; None for all. Pages behind it return.
+        ordered: slots stay in position order (dropping whole pages, never moving slots).
+        private: never shared: copied on fork, absent from lent prefixes (statistics).
+    """
+
+    name: str
+    page_class: PageClass
+    layers: tuple[int, ...]
+    lanes_per_layer: int = 1
+    window: int | None = None
+    ordered: bool = True
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.ordered):
+            raise ConfigError(
+                f"lane group {self.name!r}: a window needs ordered lanes and at least 1 token, "
+                f"got window={self.window}, ordered={self.ordered}"
+            )
+        if not self.ordered and not self.page_class.positions and not self.private:
+            raise ConfigError(
+                f"lane group {self.name!r}: slots without order must carry their positions; "
+                "set PageClass(positions=True)"
+            )
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of one sequence in this group."""
+        return len(self.layers) * self.lanes_per_layer
+
+    def slots_at_most(self, tokens: int, chunk_tokens: int) -> int:
+        """Slots a lane holds at its peak while `tokens` tokens pass in chunks of `chunk_tokens`.
+
+        A window lane keeps, when a chunk is written, the `window - 1` tokens before it, the chunk,
+        and up to a page of tokens that have left the window but share a page with one that has not.
+        """
+        if self.window is None:
+            return tokens
+        return min(tokens, self.window - 1 + chunk_tokens + self.page_class.tokens - 1)
+
+    def bytes_at_most(self, tokens: int, chunk_tokens: int) -> int:
+        """Bytes of all lanes at that peak, in whole pages."""
+        pages = self.page_class.pages_for(self.slots_at_most(tokens, chunk_tokens))
+        return pages * self.page_class.page_bytes * self.num_lanes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All lane groups of a sequence.
+
+    Attributes:
+        groups: each layer's KV stands in exactly one of them; statistics groups come on top.
+    """
+
+    groups: tuple[LaneGroup, ...]
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names) or not names:
+            raise ConfigError(f"lane groups need unique names, got {names}")
+
+    @property
+    def page_classes(self) -> tuple[PageClass, ...]:
+        """The distinct page classes, in order of first use."""
+        return tuple(dict.fromkeys(group.page_class for group in self.groups))
+
+    @property
+    def smallest_sequence_bytes(self) -> int:
+        """Bytes of a sequence of one token: a page for every lane."""
+        return sum(group.page_class.page_bytes * group.num_lanes for group in self.groups)
