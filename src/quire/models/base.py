@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-
 from quire.spec.model import ModelSpec
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class AttentionCall:
         scale: factor on query-key products, dimensionless (usually head_dim ** -0.5).
         window: sliding window W in tokens: a query at position p sees positions > p - W; None sees
             every position up to its own.
-        softcap: products become `softcap * tanh(product / softcap)` before the softmax; None for none.
+        softcap: products become `softcap * tanh(product / softcap)` before the softmax; or None.
         sinks: [num_heads] learned logits that join each softmax and carry no value; None for none.
     """
 
@@ -91,7 +90,7 @@ class Decoder(Protocol):
             final_tokens: prompt plus the most tokens it may generate.
 
         Returns:
-            A regime in range(num_rope_regimes). Requests of different regimes never share a forward.
+            A regime in range(num_rope_regimes); different regimes never share a forward.
         """
         ...
 

@@ -1,0 +1,260 @@
+"""Tiny random models of many architectures, float32, made in milliseconds, no network.
+
+Two layers (four where windows and full attention take turns), hidden size 32 to 64, vocabulary 128.
+Weights are larger than a fresh model's, so that greedy tokens vary and attention is not uniform.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+VOCAB_SIZE = 128
+WINDOW_TOKENS = 8  # of every model here that has a sliding window
+MAX_POSITIONS = 512
+LONGROPE_SHORT_TOKENS = 24  # longest request of phi3_longrope that keeps the short frequencies
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def _llama() -> PreTrainedConfig:
+    return LlamaConfig(**_SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+
+
+def _llama_mqa() -> PreTrainedConfig:
+    return LlamaConfig(**_SHAPE | {"num_key_value_heads": 1}, tie_word_embeddings=True)
+
+
+def _llama_mha() -> PreTrainedConfig:
+    return LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}, attention_bias=True)
+
+
+def _mistral() -> PreTrainedConfig:
+    return MistralConfig(**_SHAPE, head_dim=8, sliding_window=WINDOW_TOKENS)
+
+
+def _qwen2() -> PreTrainedConfig:
+    return Qwen2Config(**_SHAPE)
+
+
+def _qwen2_window() -> PreTrainedConfig:
+    return Qwen2Config(
+        **_SHAPE | {"num_hidden_layers": 4},
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
+        max_window_layers=2,
+    )
+
+
+def _qwen3() -> PreTrainedConfig:
+    return Qwen3Config(**_SHAPE, head_dim=16)
+
+
+def _phi3() -> PreTrainedConfig:
+    return Phi3Config(**_SHAPE, sliding_window=None)
+
+
+def _phi3_longrope() -> PreTrainedConfig:
+    half = 4  # rotary pairs of a head of 8
+    return Phi3Config(
+        **_SHAPE,
+        sliding_window=None,
+        original_max_position_embeddings=LONGROPE_SHORT_TOKENS,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.1 * pair for pair in range(half)],
+            "long_factor": [2.0 + pair for pair in range(half)],
+            "original_max_position_embeddings": LONGROPE_SHORT_TOKENS,
+        },
+    )
+
+
+def _gemma2() -> PreTrainedConfig:
+    return Gemma2Config(
+        **_SHAPE | {"num_hidden_layers": 4},
+        head_dim=16,
+        query_pre_attn_scalar=12,
+        sliding_window=WINDOW_TOKENS,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma3() -> PreTrainedConfig:
+    return Gemma3TextConfig(
+        **_SHAPE | {"num_hidden_layers": 4},
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=False,
+    )
+
+
+def _opt() -> PreTrainedConfig:
+    return OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        word_embed_proj_dim=32,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+
+
+def _gpt2() -> PreTrainedConfig:
+    return GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+
+
+def _gpt_neox() -> PreTrainedConfig:
+    shape = {name: value for name, value in _SHAPE.items() if name != "num_key_value_heads"}
+    return GPTNeoXConfig(
+        **shape,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    )
+
+
+def _olmo2() -> PreTrainedConfig:
+    return Olmo2Config(**_SHAPE)
+
+
+def _granite() -> PreTrainedConfig:
+    return GraniteConfig(
+        **_SHAPE,
+        attention_multiplier=0.2,
+        logits_scaling=3.0,
+        residual_multiplier=0.5,
+        embedding_multiplier=2.0,
+    )
+
+
+def _stablelm() -> PreTrainedConfig:
+    return StableLmConfig(**_SHAPE)
+
+
+def _mixtral() -> PreTrainedConfig:
+    return MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+
+
+def _gpt_oss() -> PreTrainedConfig:
+    return GptOssConfig(
+        **_SHAPE,
+        head_dim=16,
+        sliding_window=WINDOW_TOKENS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": _llama,
+    "llama_mqa": _llama_mqa,
+    "llama_mha": _llama_mha,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen2_window": _qwen2_window,
+    "qwen3": _qwen3,
+    "phi3": _phi3,
+    "phi3_longrope": _phi3_longrope,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "opt": _opt,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "stablelm": _stablelm,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+}
+
+
+def build(name: str, seed: int = 0) -> PreTrainedModel:
+    """Make a tiny model from a seed, in eval mode, with Transformers' own eager attention."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = ARCHITECTURES[name]()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+        _draw_weights(model)
+    return model.eval()
+
+
+def save(name: str, folder: str | Path, seed: int = 0, **options: object) -> Path:
+    """Write `build(name, seed)` in Hugging Face format; options go to save_pretrained."""
+    build(name, seed).save_pretrained(folder, **options)
+    return Path(folder)
+
+
+@torch.no_grad()
+def _draw_weights(model: PreTrainedModel) -> None:
+    # Matrices keep the size of their input (std 1.5 / sqrt(fan_in)); embeddings are small, or the
+    # residual stream would repeat the last token for ever; vectors (biases, sinks, gains) move away
+    # from their neutral values, so that dropping one of them would be seen.
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not head_weight(model):
+            module.weight.mul_(0.3)
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The matrix that makes logits, [vocab, hidden]."""
+    return model.get_output_embeddings().weight
