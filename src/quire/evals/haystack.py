@@ -1,0 +1,13 @@
+"""The book text that records are hidden in, shipped with the package (see assets/haystack.md)."""
+
+from functools import cache
+from importlib.resources import files
+
+from quire.evals.tasks.fillers import BookFiller
+
+
+@cache
+def haystack() -> BookFiller:
+    """A filler over 195,000 characters of public-domain prose that quire-tiny never trained on."""
+    text = (files("quire") / "assets" / "haystack.txt").read_text(encoding="ascii")
+    return BookFiller(text)

@@ -1,0 +1,109 @@
+"""Seeded tasks whose answer stands in the prompt, or follows from it. One family a file.
+
+`make("lines", seed, tokens, depth=0.25)` gives the same text on every machine and in every
+version: published scores are about these very prompts. Nothing here needs torch or a model.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import UnknownName
+from quire.evals.tasks.arithmetic import Arithmetic
+from quire.evals.tasks.base import Measure, Query, Setting, Span, Task, TaskFamily, rough_measure
+from quire.evals.tasks.copying import Copy, Headline
+from quire.evals.tasks.facts import Facts
+from quire.evals.tasks.fillers import BookFiller, Filler, synthetic_filler
+from quire.evals.tasks.labels import Labels
+from quire.evals.tasks.needles import Needles
+from quire.evals.tasks.records import KeyValue, Lines, LongEval
+from quire.evals.tasks.variables import Variables
+from quire.evals.tasks.words import Split
+
+__all__ = [
+    "FAMILIES",
+    "BookFiller",
+    "Filler",
+    "Measure",
+    "Query",
+    "Setting",
+    "Span",
+    "Split",
+    "Task",
+    "TaskFamily",
+    "build",
+    "make",
+    "names",
+    "rough_measure",
+    "synthetic_filler",
+]
+
+FAMILIES: Mapping[str, type[TaskFamily]] = MappingProxyType(
+    {
+        "lines": Lines,
+        "longeval": LongEval,
+        "kv": KeyValue,
+        "niah": Needles,
+        "facts": Facts,
+        "copy": Copy,
+        "headline": Headline,
+        "variables": Variables,
+        "labels": Labels,
+        "arithmetic": Arithmetic,
+    }
+)
+_SETTINGS = frozenset(field.name for field in fields(Setting))
+
+
+def names() -> tuple[str, ...]:
+    """The registered families, in table order."""
+    return tuple(FAMILIES)
+
+
+def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Task:
+    """Make one task of a family from a random state.
+
+    Args:
+        name: a registered family.
+        rng: the random state; it is advanced.
+        setting: length, filler, split, number of questions, depth.
+        options: fields of the family, such as `digits`.
+
+    Returns:
+        The task.
+
+    Raises:
+        UnknownName: no such family, or the family has no such option.
+    """
+    if name not in FAMILIES:
+        raise UnknownName("task", name, FAMILIES)
+    family = FAMILIES[name]
+    # Every family is a dataclass; the abstract base, which has no fields, is not.
+    known = {field.name for field in fields(family)}  # type: ignore[arg-type]
+    for option in options.keys() - known:
+        raise UnknownName(f"option of task {name!r}", option, known | _SETTINGS)
+    return family(**options).build(rng, setting)
+
+
+def make(name: str, seed: int, tokens: int, **options: Any) -> Task:
+    """Make one task from its name and a seed.
+
+    Args:
+        name: a registered family, such as "lines".
+        seed: equal seeds make equal tasks.
+        tokens: target length of context and questions, in units of `measure`.
+        options: fields of `Setting` (filler, measure, split, queries, depth) and of the family.
+
+    Returns:
+        The task; `task.prompt()` is what a model reads, `task.queries[0].answer` what it must say.
+
+    Raises:
+        UnknownName: no such family or option.
+        ConfigError: an option is out of range.
+    """
+    shared = {key: value for key, value in options.items() if key in _SETTINGS}
+    own = {key: value for key, value in options.items() if key not in _SETTINGS}
+    setting = Setting(tokens=tokens, **shared)
+    return build(name, random.Random(f"{name}/{seed}"), setting, **own)

@@ -1,0 +1,125 @@
+r"""What a task is: a context of weighted spans, and questions whose answers it holds.
+
+    spans:    "Pairs:\n" | "old-lamp": "48213",\n ... |
+    queries:                                           Key "old-lamp": " | 48213 | "\n
+    prompt:   ----------------- context ------------- + --- question ---
+    training: ----------------- context ------------- + question, answer, tail of every query
+
+The one rule all families share: the same random state gives the same task, character by
+character, so that scores measured at different times are about the same prompts.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.evals.tasks.fillers import Filler, synthetic_filler
+from quire.evals.tasks.words import Split
+
+Measure = Callable[[str], int]
+Span = tuple[str, float]
+TEXT_WEIGHT = 0.5
+"""Loss weight of running text in training; answers weigh 1, random keys and digits 0."""
+
+
+def rough_measure(text: str) -> int:
+    """Length in tokens, guessed as a third of the characters, at least 1."""
+    return max(1, len(text) // 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One question: what follows it must be `answer`.
+
+    Attributes:
+        question: text put behind the context; the answer follows without a blank in between.
+        answer: what a greedy continuation has to begin with.
+        tail: what ends the answer in training.
+        depth: place of the asked record in the context, 0 first to 1 last; None: no single place.
+        key: the word that names the record, if there is one.
+    """
+
+    question: str
+    answer: str
+    tail: str = "\n"
+    depth: float | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A context and the questions about it.
+
+    Attributes:
+        name: the registered name of the family.
+        spans: (text, loss weight in training) of the context, in order.
+        queries: the questions; an evaluation uses the first.
+        chance: share of right answers a guess would get.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    queries: tuple[Query, ...]
+    chance: float = 0.0
+
+    @property
+    def context(self) -> str:
+        """The text before the first question."""
+        return "".join(text for text, _ in self.spans)
+
+    def prompt(self, index: int = 0) -> str:
+        """The context and one question, as an evaluation sends it."""
+        return self.context + self.queries[index].question
+
+    def training_spans(self) -> tuple[Span, ...]:
+        """The context, then every question with its answer (weight 1) and tail."""
+        asked = [
+            span
+            for query in self.queries
+            for span in ((query.question, 0.0), (query.answer, 1.0), (query.tail, 0.0))
+        ]
+        return (*self.spans, *asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What every family is told.
+
+    Attributes:
+        tokens: target length of context and questions together, in units of `measure`.
+        filler: source of the running text between the records.
+        measure: length of a text in tokens.
+        split: which word lists and operands are used; the two never meet.
+        queries: number of questions; None fills the room that training wants filled.
+        depth: place of the record that the first question asks for, 0 to 1; None is random.
+    """
+
+    tokens: int
+    filler: Filler = synthetic_filler
+    measure: Measure = rough_measure
+    split: Split = "eval"
+    queries: int | None = 1
+    depth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"expected tokens >= 1, got {self.tokens}; ask for a longer task")
+        if self.depth is not None and not 0 <= self.depth <= 1:
+            raise ConfigError(f"expected depth in [0, 1], got {self.depth}; 0 is the first record")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out words and operands are used."""
+        return self.split == "eval"
+
+
+class TaskFamily(ABC):
+    """A frozen dataclass whose fields are the options of one kind of task."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Make one task; equal random states and settings make equal tasks."""

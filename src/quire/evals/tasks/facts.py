@@ -1,0 +1,74 @@
+"""Short facts about people, in running text: `facts`. The answer is a word, not a number."""
+
+import random
+from dataclasses import dataclass
+
+from quire.evals.tasks.base import Query, Setting, Task, TaskFamily
+from quire.evals.tasks.pieces import bury, running_text
+from quire.evals.tasks.words import WordKind, vocabulary
+
+_FACT_TOKENS = 14
+_TEMPLATES: tuple[tuple[str, str, WordKind], ...] = (
+    ("{n} lives in {v}.", "Where does {n} live? {n} lives in", "place"),
+    ("{n} was born in {v}.", "Where was {n} born? {n} was born in", "place"),
+    (
+        "The secret word of {n} is {v}.",
+        "What is the secret word of {n}? The secret word of {n} is",
+        "noun",
+    ),
+    ("{n} has lost a {v}.", "What has {n} lost? {n} has lost a", "noun"),
+    ("{n} will bring a {v}.", "What will {n} bring? {n} will bring a", "noun"),
+)
+"""Statement, question, kind of the value; n is the person, v the value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fact:
+    statement: str
+    question: str
+    answer: str
+
+
+def _fact(rng: random.Random, setting: Setting, person: str) -> _Fact:
+    statement, question, kind = rng.choice(_TEMPLATES)
+    value = rng.choice(vocabulary(kind, setting.split))
+    said = f"\n{statement.format(n=person, v=value)}\n"
+    return _Fact(statement=said, question=question.format(n=person), answer=f" {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts(TaskFamily):
+    """Where people live, what they lost, what they will bring.
+
+    Attributes:
+        count: how many facts are buried; None: 4, or, when several are asked for, a random number.
+    """
+
+    count: int | None = None
+
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Make one task; equal random states and settings make equal tasks."""
+        people = vocabulary("name", setting.split)
+        count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
+        queries = setting.queries or count
+        made = [_fact(rng, setting, person) for person in rng.sample(people, count)]
+        room = max(16, setting.tokens - (count + queries) * _FACT_TOKENS)
+        burial = bury(rng, running_text(rng, room, setting), count, setting.depth)
+        asked = tuple(
+            Query(
+                question=made[index].question,
+                answer=made[index].answer,
+                tail=".\n",
+                depth=burial.depth(index),
+            )
+            for index in burial.asking_order(rng, queries)
+        )
+        spans = burial.spans([fact.statement for fact in made], end="\n")
+        return Task(name="facts", spans=spans, queries=asked)
+
+    def _wanted(self, rng: random.Random, setting: Setting) -> int:
+        if self.count:
+            return self.count
+        if setting.queries == 1:
+            return 4
+        return rng.choice([1, 2, 4, 8, max(2, setting.tokens // 48)])

@@ -1,0 +1,51 @@
+"""Running text between the records: slices of a book, or sentences made of nothing."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Filler = Callable[[random.Random, int], str]
+"""(random state, characters) -> about that many characters of neutral text."""
+
+_SUBJECTS = (
+    *("The old man", "A young girl", "The farmer", "My brother", "The captain"),
+    *("Her aunt", "The gardener", "A stranger", "The miller", "Our teacher"),
+)
+_VERBS = (
+    *("walked", "looked", "went slowly", "ran", "stood quietly"),
+    *("waited", "sat down", "sang", "turned", "slept"),
+)
+_PLACES = (
+    *("by the river", "in the garden", "under the trees", "at the gate", "near the church"),
+    *("on the hill", "along the road", "in the kitchen", "beside the fire", "at the market"),
+)
+
+
+def synthetic_filler(rng: random.Random, characters: int) -> str:
+    """Short made-up sentences: needs no file, but is easier to tell from records than prose."""
+    text = ""
+    while len(text) < characters:
+        text += f"{rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {rng.choice(_PLACES)}. "
+    return text[:characters].rsplit(" ", 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BookFiller:
+    """Slices of one long text, cut at blanks.
+
+    Attributes:
+        text: the whole text; a slice begins anywhere but in its last 400 characters.
+    """
+
+    text: str
+
+    def __call__(self, rng: random.Random, characters: int) -> str:
+        """A slice of at most `characters` characters from a random place."""
+        if characters <= 0:
+            return ""
+        start = rng.randrange(max(1, len(self.text) - characters - 400))
+        blank = self.text.find(" ", start)
+        if 0 <= blank <= start + 200:
+            start = blank + 1
+        end = self.text.rfind(" ", start, start + characters)
+        return self.text[start : end if end > start else start + characters]

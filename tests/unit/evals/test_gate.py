@@ -1,0 +1,167 @@
+"""The gate with models made of a few lines: one that reads, one that forgets, one that knows."""
+
+import re
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.evals.gate import (
+    DEPTHS,
+    GATE_ARMS,
+    GATE_CASES,
+    GateCase,
+    evaluate,
+    questions,
+    run_gate,
+)
+from quire.evals.tasks import rough_measure
+
+CASES = (GateCase(task="lines", tokens=200, n=10), GateCase(task="niah", tokens=300, n=5))
+
+
+def look_up(text):
+    """The value that follows the asked key in the text, as a perfect reader answers."""
+    key = re.findall(r"[a-z]+-[a-z]+", text)[-1]
+    found = re.search(rf"{key}(?:: <| is: )(\d+)", text)
+    return found.group(1) if found else "0"
+
+
+class Reader:
+    """Answers from what the eviction text leaves of the prompt; remembers how it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, prompts, evict, max_tokens):
+        self.calls.append((len(prompts), evict, max_tokens))
+        return [look_up(self.visible(prompt, evict)) + "> and more" for prompt in prompts]
+
+    def visible(self, prompt, evict):
+        if evict == "full":
+            return prompt
+        cap = int(re.match(r"recent:cap=(\d+),every=32,sinks=4", evict).group(1))
+        return prompt[-3 * cap :]
+
+
+def test_a_model_that_reads_its_cache_passes():
+    report = run_gate(Reader(), measure=rough_measure, cases=CASES)
+
+    assert report.passed
+    assert report.claims() == {
+        "lines_200_full": 1.0,
+        "lines_200_evicted": 0.0,
+        "niah_300_full": 1.0,
+        "niah_300_evicted": 0.0,
+    }
+
+
+def test_a_model_that_cannot_recall_fails():
+    report = run_gate(
+        lambda prompts, evict, max_tokens: ["12345"] * len(prompts),
+        measure=rough_measure,
+        cases=CASES,
+    )
+
+    assert not report.passed
+    assert report.claims()["lines_200_full"] == 0.0
+
+
+def test_a_model_that_answers_without_its_cache_fails():
+    class Oracle(Reader):
+        def visible(self, prompt, evict):
+            return prompt
+
+    report = run_gate(Oracle(), measure=rough_measure, cases=CASES)
+
+    assert not report.passed
+    assert report.claims()["niah_300_full"] == 1.0
+    assert report.claims()["niah_300_evicted"] == 1.0
+
+
+def test_one_failing_case_fails_the_gate():
+    reader = Reader()
+
+    def answer(prompts, evict, max_tokens):
+        if "magic" in prompts[0]:
+            return ["no idea"] * len(prompts)
+        return reader(prompts, evict, max_tokens)
+
+    report = run_gate(answer, measure=rough_measure, cases=CASES)
+
+    assert [verdict.passed for verdict in report.verdicts] == [True, False]
+    assert not report.passed
+
+
+def test_the_evicted_bar_looks_at_old_records_only():
+    rows = run_gate(Reader(), measure=rough_measure, cases=CASES).rows
+    recent = {row.depth: row.accuracy for row in rows if (row.task, row.arm) == ("lines", "recent")}
+
+    assert recent[0.0] == recent[0.25] == 0.0
+    assert recent[0.75] == recent[1.0] == 1.0
+
+
+def test_a_case_is_asked_once_for_each_arm_with_all_prompts():
+    reader = Reader()
+    evaluate(CASES, GATE_ARMS, reader, measure=rough_measure)
+
+    assert [call[:2] for call in reader.calls] == [
+        (10, "full"),
+        (10, "recent:cap=100,every=32,sinks=4"),
+        (5, "full"),
+        (5, "recent:cap=150,every=32,sinks=4"),
+    ]
+
+
+def test_the_answer_may_be_as_long_as_the_longest_expected():
+    reader = Reader()
+    evaluate(CASES[:1], GATE_ARMS, reader, measure=len)
+
+    assert {call[2] for call in reader.calls} == {5}
+
+
+def test_an_arm_is_any_policy_text():
+    reader = Reader()
+    rows = evaluate(
+        CASES[:1],
+        {"tenth": lambda tokens: f"recent:cap={tokens // 10},every=32,sinks=4"},
+        reader,
+        measure=rough_measure,
+    )
+
+    assert reader.calls[0][1] == "recent:cap=20,every=32,sinks=4"
+    assert {row.arm for row in rows} == {"tenth"}
+    assert [row.depth for row in rows] == list(DEPTHS)
+    assert [row.asked for row in rows] == [2] * 5
+
+
+def test_prompts_begin_a_document_and_fit_the_case():
+    for question in questions(CASES[0], measure=rough_measure):
+        assert question.prompt.startswith("<|doc|>")
+        assert rough_measure(question.prompt.removeprefix("<|doc|>")) <= 200
+
+
+def test_a_seed_names_the_prompts():
+    first = questions(CASES[1], measure=rough_measure)
+
+    assert questions(CASES[1], measure=rough_measure) == first
+    assert questions(CASES[1], measure=rough_measure, seed=2) != first
+
+
+def test_the_gate_asks_for_recall_at_every_published_length():
+    assert {(case.task, case.tokens) for case in GATE_CASES} == {
+        ("lines", 512),
+        ("kv", 512),
+        ("niah", 512),
+        ("niah", 1024),
+        ("niah", 2048),
+    }
+
+
+def test_too_few_prompts_are_refused():
+    with pytest.raises(ConfigError, match="n >= 5"):
+        GateCase(task="lines", tokens=200, n=4)
+
+
+def test_an_unknown_task_is_refused_when_it_is_asked():
+    with pytest.raises(UnknownName):
+        questions(GateCase(task="line", tokens=200, n=5), measure=rough_measure)

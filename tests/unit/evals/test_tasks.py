@@ -1,0 +1,182 @@
+"""Task texts are a contract: scores that were published are about these very prompts."""
+
+import hashlib
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.evals.haystack import haystack
+from quire.evals.tasks import FAMILIES, BookFiller, Setting, build, make, names, rough_measure
+from quire.evals.tasks.words import CLASS_NAMES, class_words, vocabulary
+
+FIRST_GENERATORS = Path(__file__).parents[4] / "shared" / "tools" / "tasks.py"
+PLACED = [name for name in FAMILIES if name not in ("labels", "arithmetic", "headline")]
+BURIED = [name for name in PLACED if name not in ("copy",)]
+
+PINNED = {
+    "lines": "20dfae5f901ce7c3",
+    "longeval": "cc96007a3bc6a866",
+    "kv": "fdc5fd111431661f",
+    "niah": "f01061e1e74b9bda",
+    "facts": "4991f23645804463",
+    "copy": "96ccbc3ccabee425",
+    "headline": "66b01ec00c147b2a",
+    "variables": "d3eb7d7f9a8f5922",
+    "labels": "fc699ebde78ad8e0",
+    "arithmetic": "6a3b5e45a6efa32c",
+}
+
+
+def fingerprint(name):
+    """One hash over evaluation and training texts of several seeds."""
+    digest = hashlib.sha256()
+    for seed in range(5):
+        for split, queries in (("eval", 1), ("train", None)):
+            task = make(name, seed, 300, split=split, queries=queries)
+            digest.update(repr(task.training_spans()).encode())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_text_of_a_seed_never_changes(name):
+    assert fingerprint(name) == PINNED[name]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_task_is_made_from_its_seed_alone(name):
+    random.seed(1)
+    first = make(name, 7, 200)
+    random.seed(2)
+
+    assert make(name, 7, 200) == first
+    assert make(name, 8, 200) != first
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_texts_equal_the_generators_that_made_the_published_tables(name, monkeypatch):
+    if not FIRST_GENERATORS.exists():
+        pytest.skip("the first generators are not beside this checkout")
+    spec = importlib.util.spec_from_file_location("first_tasks", FIRST_GENERATORS)
+    first = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "first_tasks", first)
+    spec.loader.exec_module(first)
+    text = haystack().text
+    for seed in range(20):
+        for split, queries in (("eval", 1), ("train", None), ("train", 1)):
+            options = {"split": split, "queries": queries}
+            if name in PLACED:
+                options["depth"] = (None, 0.0, 0.25, 1.0)[seed % 4]
+            old = first.make(name, seed, 90 + 60 * seed, filler=first.BookFiller(text), **options)
+            new = make(name, seed, 90 + 60 * seed, filler=BookFiller(text), **options)
+
+            assert new.training_spans() == tuple(old.training_spans())
+            assert new.name == old.name
+            assert [q.depth for q in new.queries] == [q.meta["depth"] for q in old.queries]
+
+
+@pytest.mark.parametrize("name", BURIED)
+def test_the_answer_stands_in_the_context(name):
+    for seed in range(10):
+        task = make(name, seed, 300, depth=0.5)
+
+        assert task.queries[0].answer.strip() in task.context
+        assert task.prompt() == task.context + task.queries[0].question
+
+
+@pytest.mark.parametrize("name", [name for name in PLACED if name != "variables"])
+def test_depth_orders_the_place_of_the_asked_record(name):
+    places = []
+    for depth in (0.0, 0.5, 1.0):
+        task = make(name, 3, 500, depth=depth)
+        places.append(task.context.index(task.queries[0].answer.strip()) / len(task.context))
+
+        assert task.queries[0].depth == pytest.approx(depth, abs=0.05)
+    assert places == sorted(places)
+    assert places[0] < 0.2
+    assert places[2] > 0.8
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "arithmetic"])
+def test_an_evaluation_fills_its_length_and_never_passes_it(name):
+    for tokens in (128, 512):
+        lengths = [rough_measure(make(name, seed, tokens).prompt()) for seed in range(9)]
+
+        assert max(lengths) <= tokens
+        assert min(lengths) >= 0.65 * tokens
+
+
+def test_training_and_evaluation_ask_for_different_words():
+    for kind in ("adjective", "noun", "name", "place"):
+        train, held_out = set(vocabulary(kind, "train")), set(vocabulary(kind, "eval"))
+
+        assert not train & held_out
+        assert len(held_out) == pytest.approx(0.25 * len(train), rel=0.1)
+    for name in CLASS_NAMES:
+        assert not set(class_words(name, "train")) & set(class_words(name, "eval"))
+
+
+def test_training_and_evaluation_ask_for_different_sums():
+    asked = {
+        split: {make("arithmetic", seed, 80, split=split).queries[0].question for seed in range(99)}
+        for split in ("train", "eval")
+    }
+
+    assert not asked["train"] & asked["eval"]
+
+
+def test_a_label_question_cannot_be_copied_from_the_prompt():
+    for seed in range(20):
+        task = make("labels", seed, 200)
+
+        assert f"\n{task.queries[0].question}" not in f"\n{task.context}"
+        assert task.chance == 0.25
+
+
+def test_a_training_task_weighs_every_answer():
+    task = make("kv", 0, 300, split="train", queries=None)
+    weights = [weight for _, weight in task.training_spans()]
+
+    assert len(task.queries) > 5
+    assert weights.count(1.0) == len(task.queries)
+
+
+def test_hops_choose_direct_and_indirect_variables():
+    for seed in range(10):
+        direct, indirect = (make("variables", seed, 300, hops=hops) for hops in (0, 1))
+        name = direct.queries[0].question.split()[2]
+        other = indirect.queries[0].question.split()[2]
+
+        assert f"VAR {name} = {direct.queries[0].answer}\n" in direct.context
+        assert f"VAR {other} = {indirect.queries[0].answer}\n" not in indirect.context
+
+
+def test_worked_sums_are_right():
+    for seed in range(30):
+        answer = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].answer
+        question = make("arithmetic", seed, 60, digits=2, steps=True).queries[0].question
+        _, left, sign, right, _ = question.split()
+        total = int(left) + int(right) if sign == "+" else int(left) - int(right)
+
+        assert answer.endswith(str(total))
+
+
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(UnknownName, match="did you mean lines"):
+        make("line", 0, 100)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(UnknownName, match="digits"):
+        make("lines", 0, 100, digit=3)
+    with pytest.raises(UnknownName, match="option of task 'labels'"):
+        build("labels", random.Random(0), Setting(tokens=100), needles=2)
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 1.5}, {"depth": -0.1}, {"tokens": 0}])
+def test_a_setting_out_of_range_is_refused(wrong):
+    with pytest.raises(ConfigError, match="expected"):
+        Setting(**{"tokens": 100, **wrong})
