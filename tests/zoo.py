@@ -196,6 +196,12 @@ def _gpt_oss() -> PreTrainedConfig:
         num_local_experts=4,
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": MAX_POSITIONS // 32,
+        },
     )
 
 

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
-from quire.spec.model import ModelSpec
 from torch import Tensor
+
+from quire.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,116 @@
+"""Any causal model of Transformers as a decoder: its layers run, attention is the engine's.
+
+The flat batch goes through as one row, [1, num_tokens], with explicit positions and no cache of
+Transformers' own. What architectures differ in (window, softcap, sinks, scale) arrives with each
+attention call; see `bridge`. Which architectures cannot be right is declared in `support`.
+"""
+
+import inspect
+import threading
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quire.errors import UnsupportedModel
+from quire.models.base import PagedAttention
+from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.rope import RopeRegimes
+from quire.models.support import refuse_class, refuse_config
+from quire.spec.model import ModelSpec
+
+
+class TransformersDecoder:
+    """A Transformers model behind the `Decoder` seam.
+
+    The decoder takes the model over: its attention and rotary modules are changed for good, and a
+    model belongs to one decoder. Forwards of one decoder run one after the other, also when several
+    threads ask; different decoders do not wait for each other.
+
+    Args:
+        model: a causal language model on its final device, in its final dtype.
+
+    Raises:
+        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_config(model.config)
+        refuse_class(type(model))
+        register()
+        nn.Module.eval(model)
+        self._model = model
+        self._dtype: torch.dtype = model.dtype
+        self._device: torch.device = model.device
+        self._spec = ModelSpec.from_config(model.config.to_dict())
+        self._rope = RopeRegimes(model)
+        self._bridge = install(model)
+        self._forward_lock = threading.Lock()
+        self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._use_quire_attention()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Transformers model that runs."""
+        return self._model
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape, from its config."""
+        return self._spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._device
+
+    @property
+    def num_rope_regimes(self) -> int:
+        """1, or 2 for long-RoPE models."""
+        return self._rope.count
+
+    def rope_regime(self, final_tokens: int) -> int:
+        """See `Decoder.rope_regime`."""
+        return self._rope.regime(final_tokens)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_regime: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """See `Decoder.forward`."""
+        head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
+        with self._forward_lock, torch.inference_mode():
+            self._rope.select(rope_regime)
+            self._bridge.attention = attention
+            try:
+                output = self._model(
+                    input_ids=token_ids.unsqueeze(0),
+                    position_ids=positions.unsqueeze(0),
+                    use_cache=False,
+                    return_dict=True,
+                    **head,
+                )
+            finally:
+                self._bridge.attention = None
+        logits: Tensor = output.logits[0]
+        return logits if self._head_takes_rows else logits[sample_rows]
+
+    def _use_quire_attention(self) -> None:
+        self._model.set_attn_implementation(ATTENTION_NAME)
+        in_use = self._model.config._attn_implementation
+        if in_use != ATTENTION_NAME:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} stays with attention {in_use!r}: it does not go "
+                "through Transformers' attention interface; run it with Transformers itself"
+            )

@@ -1,0 +1,157 @@
+"""The attention function Transformers calls, and how it finds the engine.
+
+Quire registers one function under the name "quire". There is no global context: every layer's
+attention module carries a `Bridge`, put there when its model was loaded, and the decoder lays the
+attention of the current forward on that bridge. Two models in one process never meet.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from quire.errors import InvariantError, UnsupportedModel
+from quire.models.base import AttentionCall, PagedAttention
+
+ATTENTION_NAME = "quire"
+BRIDGE_ATTRIBUTE = "quire_bridge"
+
+# Options that models pass along and that change nothing for a causal layer without a cache; so do
+# all that begin with "output_".
+_HARMLESS_OPTIONS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "logits_to_keep",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+_READ_OPTIONS = frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
+_KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
+
+
+class Bridge:
+    """Carries the attention of the forward in progress to the modules of one model."""
+
+    __slots__ = ("attention",)
+
+    def __init__(self) -> None:
+        self.attention: PagedAttention | None = None
+
+
+def register() -> None:
+    """Make "quire" known to Transformers; doing it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, attend_through_bridge)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+
+
+def install(model: nn.Module) -> Bridge:
+    """Put one new bridge on every module of a model that knows its layer, and return it.
+
+    Raises:
+        InvariantError: the model already belongs to a decoder.
+    """
+    bridge = Bridge()
+    for module in model.modules():
+        if hasattr(module, BRIDGE_ATTRIBUTE):
+            raise InvariantError("expected a model of its own, got one that has a decoder already")
+        if hasattr(module, "layer_idx"):
+            setattr(module, BRIDGE_ATTRIBUTE, bridge)
+    return bridge
+
+
+def no_mask(*_arguments: object, **_options: object) -> None:
+    """Answer Transformers' request for a mask: paged attention knows who sees whom."""
+
+
+def attend_through_bridge(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Answer one layer's attention from the pages of the forward in progress.
+
+    Args:
+        module: the layer's attention module; carries the bridge and `layer_idx`.
+        query: [1, num_heads, num_tokens, head_dim], after RoPE.
+        key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
+        value: like key.
+        attention_mask: None, since `no_mask` made it.
+        scaling: factor on query-key products; None means head_dim ** -0.5.
+        options: what else the architecture passes; window, softcap and sinks are read.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim], and None for the weights, which nobody sees.
+
+    Raises:
+        UnsupportedModel: the layer asks for something paged attention does not compute.
+    """
+    bridge: Bridge | None = getattr(module, BRIDGE_ATTRIBUTE, None)
+    if bridge is None or bridge.attention is None:
+        raise InvariantError(
+            'attention "quire" works inside a quire decoder only; '
+            f"{type(module).__name__} ran outside of one"
+        )
+    _check(module, key, value, attention_mask, options)
+    call = AttentionCall(
+        layer=module.layer_idx,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=_window(module, options),
+        softcap=_softcap(options),
+        sinks=_sinks(options),
+    )
+    out = bridge.attention.attend(
+        call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    return out.unsqueeze(0), None
+
+
+def _check(
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    name = type(module).__name__
+    for option, given in options.items():
+        known = option in _KNOWN_OPTIONS or option.startswith("output_")
+        if not known and given is not None and given is not False:
+            raise UnsupportedModel(
+                f"{name} passes {option!r} to attention, which pages do not know; "
+                "run this model with Transformers itself"
+            )
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} brings an attention mask of its own; pages are causal")
+    if options.get("is_causal") is False:
+        raise UnsupportedModel(f"{name} looks ahead (is_causal=False); pages are causal")
+    if key.shape != value.shape:
+        raise UnsupportedModel(
+            f"{name} has keys {tuple(key.shape)} and values {tuple(value.shape)}; "
+            "pages hold keys and values of one shape"
+        )
+
+
+def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
+    # Some models (Qwen2-MoE) leave the window to the mask and only keep it as an attribute.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    return int(window) if window else None
+
+
+def _softcap(options: Mapping[str, Any]) -> float | None:
+    softcap = options.get("softcap")
+    return float(softcap) if softcap else None
+
+
+def _sinks(options: Mapping[str, Any]) -> Tensor | None:
+    sinks = options.get("s_aux")
+    return sinks if isinstance(sinks, torch.Tensor) else None
