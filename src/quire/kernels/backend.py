@@ -1,0 +1,131 @@
+"""The seam between a step and whoever computes its attention over pages.
+
+A step is a flat batch of rows: those that decode (one token each) first, then prefill chunks. The
+new keys and values are in their slots already when a backend is asked. Slots are in the order they
+were written, except that eviction may have permuted old ones; so inside a row, the query with slot
+s sees slots 0 .. s, or with a window W (such lanes never permute) slots s - W + 1 .. s.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How many new tokens each row of the flat batch has.
+
+    Attributes:
+        tokens: [rows] new tokens.
+        starts: [rows] where the row's tokens start.
+        num_decode: rows at the front with one token.
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    num_decode: int
+
+    @classmethod
+    def of(cls, tokens: NDArray[np.int32]) -> "StepShape":
+        """Rows in the order of the flat batch; those with one token at the front decode."""
+        many = np.flatnonzero(tokens != 1)
+        num_decode = int(many[0]) if len(many) else len(tokens)
+        return cls(tokens, np.cumsum(tokens, dtype=np.int64) - tokens, num_decode)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSlots:
+    """How full the lanes of one layer are, the step's tokens included.
+
+    Attributes:
+        slots: [rows, lanes] live slots; lanes is 1 for layer pages, KV heads for one-head pages.
+        window: slots a query looks back, itself included; None for all.
+    """
+
+    slots: NDArray[np.int32]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Where the keys and values of one layer are.
+
+    Attributes:
+        key, value: typed views of all pages of the class.
+        table: page numbers [all rows, all lanes, capacity].
+        rows: [rows] row of the table for each row of the step.
+        first_lane: where this layer's lanes start on the table's second axis.
+        num_lanes: how many they are; KV heads are split over them in order.
+    """
+
+    key: Float[Tensor, "page head token head_dim"]
+    value: Float[Tensor, "page head token head_dim"]
+    table: Int[Tensor, "all_rows all_lanes capacity"]
+    rows: Int[Tensor, " row"]
+    first_lane: int
+    num_lanes: int
+
+    @property
+    def page_tokens(self) -> int:
+        """Slots in a page."""
+        return self.key.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMath:
+    """What a layer does with its products.
+
+    Attributes:
+        scale: factor on them.
+        softcap: c in c * tanh(x / c), or None.
+        sinks: logits that join the softmax and carry no value, [num_heads], or one such row for
+            each entry of a batch; or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Shaped[Tensor, "*batch num_heads"] | None = None
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over pages. Holds no state of any sequence."""
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        ...
+
+    @property
+    def peak_scratch_bytes(self) -> int:
+        """Most bytes of gathered keys and values held at once so far."""
+        ...
+
+    def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
+        """What can be made once for all layers whose lanes are equally full."""
+        ...
+
+    def attend(
+        self,
+        plan: object,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        fresh: tuple[Tensor, Tensor],
+    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        """Attend for all rows of the step.
+
+        Args:
+            plan: from `plan`, for these lanes.
+            pages: the layer's pages, new tokens written.
+            math: scale and extras.
+            query: the flat batch, after RoPE.
+            fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim].
+
+        Returns:
+            Like query.
+        """
+        ...

@@ -1,0 +1,75 @@
+"""The reference as a backend: every row and lane by itself, slot by slot, in float32."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.reference import attend_reference
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The step as it is: nothing to prepare."""
+
+    step: StepShape
+    lanes: LaneSlots
+
+
+class ReferenceAttention:
+    """Slow and plain; what the other backends must equal."""
+
+    name = "reference"
+    peak_scratch_bytes = 0
+
+    def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
+        """Keep the shapes."""
+        return ReferencePlan(step, lanes)
+
+    def attend(
+        self,
+        plan: object,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attend row by row and lane by lane; see `AttentionBackend.attend`."""
+        assert isinstance(plan, ReferencePlan), "a plan comes from this backend"
+        out = torch.empty_like(query)
+        heads = query.shape[1] // pages.num_lanes
+        for row, (start, tokens) in enumerate(
+            zip(plan.step.starts.tolist(), plan.step.tokens.tolist(), strict=True)
+        ):
+            for lane in range(pages.num_lanes):
+                part = (slice(start, start + tokens), slice(lane * heads, (lane + 1) * heads))
+                slots = int(plan.lanes.slots[row, lane])
+                out[part] = _attend_lane(
+                    query[part], pages, math, (row, lane, slots), plan.lanes.window
+                ).to(out.dtype)
+        return out
+
+
+def _attend_lane(
+    query: Tensor,
+    pages: LayerPages,
+    math: AttentionMath,
+    place: tuple[int, int, int],
+    window: int | None,
+) -> Tensor:
+    row, lane, slots = place
+    slot = torch.arange(slots, device=query.device)
+    numbers = pages.table[pages.rows[row], pages.first_lane + lane][slot // pages.page_tokens]
+    key, value = (x[numbers.long(), :, slot % pages.page_tokens] for x in (pages.key, pages.value))
+    heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
+    out, _ = attend_reference(
+        query,
+        key,
+        value,
+        math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
+        query_positions=slot[slots - len(query) :],
+        key_positions=slot,
+        window=window,
+    )
+    return out

@@ -1,0 +1,135 @@
+"""The tensors of paged KV: one byte arena, and typed views of it for each page class."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.kv.pages import PageNumbers
+from quire.spec.pages import CodecSpec, PageClass
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageViews:
+    """The arena seen as pages of one class.
+
+    Attributes:
+        whole: uint8 [pages, page_bytes].
+        key, value: [pages, heads, tokens, head_dim]; value is None for one-plane pages.
+        positions: int32 [pages, tokens], or None.
+    """
+
+    whole: Tensor
+    key: Tensor
+    value: Tensor | None
+    positions: Tensor | None
+
+
+class PageStore:
+    """Implements `PageBytes` on a tensor of bytes.
+
+    The arena starts as zeros. Bytes of free pages keep what was there last and may be anything
+    when seen as another type: readers never let a slot that is not live take part in arithmetic.
+
+    Args:
+        total_bytes: size of the arena, as rounded by `Arena`.
+        device: where it lies.
+    """
+
+    def __init__(self, total_bytes: int, device: torch.device) -> None:
+        self.device = device
+        self.arena = torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+        self._views: dict[PageClass, PageViews] = {}
+
+    def views(self, page_class: PageClass) -> PageViews:
+        """Typed views of all pages of a class.
+
+        Raises:
+            ConfigError: a codec whose numbers are not a plain tensor type.
+        """
+        if page_class not in self._views:
+            self._views[page_class] = self._make_views(page_class)
+        return self._views[page_class]
+
+    def _make_views(self, page_class: PageClass) -> PageViews:
+        num_pages = self.arena.numel() // page_class.page_bytes
+        whole = self.arena[: num_pages * page_class.page_bytes]
+        value = None
+        if page_class.value is not None:
+            value = self._plane(whole, page_class, page_class.value, page_class.key_bytes)
+        positions = None
+        if page_class.positions:
+            positions = whole.view(torch.int32).as_strided(
+                (num_pages, page_class.tokens),
+                (page_class.page_bytes // 4, 1),
+                page_class.positions_offset_bytes // 4,
+            )
+        return PageViews(
+            whole=whole.view(num_pages, page_class.page_bytes),
+            key=self._plane(whole, page_class, page_class.key, 0),
+            value=value,
+            positions=positions,
+        )
+
+    def _plane(
+        self, whole: Tensor, page_class: PageClass, codec: CodecSpec, offset_bytes: int
+    ) -> Tensor:
+        if codec.name not in DTYPES:
+            raise ConfigError(f"codec {codec.name!r} has no plain tensor type to view pages as")
+        dtype = DTYPES[codec.name]
+        shape = (page_class.heads, page_class.tokens, page_class.head_dim)
+        strides = (page_class.tokens * page_class.head_dim, page_class.head_dim, 1)
+        num_pages = whole.numel() // page_class.page_bytes
+        return whole.view(dtype).as_strided(
+            (num_pages, *shape),
+            (page_class.page_bytes // dtype.itemsize, *strides),
+            offset_bytes // dtype.itemsize,
+        )
+
+    # ---- PageBytes -----------------------------------------------------------------------------
+
+    def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
+        """Copy whole pages, `source[i]` onto `target[i]`."""
+        whole = self.views(page_class).whole
+        whole[self._index(target)] = whole[self._index(source)]
+
+    def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None:
+        """Zero whole pages."""
+        self.views(page_class).whole[self._index(pages)] = 0
+
+    def move_slots(
+        self,
+        page_class: PageClass,
+        source: tuple[PageNumbers, NDArray[np.int64]],
+        target: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> None:
+        """Copy slots: keys, values and positions."""
+        views = self.views(page_class)
+        from_page, from_offset = (self._index(part) for part in source)
+        to_page, to_offset = (self._index(part) for part in target)
+        for plane in (views.key, views.value):
+            if plane is not None:
+                plane[to_page, :, to_offset] = plane[from_page, :, from_offset]
+        if views.positions is not None:
+            views.positions[to_page, to_offset] = views.positions[from_page, from_offset]
+
+    def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
+        """The bytes of whole pages on the host, uint8 [pages, page_bytes]."""
+        return self.views(page_class).whole[self._index(pages)].cpu()
+
+    def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
+        """Put bytes that were read back into (other) pages."""
+        assert isinstance(payload, Tensor), "a payload comes from read_pages of the same store"
+        self.views(page_class).whole[self._index(pages)] = payload.to(self.device)
+
+    def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
