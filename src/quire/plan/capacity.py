@@ -1,0 +1,160 @@
+"""How much fits: pages of a sequence, sequences in a pool, the longest sequence, and what limits.
+
+Pages are those of the engine: one page holds `page_tokens` tokens of one layer, all its KV heads.
+A window layer gives a page back once its last token has left the window, so while decoding it holds
+at most the pages that W tokens can touch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import ConfigError
+from quire.spec.model import ModelSpec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+
+Limit = Literal["memory", "context", "none"]
+
+
+def cache_layout(model: ModelSpec, *, page_tokens: int, codec: str) -> CacheLayout:
+    """The plain layout of a model's KV: one lane group per window length, pages of whole layers.
+
+    Args:
+        model: the shape.
+        page_tokens: tokens in a page.
+        codec: name of the format of keys and values.
+
+    Raises:
+        ConfigError: `page_tokens` below 1, or no such codec.
+    """
+    plane = codec_spec(codec)
+    page = PageClass(
+        key=plane,
+        value=plane,
+        head_dim=model.head_dim,
+        heads=model.num_kv_heads,
+        tokens=page_tokens,
+    )
+    layers: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        layers.setdefault(layer.window, []).append(index)
+    return CacheLayout(
+        tuple(
+            LaneGroup(
+                name="full" if window is None else f"window {window}",
+                page_class=page,
+                layers=tuple(indices),
+                window=window,
+            )
+            for window, indices in layers.items()
+        )
+    )
+
+
+def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
+    """Bytes of one sequence of `tokens` tokens while it decodes, in whole pages of every layer."""
+    return sum(group.bytes_at_most(tokens, 1) for group in layout.groups)
+
+
+def crossover_batch(
+    model: ModelSpec, *, tokens: int, weights_read_bytes: int, bytes_per_value: int | float
+) -> int:
+    """The smallest batch whose KV reads exceed the weight reads of a decode step.
+
+    Below it a step is the price of the weights, shared by the batch; above it the KV of each
+    sequence is, and a smaller KV makes the step faster in proportion.
+
+    Args:
+        model: the shape.
+        tokens: length of each sequence.
+        weights_read_bytes: read once per step whatever the batch.
+        bytes_per_value: of the KV.
+
+    Raises:
+        ConfigError: `tokens` below 1.
+    """
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
+    return weights_read_bytes // model.kv_bytes(tokens, bytes_per_value) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a KV memory holds.
+
+    Attributes:
+        page_tokens: tokens in a page.
+        page_bytes: bytes of a page, keys and values of all heads of one layer.
+        pool_pages: whole pages of the KV memory.
+        sequence_tokens: the length asked about.
+        pages_per_sequence: pages of one sequence of that length, all layers.
+        sequences: how many of them fit; 0 where the model's context is shorter.
+        longest_tokens: the longest single sequence.
+        longest_limit: what ends it: the memory or the model's context.
+        limit: what keeps a batch of the wanted size from running: "none" where it runs.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    pool_pages: int
+    sequence_tokens: int
+    pages_per_sequence: int
+    sequences: int
+    longest_tokens: int
+    longest_limit: Limit
+    limit: Limit
+
+
+def capacity(
+    model: ModelSpec, kv_bytes: int, *, layout: CacheLayout, sequence_tokens: int, batch: int
+) -> Capacity:
+    """What fits into `kv_bytes`.
+
+    Args:
+        model: the shape.
+        kv_bytes: size of the pool.
+        layout: of `cache_layout`.
+        sequence_tokens: length of the sequences asked about.
+        batch: how many of them are wanted at once.
+
+    Raises:
+        ConfigError: a length or batch below 1, or a pool that does not hold one token.
+    """
+    if sequence_tokens < 1 or batch < 1:
+        raise ConfigError(
+            f"sequence_tokens={sequence_tokens}, batch={batch}: expected 1 or more of each"
+        )
+    page = layout.groups[0].page_class
+    pool_pages = kv_bytes // page.page_bytes
+    usable_bytes = pool_pages * page.page_bytes
+    if usable_bytes < layout.smallest_sequence_bytes:
+        raise ConfigError(
+            f"kv_memory={kv_bytes:,} B does not hold one sequence: its first token needs a page of"
+            f" {page.page_bytes:,} B in each of {model.num_layers} layers"
+            f" = {layout.smallest_sequence_bytes:,} B; raise kv_memory or lower page_tokens"
+        )
+    needed_bytes = sequence_bytes(layout, sequence_tokens)
+    too_long = sequence_tokens > model.max_positions
+    sequences = 0 if too_long else usable_bytes // needed_bytes
+    longest = _longest(layout, usable_bytes, model.max_positions)
+    return Capacity(
+        page_tokens=page.tokens,
+        page_bytes=page.page_bytes,
+        pool_pages=pool_pages,
+        sequence_tokens=sequence_tokens,
+        pages_per_sequence=needed_bytes // page.page_bytes,
+        sequences=sequences,
+        longest_tokens=longest,
+        longest_limit="context" if longest == model.max_positions else "memory",
+        limit="context" if too_long else "memory" if sequences < batch else "none",
+    )
+
+
+def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int) -> int:
+    fits, too_long = 0, max_positions + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if sequence_bytes(layout, middle) <= pool_bytes:
+            fits = middle
+        else:
+            too_long = middle
+    return fits

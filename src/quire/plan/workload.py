@@ -1,0 +1,211 @@
+"""Whether managing KV memory pays for a workload at all, decided by computed figures.
+
+Three figures decide, in this order:
+
+* *decode share*: the part of a request's device time that is decoding. Where it is small (long
+  prompts, a few output tokens) KV lives for a moment and the prefill is the cost.
+* *KV share*: KV of the wanted batch over the KV memory. A contiguous cache at maximum length wastes
+  68 % on average over real traces, so it takes 1 / 0.32 = 3.1 times what is used. The levels are
+  where that reaches a sixth of the KV memory, half of it, and one and a half times all of it.
+* *sequences that fit*: where KV is more than moderate, and fewer of these requests fit than half of
+  what the compute could serve at once, KV memory is what limits throughput.
+
+Source: the table "When KV Cache Optimization Matters Most" of "KV Cache: The Hidden Memory Giant in
+LLM Serving", whose six scenarios come out as printed. Differs from it: the article gives ranges of
+lengths and batches whatever the model and the memory; here both count.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import ConfigError
+from quire.plan.capacity import cache_layout, sequence_bytes
+from quire.plan.memory import MemoryLayout
+from quire.plan.roofline import decode_step
+from quire.plan.sizes import format_size
+from quire.spec.model import ModelSpec
+from quire.spec.pages import CacheLayout
+
+Impact = Literal["low", "low-medium", "high", "very high", "critical"]
+
+DEFAULT_FLOPS_PER_BYTE = 150.0
+"""Machine balance: an A100 does 312e12 FLOP/s in 16 bits and reads 2.0e12 B/s. CPUs: 10 to 30."""
+
+_USED_OF_CONTIGUOUS = 0.32  # the article's weighted average over four workloads: 68 % is waste
+_NEGLIGIBLE = _USED_OF_CONTIGUOUS / 6
+_MODERATE = _USED_OF_CONTIGUOUS / 2
+_HEAVY = _USED_OF_CONTIGUOUS * 1.5
+_PREFILL_DOMINATED = 0.1  # decode share below which a faster or larger decode batch is lost in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests that are alike.
+
+    Attributes:
+        input_tokens: of a prompt.
+        output_tokens: of an answer.
+        batch: requests wanted at once.
+
+    Raises:
+        ConfigError: a count below 1.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        if min(self.input_tokens, self.output_tokens, self.batch) < 1:
+            raise ConfigError(
+                f"workload {self.input_tokens},{self.output_tokens},{self.batch}: input tokens,"
+                " output tokens and batch are all 1 or more"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Length of a request at its end."""
+        return self.input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How much KV management matters for a workload, and why.
+
+    Attributes:
+        impact: from "low" (simple allocation is fine) to "critical" (nothing works without).
+        kv_bytes: KV of the whole batch at its longest, in whole pages.
+        kv_share: that over the KV memory; above 1 it does not fit.
+        sequences: requests of this length that fit at once.
+        decode_share: decoding's part of a request's device time, 0 to 1.
+        reasons: sentences with the figures that decided.
+    """
+
+    impact: Impact
+    kv_bytes: int
+    kv_share: float
+    sequences: int
+    decode_share: float
+    reasons: tuple[str, ...]
+
+    @property
+    def pays(self) -> bool:
+        """Whether more than a simple allocator is worth having."""
+        return self.impact not in ("low", "low-medium")
+
+
+def assess(
+    model: ModelSpec,
+    memory: MemoryLayout,
+    input_tokens: int,
+    output_tokens: int,
+    batch: int,
+    *,
+    layout: CacheLayout | None = None,
+    flops_per_byte: float = DEFAULT_FLOPS_PER_BYTE,
+) -> Verdict:
+    """Say how much KV management matters.
+
+    Args:
+        model: the shape.
+        memory: how the device's memory is divided.
+        input_tokens: of a prompt.
+        output_tokens: of an answer.
+        batch: requests wanted at once.
+        layout: the KV's pages; by default 16-bit values in pages of 16 tokens.
+        flops_per_byte: floating-point operations the device does while it reads one byte.
+
+    Raises:
+        ConfigError: a count below 1, or a KV memory of 0.
+    """
+    workload = Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
+    if memory.kv_bytes < 1 or flops_per_byte <= 0:
+        raise ConfigError(
+            f"kv_memory={memory.kv_bytes} B, flops_per_byte={flops_per_byte}: expected both above 0"
+        )
+    layout = layout or cache_layout(model, page_tokens=16, codec="float16")
+    each_bytes = sequence_bytes(layout, workload.tokens)
+    weight_bytes_per_value = memory.weights_bytes / model.num_parameters
+    sequences = memory.kv_bytes // each_bytes
+    kv_share = batch * each_bytes / memory.kv_bytes
+    share = decode_share(
+        model,
+        workload,
+        weight_bytes_per_value=weight_bytes_per_value,
+        kv_bytes_per_value=_kv_bytes_per_value(model, layout),
+        flops_per_byte=flops_per_byte,
+    )
+    # two operations per weight and token: from this batch on the compute, not the reading, is full
+    full_batch = flops_per_byte * weight_bytes_per_value / 2
+    impact, reason = _judge(kv_share, sequences, share, full_batch)
+    fit = (
+        f"KV of {batch} requests of {workload.tokens:,} tokens: {format_size(batch * each_bytes)},"
+        f" {kv_share:.1%} of the KV memory; {sequences:,} of them fit"
+    )
+    reasons = [reason, fit, f"decoding is {share:.0%} of a request's time"]
+    if workload.tokens > model.max_positions:
+        reasons.append(
+            f"{workload.tokens:,} tokens exceed the model's context of"
+            f" {model.max_positions:,}: such requests are refused"
+        )
+    return Verdict(
+        impact=impact,
+        kv_bytes=batch * each_bytes,
+        kv_share=kv_share,
+        sequences=sequences,
+        decode_share=share,
+        reasons=tuple(reasons),
+    )
+
+
+def decode_share(
+    model: ModelSpec,
+    workload: Workload,
+    *,
+    weight_bytes_per_value: int | float,
+    kv_bytes_per_value: int | float,
+    flops_per_byte: float,
+) -> float:
+    """Decoding's part of the device time of one request, 0 to 1.
+
+    Times are in byte reads. Prefill: 2 * active weights operations per token. Decode step: the
+    larger of what it reads and what it computes, shared by the batch, at half of the output.
+    """
+    operations = 2 * model.num_active_parameters
+    prefill = workload.input_tokens * operations / flops_per_byte
+    step = decode_step(
+        model,
+        batch=workload.batch,
+        tokens=workload.input_tokens + workload.output_tokens // 2,
+        weight_bytes_per_value=weight_bytes_per_value,
+        kv_bytes_per_value=kv_bytes_per_value,
+    )
+    compute = workload.batch * operations / flops_per_byte
+    decode = workload.output_tokens * max(step.read_bytes, compute) / workload.batch
+    return decode / (prefill + decode)
+
+
+def _kv_bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
+    page = layout.groups[0].page_class
+    return page.page_bytes / (page.tokens * model.kv_values_per_layer_token)
+
+
+def _judge(kv_share: float, sequences: int, share: float, full_batch: float) -> tuple[Impact, str]:
+    if sequences < 1:
+        return "critical", "not one request fits: its KV must be evicted, quantized or offloaded"
+    if share < _PREFILL_DOMINATED:
+        return "low", "prefill dominates: KV lives for a few steps only; make prefill fast instead"
+    if kv_share < _NEGLIGIBLE:
+        return "low", "KV is a small part of its memory: a simple contiguous allocation is fine"
+    if kv_share < _MODERATE:
+        return "low-medium", "a contiguous allocation at maximum length still fits twice over"
+    if kv_share >= 1:
+        return "critical", "the batch does not fit: evict, quantize, offload, or wait in a queue"
+    if 2 * sequences < full_batch:
+        return "critical", (
+            f"memory holds {sequences:,} requests where the compute could serve"
+            f" {full_batch:.0f}: every byte of KV saved is throughput"
+        )
+    if kv_share >= _HEAVY:
+        return "very high", "a contiguous allocation would need more than all KV memory"
+    return "high", "a contiguous allocation would take more than half of the KV memory"
