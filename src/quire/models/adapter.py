@@ -106,6 +106,20 @@ class TransformersDecoder:
         logits: Tensor = output.logits[0]
         return logits if self._head_takes_rows else logits[sample_rows]
 
+    def reference_logits(
+        self, token_ids: Int[Tensor, " num_tokens"]
+    ) -> Float[Tensor, "num_tokens vocab"]:
+        """Logits of one sequence by Transformers alone, with its own eager attention and masks."""
+        with self._forward_lock, torch.inference_mode():
+            self._rope.select(0)
+            self._model.set_attn_implementation("eager")
+            try:
+                output = self._model(token_ids.unsqueeze(0), use_cache=False, return_dict=True)
+            finally:
+                self._use_quire_attention()
+        logits: Tensor = output.logits[0]
+        return logits
+
     def _use_quire_attention(self) -> None:
         self._model.set_attn_implementation(ATTENTION_NAME)
         in_use = self._model.config._attn_implementation

@@ -137,17 +137,26 @@ _CAPABILITIES: tuple[tuple[Callable[[PreTrainedConfig], bool], Refusal], ...] = 
 )
 
 
+def refuse_model_type(model_type: str) -> None:
+    """Refuse a kind of model by its name.
+
+    Raises:
+        UnsupportedModel: with the reason and what to use instead.
+    """
+    if model_type in REFUSED:
+        raise _refused(model_type, REFUSED[model_type])
+
+
 def refuse_config(config: PreTrainedConfig) -> None:
     """Refuse what a config already shows, before any weight is read.
 
     Raises:
         UnsupportedModel: with the reason and what to use instead.
     """
-    refusal = REFUSED.get(config.model_type) or next(
-        (refusal for applies, refusal in _CAPABILITIES if applies(config)), None
-    )
-    if refusal is not None:
-        raise _refused(config.model_type, refusal)
+    refuse_model_type(config.model_type)
+    for applies, refusal in _CAPABILITIES:
+        if applies(config):
+            raise _refused(config.model_type, refusal)
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
 
@@ -170,8 +179,8 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The causal language model that Transformers has for a config, or None."""
-    found: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found
+    found: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found if isinstance(found, type) else None
 
 
 def _refused(name: str, refusal: Refusal) -> UnsupportedModel:

@@ -1,0 +1,159 @@
+"""From a name or a folder to a model that runs: everything about it is checked on the way.
+
+Cheap checks come first: names, config, the table of refusals and the headers of the weight files,
+then weights, then the comparison with Transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import __version__ as transformers_version
+
+from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import Decoder
+from quire.models.generation import GenerationDefaults, read_generation_defaults
+from quire.models.source import find_model
+from quire.models.support import model_class, refuse_class, refuse_config, refuse_model_type
+from quire.models.tokenizer import load_tokenizer
+from quire.models.verify import compare_with_transformers
+from quire.models.weights import check_weights, read_model, weight_bytes
+from quire.spec.config import read_config
+from quire.spec.model import ModelSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        decoder: computes logits.
+        tokenizer: None where the folder has none; then prompts are token ids.
+        generation: where the model stops and how its authors sample.
+        spec: its shape.
+        name: for people: the folder's name or the hub's.
+        weight_bytes: memory of parameters and buffers, on the decoder's device.
+    """
+
+    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase | None
+    generation: GenerationDefaults
+    spec: ModelSpec
+    name: str
+    weight_bytes: int
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    verify: bool = True,
+) -> LoadedModel:
+    """Load a causal language model in Hugging Face format.
+
+    Args:
+        path: "quire-tiny" (inside the package), a local folder, or a name on the hub.
+        dtype: auto (as stored), float32, bfloat16 or float16.
+        device: auto (CUDA where there is one, else the CPU), or a device of torch.
+        trust_remote_code: run Python code that the model folder brings.
+        verify: compare a short prompt with Transformers' own attention (one more forward).
+
+    Raises:
+        ConfigError: a wrong dtype or device, or code that nobody trusted.
+        ModelError: the folder is missing, incomplete or damaged.
+        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+    """
+    wanted_dtype = _dtype(dtype)
+    target = _device(device)
+    folder, name = find_model(path)
+    raw = read_config(folder)
+    config = _config(folder, raw, trust_remote_code=trust_remote_code)
+    generation = read_generation_defaults(folder, raw)
+    check_weights(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    model = read_model(folder, config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    nn.Module.to(model, target)
+    decoder = TransformersDecoder(model)
+    if verify:
+        compare_with_transformers(decoder)
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=tokenizer,
+        generation=generation,
+        spec=decoder.spec,
+        name=name,
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def _config(
+    folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    # Everything that can be refused without a weight in memory is refused here.
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelError(f"{folder / 'config.json'} has no 'model_type': add it, for example llama")
+    refuse_model_type(model_type)
+    if model_type not in CONFIG_MAPPING:
+        _refuse_unknown(model_type, raw, trust_remote_code=trust_remote_code)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    refuse_config(config)
+    _refuse_without_class(config, has_code="auto_map" in raw and trust_remote_code)
+    return config
+
+
+def _refuse_unknown(model_type: str, raw: Mapping[str, object], *, trust_remote_code: bool) -> None:
+    if "auto_map" not in raw:
+        raise UnsupportedModel(
+            f"Transformers {transformers_version} does not know {model_type!r} models; a newer "
+            "version may: pip install --upgrade transformers"
+        )
+    if not trust_remote_code:
+        raise ConfigError(
+            f"{model_type!r} is a model that brings its own Python code, which can do anything "
+            "here; read it, and pass trust_remote_code=True to run it"
+        )
+
+
+def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
+    found = model_class(config)
+    if found is not None:
+        refuse_class(found)
+    elif not has_code:
+        raise UnsupportedModel(
+            f"Transformers has no causal language model for {config.model_type!r}; "
+            "give a decoder-only model such as Llama, Qwen or Mistral"
+        )
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        raise UnknownName("dtype", name, ["auto", *_DTYPES])
+    return _DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no device: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch sees no CUDA device here; use auto or cpu")
+    return device

@@ -1,0 +1,118 @@
+"""The check at load: does this model give Transformers' own logits when attention is the engine's?
+
+A table of names ages; this does not. A short prompt runs twice, once as Transformers runs it and
+once as the engine will: two ragged sequences in one flat batch, in two chunks, over kept keys.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModel
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import AttentionCall, PagedAttention
+from quire.models.dense import DenseAttention
+from quire.spec.model import ModelSpec
+
+PROMPT_TOKENS = 24  # of the longer of the two sequences
+SHORTER_TOKENS = 17
+CHUNK_TOKENS = 11  # length of the first chunk of each
+
+# Relative distance of a row of logits, ||ours - theirs|| / ||theirs - mean||. Float32 differs by
+# rounding alone. In half precision an expert may flip on some rows, hence the tolerated share.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.25}
+
+
+def compare_with_transformers(decoder: TransformersDecoder) -> None:
+    """Run a short prompt both ways.
+
+    Raises:
+        UnsupportedModel: attention is not asked for as the config promises, or logits differ.
+    """
+    sequences = _prompts(decoder.spec, decoder.device)
+    ours = _flat_logits(decoder, sequences)
+    for number, (tokens, logits) in enumerate(zip(sequences, ours, strict=True)):
+        theirs = decoder.reference_logits(tokens)
+        _compare(decoder, number, logits.float(), theirs.float())
+
+
+def _prompts(spec: ModelSpec, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (min(PROMPT_TOKENS, spec.max_positions), min(SHORTER_TOKENS, spec.max_positions))
+    return [
+        torch.randint(spec.vocab_size, (length,), generator=generator).to(device)
+        for length in lengths
+    ]
+
+
+def _flat_logits(decoder: TransformersDecoder, sequences: list[Tensor]) -> list[Tensor]:
+    # Logits of every position of each sequence, [tokens, vocab], computed chunk by chunk.
+    dense = DenseAttention()
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    for chunk in (slice(None, CHUNK_TOKENS), slice(CHUNK_TOKENS, None)):
+        parts = [tokens[chunk] for tokens in sequences]
+        owners = [number for number, part in enumerate(parts) for _ in part]
+        places = [position for part in parts for position in range(len(part))]
+        positions = [(chunk.start or 0) + place for place in places]
+        recorder = _Recorder(decoder, dense.batch(owners, positions))
+        logits = decoder.forward(
+            torch.cat(parts),
+            torch.tensor(positions, device=decoder.device),
+            torch.arange(len(owners), device=decoder.device),
+            recorder,
+        )
+        recorder.check_layers()
+        for number, row in zip(owners, logits, strict=True):
+            rows[number].append(row)
+    return [torch.stack(row) for row in rows]
+
+
+class _Recorder:
+    # Passes attention on, and checks each call against what the spec promises the engine.
+
+    def __init__(self, decoder: TransformersDecoder, attention: PagedAttention) -> None:
+        self._spec = decoder.spec
+        self._dtype = decoder.dtype
+        self._attention = attention
+        self._layers: list[int] = []
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        spec = self._spec
+        self._layers.append(call.layer)
+        self._expect(call, "query shape", query.shape[1:], (spec.num_heads, spec.head_dim))
+        self._expect(call, "key shape", key.shape[1:], (spec.num_kv_heads, spec.head_dim))
+        if call.layer < spec.num_layers:
+            self._expect(call, "window", call.window, spec.layers[call.layer].window)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            self._expect(call, f"{name} type", tensor.dtype, self._dtype)
+        return self._attention.attend(call, query, key, value)
+
+    def check_layers(self) -> None:
+        expected = list(range(self._spec.num_layers))
+        if self._layers != expected:
+            raise UnsupportedModel(
+                f"{self._spec.architecture}: expected one attention call of each of "
+                f"{len(expected)} layers in order, got calls of layers {self._layers}"
+            )
+
+    def _expect(self, call: AttentionCall, what: str, got: object, expected: object) -> None:
+        if got != expected:
+            raise UnsupportedModel(
+                f"{self._spec.architecture}: layer {call.layer} asks for attention with {what} "
+                f"{got}, but its config promises {expected}"
+            )
+
+
+def _compare(decoder: TransformersDecoder, number: int, ours: Tensor, theirs: Tensor) -> None:
+    spread = (theirs - theirs.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    distance = (ours - theirs).norm(dim=-1) / spread.clamp_min(torch.finfo(torch.float32).tiny)
+    tolerance, share = _TOLERANCE[decoder.dtype], _TOLERATED_SHARE[decoder.dtype]
+    wrong = ~(distance <= tolerance)  # not-a-number is wrong too
+    if wrong.float().mean() > share:
+        first = int(wrong.nonzero()[0])
+        raise UnsupportedModel(
+            f"{decoder.spec.architecture}: logits differ from Transformers' own on "
+            f"{int(wrong.sum())} of {len(wrong)} positions of test sequence {number}, first at "
+            f"position {first} by {float(distance[first]):.1e} (relative; allowed "
+            f"{tolerance:.0e}); run this model with Transformers itself"
+        )
