@@ -3,7 +3,7 @@
 Calls take effect in the order they are made, on a CPU as on a CUDA stream.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from quire.kv.pages import PageNumbers
 from quire.spec.pages import PageClass
 
 
+@runtime_checkable
 class PageBytes(Protocol):
     """Acts on whole pages and on slots, given as (page, offset in the page)."""
 

@@ -1,0 +1,1 @@
+"""Requests, scheduling, sampling and the runner: what turns prompts into answers."""

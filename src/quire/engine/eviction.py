@@ -1,0 +1,56 @@
+"""Carries an eviction out: ask the policy which slots stay, then compact the lanes."""
+
+import torch
+from torch import Tensor
+
+from quire.engine.request import Request
+from quire.errors import PolicyError
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.step import PagedKV
+from quire.kv.tables import LaneTable
+from quire.policies.base import EvictionPolicy, KVView
+
+NO_SLOT = -1
+
+
+class Evictor:
+    """Applies one policy to the lanes without order of a KV memory."""
+
+    def __init__(self, kv: PagedKV, policy: EvictionPolicy) -> None:
+        self._kv, self._policy = kv, policy
+        self.num_evicted_tokens = 0
+
+    def __call__(self, request: Request, keep: int) -> None:
+        """Leave `keep` slots in every evicting lane of a request.
+
+        Raises:
+            PolicyError: the policy kept another number of slots, or gave a non-finite score.
+        """
+        for table in self._kv.memory.tables.values():
+            if not table.group.ordered and not table.group.private:
+                self._evict_group(table, request.row, keep)
+
+    def _evict_group(self, table: LaneTable, row: int, keep: int) -> None:
+        memory = self._kv.memory
+        view = KVView(self._positions(table, row), int(memory.lengths[row]))
+        mask = self._policy.select(view, keep)
+        kept = (mask & view.live).sum(dim=1)
+        if mask.shape != view.positions.shape or bool((kept != keep).any()):
+            raise PolicyError(
+                f"policy {type(self._policy).__name__} must keep {keep} live slots in each lane, "
+                f"it kept {sorted(set(kept.tolist()))}"
+            )
+        self.num_evicted_tokens += int(view.live.sum()) - keep * len(kept)
+        name = table.group.name
+        commit_compaction(memory, plan_compaction(memory, name, row, mask.cpu().numpy()))
+
+    def _positions(self, table: LaneTable, row: int) -> Tensor:
+        """[lanes, slots] logical positions, NO_SLOT behind a lane's last slot."""
+        views = self._kv.store.views(table.group.page_class)
+        assert views.positions is not None, "lanes without order carry positions"
+        columns = int(table.num_pages[row].max())
+        pages = self._kv.tables[table.group.name].current()[row, :, :columns].long()
+        positions = views.positions[pages.clamp_min(0)].flatten(1).long()
+        slots = torch.from_numpy(table.num_slots[row].copy()).to(positions.device)
+        slot = torch.arange(positions.shape[1], device=positions.device)
+        return positions.masked_fill(slot >= slots[:, None], NO_SLOT)

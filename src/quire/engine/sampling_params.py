@@ -1,0 +1,292 @@
+"""How one request chooses its tokens and when it stops: options only, no tensors.
+
+Every option is checked when the object is made, so a wrong one is refused before the request takes
+any memory. `None` means "not said": `resolve` fills it from the model's own generation defaults.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Protocol, TypeVar, no_type_check, runtime_checkable
+
+from quire.errors import RequestError
+
+T = TypeVar("T", int, float)
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would only overflow."""
+
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""
+
+MAX_LOGIT_BIAS = 100.0
+"""A logit bias lies within plus or minus this (OpenAI's range)."""
+
+
+@runtime_checkable
+class SamplingDefaults(Protocol):
+    """What a model recommends; `None` where it recommends nothing."""
+
+    @property
+    def temperature(self) -> float | None: ...  # noqa: D102
+    @property
+    def top_k(self) -> int | None: ...  # noqa: D102
+    @property
+    def top_p(self) -> float | None: ...  # noqa: D102
+    @property
+    def min_p(self) -> float | None: ...  # noqa: D102
+    @property
+    def repetition_penalty(self) -> float | None: ...  # noqa: D102
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The sampling options of one request, under OpenAI's and vLLM's names.
+
+    Attributes:
+        max_tokens: tokens to generate at most; 0 scores the prompt and needs `prompt_logprobs`.
+        min_tokens: tokens to generate before any stop rule applies.
+        temperature: divides the logits; 0 (or under 1e-5) is greedy. None: the model's, else 0.
+        top_k: sample among the k likeliest tokens; 0 and -1 are off. None: the model's, else off.
+        top_p: sample in the smallest set with this probability, in (0, 1]. None: the model's,
+            else 1.
+        min_p: drop tokens under this share of the likeliest one's probability, in [0, 1]. None:
+            the model's, else 0.
+        repetition_penalty: over 1 disfavours tokens of prompt and output. None: the model's,
+            else 1.
+        presence_penalty: subtracted once from every token of the output, in [-2, 2].
+        frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
+        logit_bias: token id to a number in [-100, 100] that is added to its logit.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
+        bad_token_ids: sequences that never come up. A sequence of one id bans the token; a longer
+            one bans its last id wherever the ids before it were the last of prompt and output.
+        stop: texts that end the answer; one string or a list of them.
+        stop_token_ids: tokens that end the answer besides the model's end-of-sequence tokens.
+        include_stop_str_in_output: keep the stop text (or the stop token's text) in the answer.
+        ignore_eos: treat end-of-sequence tokens like any other.
+        logprobs: how many of the likeliest tokens to report beside each chosen one; 0 reports the
+            chosen one only. Up to the vocabulary's size: each costs memory in every answer.
+        prompt_logprobs: the same for the tokens of the prompt.
+        seed: makes the draws repeatable, whatever else is in the batch; None: drawn at random.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        RequestError: an option has the wrong type or lies outside its range.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, checked in _FIELD_CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, checked(name, value))
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
+                "raise max_tokens or lower min_tokens"
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens=0 generates nothing: raise it, or set prompt_logprobs to score "
+                "the prompt"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken (a temperature that is not said counts)."""
+        return self.temperature is None or self.temperature < GREEDY_BELOW
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a mask, a bias or a penalty may change which token is the likeliest."""
+        return bool(
+            self.allowed_token_ids is not None
+            or self.bad_token_ids
+            or self.logit_bias
+            or (self.repetition_penalty or 1.0) != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    def resolve(self, defaults: SamplingDefaults) -> "SamplingParams":
+        """Fill what was not said from the model's defaults, and the rest with neutral values."""
+        neutral = SamplingParams(
+            temperature=_first(self.temperature, defaults.temperature, 0.0),
+            top_k=_first(self.top_k, defaults.top_k, 0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+        )
+        return replace(
+            self,
+            temperature=neutral.temperature,
+            top_k=neutral.top_k,
+            top_p=neutral.top_p,
+            min_p=neutral.min_p,
+            repetition_penalty=neutral.repetition_penalty,
+        )
+
+    def validate_for(self, vocab_size: int) -> None:
+        """Check every token id and count against the size of a model's vocabulary.
+
+        Raises:
+            RequestError: an id is not in [0, vocab_size), or more logprobs are asked for than
+                there are tokens.
+        """
+        id_lists: dict[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_token_ids": (token for sequence in self.bad_token_ids for token in sequence),
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, token_ids in id_lists.items():
+            outside = [token for token in token_ids if token >= vocab_size]
+            if outside:
+                raise RequestError(
+                    f"{name} has token ids {outside[:5]} but the vocabulary ends at "
+                    f"{vocab_size - 1}: leave them out"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise RequestError(
+                    f"{name}={getattr(self, name)} is more than the vocabulary's {vocab_size} "
+                    f"tokens: ask for 0 to {vocab_size}"
+                )
+
+
+def _first(said: T | None, default: T | None, neutral: T) -> T:
+    if said is not None:
+        return said
+    return neutral if default is None else default
+
+
+def _refuse(name: str, expected: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {expected}, got {value!r}")
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
+    span = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+
+    def check(name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise _refuse(name, span, value)
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            raise _refuse(name, span, value)
+        return number
+
+    return check
+
+
+def _number(
+    low: float, high: float = math.inf, *, above_low: bool = False
+) -> Callable[[str, object], float]:
+    bracket = "(" if above_low else "["
+    end = "inf)" if high == math.inf else f"{high:g}]"
+    span = f"a finite number in {bracket}{low:g}, {end}"
+
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise _refuse(name, span, value)
+        number = float(value)
+        if not low <= number <= high or (above_low and number == low):
+            raise _refuse(name, span, value)
+        return number
+
+    return check
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, "true or false", value)
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Iterable):
+        raise _refuse(name, "a string or a list of strings", value)
+    listed = tuple(texts)
+    if not all(isinstance(text, str) and text for text in listed):
+        raise _refuse(name, "a string or a list of strings, none of them empty", value)
+    return listed
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, "a list of token ids", value)
+    return tuple(_token_id(name, token) for token in value)
+
+
+def _some_token_ids(name: str, value: object) -> tuple[int, ...]:
+    token_ids = _token_ids(name, value)
+    if not token_ids:
+        raise _refuse(name, "a list with at least one token id", value)
+    return token_ids
+
+
+def _sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, "a list of lists of token ids", value)
+    return tuple(_some_token_ids(name, sequence) for sequence in value)
+
+
+def _biases(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, "a mapping from token id to bias", value)
+    return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
+
+
+_token_id = _integer(0)
+_bias = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+_penalty = _number(-MAX_PENALTY, MAX_PENALTY)
+
+_OPTIONAL = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
+    | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed"}
+)
+
+_FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "max_tokens": _integer(0),
+    "min_tokens": _integer(0),
+    "temperature": _number(0.0),
+    "top_k": _integer(-1),
+    "top_p": _number(0.0, 1.0, above_low=True),
+    "min_p": _number(0.0, 1.0),
+    "repetition_penalty": _number(0.0, above_low=True),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "logit_bias": _biases,
+    "allowed_token_ids": _some_token_ids,
+    "bad_token_ids": _sequences,
+    "stop": _texts,
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _flag,
+    "ignore_eos": _flag,
+    "logprobs": _integer(0),
+    "prompt_logprobs": _integer(0),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "skip_special_tokens": _flag,
+}

@@ -1,0 +1,29 @@
+"""What a user can say about steps and queues."""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.spec.options import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """How much a step does and how many requests run.
+
+    Attributes are options; see their help.
+    """
+
+    max_running: int = option(256, help="requests that hold KV at the same time")
+    step_tokens: int = option(
+        2048, help="tokens a step processes at most, decoding rows first", unit="tokens"
+    )
+    reserve_share: float = option(
+        0.01, help="part of the KV memory kept free when a request is let in, 0 to 1"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not 0 <= self.reserve_share < 1:
+            raise ConfigError(f"expected reserve_share in [0, 1), got {self.reserve_share}")

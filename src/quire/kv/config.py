@@ -1,0 +1,34 @@
+"""What a user can say about the KV memory."""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.spec.options import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConfig:
+    """The KV memory: how large, in what pages, what stays.
+
+    Attributes are options; see their help.
+    """
+
+    memory: int | str = option(
+        "auto",
+        help="KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or auto",
+        unit="bytes",
+        flag="kv-memory",
+    )
+    page_tokens: int = option(16, help="slots in a page", unit="tokens")
+    codec: str = option("none", help="how keys and values are stored", flag="kv-codec")
+    evict: str = option(
+        "full", help="which tokens stay, such as recent:cap=512,every=64,sinks=4; full keeps all"
+    )
+    attention: str = option("auto", help="who computes attention over pages")
+    scratch: int | str = option(
+        "64MiB", help="bound on gathered pages at a time, outside the KV memory", unit="bytes"
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_tokens <= 1024:
+            raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")

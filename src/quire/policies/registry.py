@@ -1,0 +1,114 @@
+"""Names of policies, and how a policy text becomes a policy."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, TypeVar
+
+from quire import policies
+from quire.errors import ConfigError, UnknownName
+from quire.policies.base import EvictionPolicy
+from quire.spec.eviction import DEFAULT_EVERY_TOKENS, EvictionSpec, parse_policy
+
+FULL = "full"
+SCHEDULE_OPTIONS = ("cap", "every")
+P = TypeVar("P", bound=EvictionPolicy)
+_POLICIES: dict[str, type[EvictionPolicy]] = {}
+
+
+def register(name: str) -> Callable[[type[P]], type[P]]:
+    """Give a policy class its name.
+
+    Raises:
+        ConfigError: the name is taken, or belongs to the schedule.
+    """
+
+    def put(policy: type[P]) -> type[P]:
+        if name in _POLICIES and _POLICIES[name] is not policy:
+            raise ConfigError(f"two policies are called {name!r}")
+        _POLICIES[name] = policy
+        return policy
+
+    return put
+
+
+def registered() -> Mapping[str, type[EvictionPolicy]]:
+    """All policies by name; `full` (keep everything) is not a rule and not among them."""
+    policies.load_all()
+    return dict(sorted(_POLICIES.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A policy with its schedule.
+
+    Attributes:
+        policy: None keeps everything.
+        spec: how many tokens, when.
+    """
+
+    policy: EvictionPolicy | None
+    spec: EvictionSpec
+
+
+def make_eviction(text: str) -> Eviction:
+    """Build a policy and its schedule from a policy text.
+
+    Raises:
+        UnknownName: the policy or one of its options is not known; offers the nearest names.
+        ConfigError: a missing cap, a value of the wrong type, a cap below what the rule protects.
+    """
+    parsed = parse_policy(text)
+    if parsed.name == FULL:
+        if parsed.options:
+            raise ConfigError(f"'full' keeps everything and has no options, got {text!r}")
+        return Eviction(None, EvictionSpec())
+    known = registered()
+    if parsed.name not in known:
+        raise UnknownName("eviction policy", parsed.name, (FULL, *known))
+    options = dict(parsed.options)
+    if "cap" not in options:
+        raise ConfigError(f"policy {text!r} needs a cap in tokens, such as cap=512")
+    spec = EvictionSpec(
+        cap=_integer("cap", options.pop("cap")),
+        every=_integer("every", options.pop("every", str(DEFAULT_EVERY_TOKENS))),
+    )
+    policy = _make_policy(parsed.name, known[parsed.name], options)
+    _check_cap(text, policy, spec)
+    return Eviction(policy, spec)
+
+
+def _check_cap(text: str, policy: EvictionPolicy, spec: EvictionSpec) -> None:
+    assert spec.cap is not None
+    if spec.cap - spec.every < policy.least_cap:
+        raise ConfigError(
+            f"{text!r} leaves {spec.cap - spec.every} tokens after an eviction "
+            f"(cap {spec.cap} - every {spec.every}), but the rule needs {policy.least_cap}; "
+            "raise cap or lower every"
+        )
+
+
+def _make_policy(
+    name: str, policy: type[EvictionPolicy], options: Mapping[str, str]
+) -> EvictionPolicy:
+    declared: dict[str, Field[Any]] = {f.name: f for f in fields(policy)}  # type: ignore[arg-type]
+    values = {}
+    for key, value in options.items():
+        if key not in declared:
+            raise UnknownName(f"option of policy {name!r}", key, (*declared, *SCHEDULE_OPTIONS))
+        values[key] = _convert(key, value, declared[key])
+    return policy(**values)
+
+
+def _convert(key: str, value: str, declared: Field[Any]) -> object:
+    kind = type(declared.default) if declared.default is not MISSING else str
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"option {key} needs a {kind.__name__}, got {value!r}") from None
+
+
+def _integer(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"option {key} needs a whole number of tokens, got {value!r}") from None
