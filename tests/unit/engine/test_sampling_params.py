@@ -1,0 +1,189 @@
+"""Sampling options: what is refused, and how what was not said is filled in."""
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Defaults:
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": -1},
+        {"max_tokens": 2.0},
+        {"max_tokens": True},
+        {"max_tokens": None},
+        {"max_tokens": 0},
+        {"max_tokens": 4, "min_tokens": 5},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": -0.1},
+        {"temperature": "hot"},
+        {"temperature": False},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"min_p": -0.1},
+        {"min_p": 2},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"presence_penalty": None},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"1": 1.0}},
+        {"logit_bias": [1]},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [1.0]},
+        {"allowed_token_ids": "12"},
+        {"bad_token_ids": [[]]},
+        {"bad_token_ids": [1]},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": [1]},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": [-1]},
+        {"ignore_eos": 1},
+        {"logprobs": -1},
+        {"prompt_logprobs": "all"},
+        {"seed": 2**64},
+        {"seed": 0.5},
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused_by_name(options):
+    with pytest.raises(RequestError, match="|".join(options)):
+        SamplingParams(**options)
+
+
+def test_a_refusal_says_what_was_expected_and_what_was_got():
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(top_p=1.5)
+
+    assert str(refusal.value) == "top_p must be a finite number in (0, 1], got 1.5"
+
+
+def test_lists_and_single_stops_become_tuples():
+    params = SamplingParams(
+        stop="END", stop_token_ids=[3, 4], bad_token_ids=[[1], [2, 3]], allowed_token_ids={7}
+    )
+
+    assert params.stop == ("END",)
+    assert params.stop_token_ids == (3, 4)
+    assert params.bad_token_ids == ((1,), (2, 3))
+    assert params.allowed_token_ids == (7,)
+
+
+def test_numpy_numbers_become_plain_ones():
+    params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), top_p=1)
+
+    assert (type(params.max_tokens), type(params.temperature), type(params.top_p)) == (
+        int,
+        float,
+        float,
+    )
+
+
+def test_a_later_change_of_the_caller_changes_nothing():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+
+    bias[1] = -2.0
+
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_equal_options_are_one_key_and_survive_pickling():
+    first = SamplingParams(logit_bias={1: 2.0}, stop="x")
+    second = SamplingParams(logit_bias={1: 2}, stop=["x"])
+
+    assert {first: "seen"}[second] == "seen"
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def test_prompt_scoring_may_generate_nothing():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_what_was_not_said_comes_from_the_model():
+    defaults = Defaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.05)
+
+    resolved = SamplingParams(top_p=0.5, max_tokens=9).resolve(defaults)
+
+    assert resolved == SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.5, min_p=0.1, repetition_penalty=1.05, max_tokens=9
+    )
+
+
+def test_what_nobody_said_is_neutral_and_greedy():
+    resolved = SamplingParams().resolve(Defaults())
+
+    assert resolved == SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+    )
+    assert resolved.greedy
+    assert not resolved.edits_logits
+
+
+def test_a_said_zero_is_not_overwritten_by_the_model():
+    resolved = SamplingParams(temperature=0, top_k=0).resolve(Defaults(temperature=1.0, top_k=50))
+
+    assert (resolved.temperature, resolved.top_k) == (0.0, 0)
+
+
+@pytest.mark.parametrize("temperature", [None, 0, 1e-6])
+def test_no_temperature_or_almost_none_is_greedy(temperature):
+    assert SamplingParams(temperature=temperature).greedy
+    assert not SamplingParams(temperature=1e-4).greedy
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"allowed_token_ids": [1]},
+        {"bad_token_ids": [[1]]},
+        {"logit_bias": {1: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+    ],
+    ids=str,
+)
+def test_masks_biases_and_penalties_edit_the_logits(option):
+    assert SamplingParams(**option).edits_logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [9, 10]},
+        {"bad_token_ids": [[1], [2, 10]]},
+        {"logit_bias": {10: 1.0}},
+        {"stop_token_ids": [10]},
+        {"logprobs": 11},
+        {"prompt_logprobs": 11},
+    ],
+    ids=str,
+)
+def test_a_token_outside_the_vocabulary_is_refused(options):
+    params = SamplingParams(**options)
+
+    params.validate_for(11)
+    with pytest.raises(RequestError, match=next(iter(options))):
+        params.validate_for(10)
