@@ -1,0 +1,311 @@
+"""The sampler: rows are judged alone, draws are repeatable, a bad row fails alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as reference
+
+from quire.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import InvariantError, RequestError
+
+VOCAB = 120
+EOS = (1, 2)
+
+
+@dataclass
+class Row:
+    params: SamplingParams
+    prompt_token_ids: Sequence[int] = (5, 6, 7)
+    output_token_ids: Sequence[int] = ()
+    sampling_seed: int = 11
+
+
+@pytest.fixture
+def sampler():
+    return Sampler(VOCAB, EOS)
+
+
+def random_logits(num_rows, seed=3):
+    return 2 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+MIXED = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8, seed=4),
+    SamplingParams(temperature=1.0, min_p=0.05, top_k=50, top_p=0.95),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(temperature=1.0, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, allowed_token_ids=(3, 4, 5)),
+    SamplingParams(bad_token_ids=((8,), (6, 7, 9))),
+    SamplingParams(temperature=1.0, logit_bias={3: 5.0, 4: -100.0}, logprobs=2),
+    SamplingParams(min_tokens=8, stop_token_ids=(3,), logprobs=0),
+]
+
+
+def mixed_rows(num_output=3):
+    return [
+        Row(params, output_token_ids=[10 + index, 4, 4][:num_output], sampling_seed=100 + index)
+        for index, params in enumerate(MIXED)
+    ]
+
+
+@given(order=st.permutations(range(len(MIXED))), size=st.integers(1, len(MIXED)))
+@settings(max_examples=30, deadline=None)
+def test_a_row_gets_the_same_token_in_any_batch(order, size):
+    sampler, logits, rows = Sampler(VOCAB, EOS), random_logits(len(MIXED)), mixed_rows()
+    alone = [sampler.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    batch = order[:size]
+
+    together = sampler.sample(logits[batch], [rows[i] for i in batch])
+
+    assert [token.token_id for token in together] == [alone[i].token_id for i in batch]
+    assert [token.top_logprobs for token in together] == [alone[i].top_logprobs for i in batch]
+
+
+def test_greedy_in_one_pass_is_greedy_step_by_step(sampler):
+    logits = random_logits(64).to(torch.bfloat16)
+    harmless = SamplingParams(temperature=0.0, logit_bias={7: 0.0})
+
+    fast = sampler.sample(logits, [Row(SamplingParams(temperature=0.0))] * 64)
+    slow = sampler.sample(logits, [Row(harmless)] * 64)
+
+    assert fast == slow
+    assert [token.token_id for token in fast] == logits.float().argmax(dim=-1).tolist()
+
+
+def test_the_greedy_pass_never_looks_further_than_the_largest_logit(sampler, monkeypatch):
+    monkeypatch.setattr(Sampler, "_choose", None)
+    monkeypatch.setattr("quire.engine.sampler._score", None)
+
+    (token,) = sampler.sample(random_logits(1), [Row(SamplingParams(top_k=3, top_p=0.5))])
+
+    assert token.token_id == random_logits(1).argmax()
+
+
+def test_tied_logits_give_the_smallest_token(sampler):
+    logits = torch.zeros(2, VOCAB)
+
+    tokens = sampler.sample(logits, [Row(SamplingParams()), Row(SamplingParams(min_tokens=1))])
+
+    assert [token.token_id for token in tokens] == [0, 0]
+
+
+def test_draws_follow_the_distribution(sampler):
+    num_draws = 8_000
+    logits = torch.full((1, VOCAB), -torch.inf)
+    logits[0, 3:8] = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
+    rows = [
+        Row(SamplingParams(temperature=1.0), output_token_ids=[0] * (i % 40), sampling_seed=i // 40)
+        for i in range(num_draws)
+    ]
+
+    tokens = sampler.sample(logits.expand(num_draws, -1), rows)
+
+    counts = torch.tensor([token.token_id for token in tokens]).bincount(minlength=VOCAB)
+    expected = num_draws * logits[0].softmax(dim=-1)
+    live = expected > 0
+    chi_square = ((counts - expected)[live] ** 2 / expected[live]).sum()
+    assert counts[~live].sum() == 0
+    assert chi_square < 18.47, "the 0.1% point of chi-square with 4 degrees of freedom"
+
+
+def test_a_seed_of_the_request_counts_before_that_of_the_engine(sampler):
+    logits = torch.zeros(1, VOCAB)
+    seeded, free = SamplingParams(temperature=1.0, seed=-5), SamplingParams(temperature=1.0)
+
+    def draws(params):
+        rows = [Row(params, sampling_seed=seed) for seed in range(20)]
+        return {token.token_id for token in sampler.sample(logits.expand(20, -1), rows)}
+
+    assert len(draws(seeded)) == 1
+    assert len(draws(free)) > 10
+
+
+def test_every_position_draws_anew_and_again_the_same(sampler):
+    logits = torch.zeros(20, VOCAB)
+    rows = [
+        Row(SamplingParams(temperature=1.0, seed=1), output_token_ids=[0] * n) for n in range(20)
+    ]
+
+    first = sampler.sample(logits, rows)
+
+    assert len({token.token_id for token in first}) > 10
+    assert sampler.sample(logits, rows) == first
+
+
+@pytest.mark.parametrize(
+    ("bad_token_ids", "banned"),
+    [
+        (((9,),), {9}),
+        (((6, 7, 9),), {9}),
+        (((7, 9), (3,)), {3, 9}),
+        (((5, 7, 9),), set()),
+        (((1, 1, 1, 1, 5, 6, 7, 9),), set()),
+    ],
+)
+def test_bad_sequences_are_those_of_transformers(sampler, bad_token_ids, banned):
+    logits = random_logits(1)
+    logits[0, 9], logits[0, 3] = 50, 40
+    process = reference.NoBadWordsLogitsProcessor([list(ids) for ids in bad_token_ids])
+    expected = process(torch.tensor([[5, 6, 7]]), logits)
+
+    row = Row(
+        SamplingParams(bad_token_ids=bad_token_ids), prompt_token_ids=[5, 6], output_token_ids=[7]
+    )
+    (token,) = sampler.sample(logits, [row])
+
+    assert set(expected[0].isinf().nonzero().flatten().tolist()) == banned
+    assert token.token_id == expected.argmax()
+
+
+def test_end_tokens_wait_for_the_minimum_length_as_in_transformers(sampler):
+    logits = random_logits(1)
+    logits[0, [1, 2, 3]] = torch.tensor([50.0, 49.0, 48.0])
+    params = SamplingParams(min_tokens=2, stop_token_ids=(3,))
+
+    for num_output in range(4):
+        output = [7] * num_output
+        (token,) = sampler.sample(logits, [Row(params, output_token_ids=output)])
+
+        process = reference.MinNewTokensLengthLogitsProcessor(3, 2, [*EOS, 3])
+        expected = process(torch.tensor([[5, 6, 7, *output]]), logits).argmax()
+        assert token.token_id == expected
+
+
+def test_an_ignored_end_token_is_not_held_back(sampler):
+    logits = random_logits(1)
+    logits[0, 1] = 50
+
+    (token,) = sampler.sample(logits, [Row(SamplingParams(min_tokens=2, ignore_eos=True))])
+
+    assert token.token_id == 1
+
+
+def test_repetition_counts_the_prompt_and_presence_does_not(sampler):
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5], logits[:, 6], logits[:, 8] = 3.0, 2.5, 2.0
+    rows = [
+        Row(SamplingParams(repetition_penalty=2.0), output_token_ids=[6]),
+        Row(SamplingParams(presence_penalty=2.0), output_token_ids=[6]),
+    ]
+
+    tokens = sampler.sample(logits, rows)
+
+    assert [token.token_id for token in tokens] == [8, 5]
+
+
+def test_a_token_beyond_the_vocabulary_is_neither_chosen_nor_counted(sampler):
+    padded = torch.cat([random_logits(1), torch.full((1, 8), 99.0)], dim=1)
+    params = SamplingParams(repetition_penalty=1.2, logprobs=1)
+
+    (token,) = sampler.sample(padded, [Row(params, prompt_token_ids=[VOCAB + 3])])
+
+    assert token.token_id == random_logits(1).argmax()
+    assert token == sampler.sample(random_logits(1), [Row(params, prompt_token_ids=[])])[0]
+
+
+def test_logprobs_are_those_of_the_unmodified_logits(sampler):
+    logits = random_logits(1)
+    ranked = logits[0].argsort(descending=True).tolist()
+    params = SamplingParams(
+        temperature=0.3, allowed_token_ids=(ranked[2],), logit_bias={ranked[2]: 9.0}, logprobs=2
+    )
+
+    (token,) = sampler.sample(logits, [Row(params)])
+
+    expected = logits[0].log_softmax(dim=-1)
+    assert (token.token_id, token.rank) == (ranked[2], 3)
+    assert token.logprob == pytest.approx(float(expected[ranked[2]]))
+    assert [token_id for token_id, _ in token.top_logprobs] == ranked[:2]
+    assert [value for _, value in token.top_logprobs] == pytest.approx(
+        expected[ranked[:2]].tolist()
+    )
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asked_for(sampler):
+    rows = [Row(SamplingParams(logprobs=count)) for count in (None, 0, 1, 5)]
+
+    tokens = sampler.sample(random_logits(4), rows)
+
+    assert tokens[0].top_logprobs is None
+    assert tokens[0].logprob is None
+    assert [len(token.top_logprobs) for token in tokens[1:]] == [0, 1, 5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logprobs=1),
+        SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=1),
+    ],
+)
+def test_a_row_with_broken_logits_fails_alone(sampler, value, params):
+    logits = random_logits(3)
+    rows = [Row(params, sampling_seed=seed) for seed in range(3)]
+    healthy = sampler.sample(logits, rows)
+    logits[1, 60] = value
+
+    tokens = sampler.sample(logits, rows)
+
+    assert (tokens[1].token_id, tokens[1].error) == (
+        NO_TOKEN,
+        "the model gave NaN or infinite logits",
+    )
+    assert (tokens[0], tokens[2]) == (healthy[0], healthy[2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_token_left_fails_alone(sampler, temperature):
+    empty = SamplingParams(
+        temperature=temperature, allowed_token_ids=(3,), bad_token_ids=((3,),), logprobs=1
+    )
+
+    tokens = sampler.sample(random_logits(2), [Row(empty), Row(SamplingParams())])
+
+    assert "allowed_token_ids" in tokens[0].error
+    assert tokens[1].error is None
+
+
+def test_a_batch_of_nothing_gives_nothing(sampler):
+    assert sampler.sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_rows_that_do_not_fit_the_logits_are_a_bug(sampler):
+    with pytest.raises(InvariantError, match="2 rows"):
+        sampler.sample(random_logits(1), [Row(SamplingParams())] * 2)
+    with pytest.raises(InvariantError):
+        sampler.sample(random_logits(1)[:, :-1], [Row(SamplingParams())])
+
+
+def test_a_prompt_is_scored_in_parts_as_in_one(monkeypatch):
+    monkeypatch.setattr("quire.engine.sampler.PROMPT_ROWS_AT_ONCE", 3)
+    logits = random_logits(8)
+    next_token_ids = list(range(20, 28))
+
+    scored = prompt_logprobs(logits, next_token_ids, 2)
+
+    expected = logits.log_softmax(dim=-1)
+    assert [token.token_id for token in scored] == next_token_ids
+    assert [token.logprob for token in scored] == pytest.approx(
+        [float(expected[i, token]) for i, token in enumerate(next_token_ids)]
+    )
+    assert [token.rank for token in scored] == [
+        1 + int((logits[i] > logits[i, token]).sum()) for i, token in enumerate(next_token_ids)
+    ]
+    assert scored[7].top_logprobs[0][0] == logits[7].argmax()
+
+
+def test_a_prompt_with_broken_logits_fails():
+    logits = random_logits(2)
+    logits[1, 3] = float("nan")
+
+    with pytest.raises(RequestError, match="NaN"):
+        prompt_logprobs(logits, [1, 2], 0)
