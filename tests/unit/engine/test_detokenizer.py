@@ -1,0 +1,239 @@
+"""Text from tokens while they arrive: exact, final, and never half a character."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import quire
+from quire.engine.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopChecker
+
+TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
+
+
+def sentencepiece_style():
+    """Byte fallback and a space before every word, as in Llama 2's tokenizer."""
+    bytes_ = {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    words = ["▁", "▁Hello", "▁world", "lo", "é", ".", "▁the", "a", "b"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | bytes_
+    vocab |= {word: len(vocab) + index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+SPACED = sentencepiece_style()
+
+
+def decode(tokenizer, token_ids, skip_special_tokens=True):
+    return tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+
+
+def shared_length(first, second):
+    return max(n for n in range(len(first) + 1) if second.startswith(first[:n]))
+
+
+def pieces(tokenizer, token_ids, prompt=(), skip_special_tokens=True):
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+    pushed = [detokenizer.push(token_id) for token_id in token_ids]
+    return [*pushed, detokenizer.finish()]
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
+@example("\N{REPLACEMENT CHARACTER}" * 100 + "é" * 100)
+@example("a\N{REPLACEMENT CHARACTER}")
+@example("👩‍👩‍👧‍👦 e\u0301 日本\n\n  don't")
+@settings(max_examples=200, deadline=None)
+def test_pushing_token_by_token_gives_the_whole_text(text):
+    token_ids = TINY(text)["input_ids"]
+
+    assert "".join(pieces(TINY, token_ids)) == text
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=30), cut=st.integers(0, 60))
+@example("a😀b", 2)
+@example("a\N{REPLACEMENT CHARACTER}b", 4)
+@settings(max_examples=100, deadline=None)
+def test_an_answer_is_what_follows_the_prompt(text, cut):
+    token_ids = TINY(text)["input_ids"]
+    prompt, answer = token_ids[:cut], token_ids[cut:]
+
+    given_out = "".join(pieces(TINY, answer, prompt))
+
+    assert given_out == text[shared_length(decode(TINY, prompt), text) :]
+
+
+@given(token_ids=st.lists(st.integers(0, len(TINY) - 1), max_size=200), skip=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_tokens_of_no_real_text_decode_like_the_whole_too(token_ids, skip):
+    assert "".join(pieces(TINY, token_ids, (), skip)) == decode(TINY, token_ids, skip)
+
+
+def test_broken_bytes_decode_like_the_whole_however_many():
+    lead, tail = TINY("€")["input_ids"][:1], TINY("€")["input_ids"][1:]
+
+    for token_ids in (lead * 300, tail * 300, (lead + tail) * 200 + lead, tail[:1] * 70 + lead):
+        assert "".join(pieces(TINY, token_ids)) == decode(TINY, token_ids)
+
+
+def test_no_piece_but_the_last_ends_in_half_a_character():
+    token_ids = TINY("naïve 日本 😀 text")["input_ids"]
+
+    for end in range(len(token_ids)):
+        *pushed, _ = pieces(TINY, token_ids[:end])
+
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pushed)
+
+
+def test_a_cut_character_comes_out_as_broken_at_the_end():
+    token_ids = TINY("a€")["input_ids"]
+
+    assert pieces(TINY, token_ids[:-1])[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_finishing_twice_gives_nothing_more():
+    detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
+    detokenizer.push(TINY("€")["input_ids"][0])
+
+    assert detokenizer.finish() != ""
+    assert detokenizer.finish() == ""
+
+
+WORDS = ["▁Hello", "▁world", "▁", "lo", "é", ".", "▁the"]
+SPELLED = [[token_id] for token_id in SPACED.convert_tokens_to_ids(WORDS)] + [
+    [byte + 3 for byte in character.encode()] for character in ("a", "é", "日", "😀")
+]
+
+
+@given(units=st.lists(st.sampled_from(SPELLED), max_size=20), cut=st.integers(0, 30))
+@settings(max_examples=200, deadline=None)
+def test_bytes_and_words_with_their_space_give_the_whole_text_after_any_prompt(units, cut):
+    token_ids = [token_id for unit in units for token_id in unit]
+
+    ends = [sum(map(len, units[:count])) for count in range(len(units) + 1)]
+    split_from = max(end for end in ends if end <= cut)
+
+    whole = decode(SPACED, token_ids)
+    prompt = decode(SPACED, token_ids[:split_from])
+
+    assert "".join(pieces(SPACED, token_ids)) == whole
+    assert "".join(pieces(SPACED, token_ids[cut:], token_ids[:cut])) == (
+        whole[len(prompt) :] if cut < len(token_ids) else ""
+    )
+
+
+def test_the_first_word_after_a_prompt_keeps_its_space():
+    hello, world = SPACED.convert_tokens_to_ids(["▁Hello", "▁world"])
+
+    assert pieces(SPACED, [world], [hello]) == [" world", ""]
+    assert pieces(SPACED, [world], [1]) == ["world", ""]
+
+
+def test_special_tokens_are_shown_only_on_request():
+    token_ids = [0, *TINY("hi")["input_ids"], 1]
+
+    assert "".join(pieces(TINY, token_ids)) == "hi"
+    assert "".join(pieces(TINY, token_ids, (), False)) == "<s>hi</s>"
+
+
+def test_tokens_without_text_do_not_pile_up():
+    detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
+
+    for _ in range(10 * MAX_HELD_TOKENS):
+        assert detokenizer.push(1) == ""
+
+    assert len(detokenizer._window) <= 2 * MAX_HELD_TOKENS
+
+
+@pytest.mark.parametrize("text", ["word ", "é😀", "\N{REPLACEMENT CHARACTER}"])
+def test_a_token_costs_the_same_late_as_early(text):
+    token_ids = (TINY(text)["input_ids"] * 4000)[:4000]
+    detokenizer = Detokenizer(TINY, [], skip_special_tokens=True)
+    longest = 0
+
+    for token_id in token_ids:
+        detokenizer.push(token_id)
+        longest = max(longest, len(detokenizer._window))
+
+    assert longest <= 2 * MAX_HELD_TOKENS
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
+
+
+def naive_stop(text, stops):
+    """The shortest beginning of the text that ends in a stop text, and the longest such stop."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
+PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)
+
+
+@given(stops=STOPS, pieces=PIECES, include=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_stops_are_found_as_in_the_whole_text_however_it_is_cut(stops, pieces, include):
+    checker = StopChecker(stops, include=include)
+    shown, found = "", None
+
+    for piece in pieces:
+        text, found = checker.push(piece)
+        shown += text
+        if found is not None:
+            break
+    shown += checker.flush()
+
+    expected, stop = naive_stop("".join(pieces), stops)
+    assert found == stop
+    assert shown == expected + (stop or "" if include else "")
+
+
+@given(stops=STOPS, pieces=PIECES)
+@settings(max_examples=200, deadline=None)
+def test_only_what_may_become_a_stop_is_held_back(stops, pieces):
+    checker = StopChecker(stops, include=False)
+    whole = "".join(pieces)
+    shown = ""
+
+    for piece in pieces:
+        text, found = checker.push(piece)
+        shown += text
+        if found is not None:
+            return
+
+    held = whole[len(shown) :]
+    beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
+    assert held == max((b for b in beginnings if whole.endswith(b)), key=len, default="")
+
+
+def test_without_stops_text_passes_at_once():
+    checker = StopChecker([], include=False)
+
+    assert checker.push("anything") == ("anything", None)
+    assert checker.flush() == ""
+
+
+def test_of_two_stops_the_one_that_ends_first_counts():
+    assert StopChecker(["abcd", "bc"], include=False).push("xabcd") == ("xa", "bc")
+    assert StopChecker(["c", "abc"], include=True).push("xabcd") == ("xabc", "abc")

@@ -1,0 +1,124 @@
+"""When an answer ends, why, and with which text."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import quire
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.stop_rules import Ending, OutputText, ending_token
+
+TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
+EOS = (1, 2)
+
+
+def tokens(text):
+    return TINY(text)["input_ids"]
+
+
+def follow(params, token_ids, tokenizer=TINY):
+    output = OutputText(params, EOS, tokenizer, tokens("A prompt."))
+    text = ""
+    for count, token_id in enumerate(token_ids, start=1):
+        text += output.push(token_id)
+        if output.ending is not None:
+            return text, output.ending, count
+    return text, None, len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "token_id", "num_output", "ending"),
+    [
+        ({}, 9, 3, None),
+        ({}, 2, 3, Ending("stop")),
+        ({"ignore_eos": True}, 2, 3, None),
+        ({"stop_token_ids": (9,)}, 9, 3, Ending("stop", 9)),
+        ({"stop_token_ids": (2,)}, 2, 3, Ending("stop")),
+        ({"stop_token_ids": (2,), "ignore_eos": True}, 2, 3, Ending("stop", 2)),
+        ({"min_tokens": 3, "stop_token_ids": (9,)}, 9, 3, None),
+        ({"min_tokens": 3, "stop_token_ids": (9,)}, 9, 4, Ending("stop", 9)),
+        ({"min_tokens": 3}, 1, 3, None),
+        ({}, 9, 16, Ending("length")),
+        ({}, 1, 16, Ending("stop")),
+        ({"min_tokens": 16}, 9, 16, Ending("length")),
+    ],
+)
+def test_ids_and_length_end_an_answer(options, token_id, num_output, ending):
+    assert ending_token(SamplingParams(**options), EOS, token_id, num_output) == ending
+
+
+def test_a_stop_text_across_tokens_ends_the_answer_before_it():
+    text, ending, _ = follow(
+        SamplingParams(max_tokens=99, stop="STOP now"), tokens("one two STOP now three")
+    )
+
+    assert (text, ending) == ("one two ", Ending("stop", "STOP now"))
+
+
+def test_a_stop_text_is_kept_on_request():
+    params = SamplingParams(max_tokens=99, stop="STOP", include_stop_str_in_output=True)
+
+    assert follow(params, tokens("one STOP two"))[0] == "one STOP"
+
+
+def test_no_part_of_a_stop_text_is_ever_shown():
+    output = OutputText(SamplingParams(max_tokens=99, stop="\n\nQ:"), EOS, TINY, ())
+    shown = ""
+
+    for token_id in tokens("yes\n\nQ"):
+        shown += output.push(token_id)
+
+    assert shown == "yes"
+    assert shown + output.abort() == "yes\n\nQ"
+
+
+def test_what_was_held_back_comes_out_at_the_length():
+    token_ids = tokens("yes ST")
+    params = SamplingParams(max_tokens=len(token_ids), stop="STOP")
+
+    assert follow(params, token_ids) == ("yes ST", Ending("length"), len(token_ids))
+
+
+def test_a_stop_text_counts_before_the_length():
+    token_ids = tokens("yes STOP")
+    params = SamplingParams(max_tokens=len(token_ids), stop="STOP")
+
+    assert follow(params, token_ids)[:2] == ("yes ", Ending("stop", "STOP"))
+
+
+def test_a_stop_text_within_the_minimum_length_is_text():
+    token_ids = tokens("a STOP b STOP c")
+    params = SamplingParams(max_tokens=99, min_tokens=len(tokens("a STOP b")), stop="STOP")
+
+    assert follow(params, token_ids)[:2] == ("a STOP b ", Ending("stop", "STOP"))
+
+
+@pytest.mark.parametrize(("include", "shown"), [(False, "one"), (True, "one!")])
+def test_the_text_of_a_stop_token_is_left_out_unless_asked_for(include, shown):
+    (mark,) = tokens("!")
+    params = SamplingParams(stop_token_ids=(mark,), include_stop_str_in_output=include)
+
+    text, ending, _ = follow(params, [*tokens("one"), mark])
+
+    assert (text, ending) == (shown, Ending("stop", mark))
+
+
+def test_an_end_token_shows_no_text_even_where_special_tokens_do():
+    params = SamplingParams(skip_special_tokens=False)
+
+    assert follow(params, [*tokens("one"), 1])[0] == "one"
+
+
+def test_a_character_cut_by_the_length_comes_out_as_broken():
+    token_ids = tokens("a€")
+    params = SamplingParams(max_tokens=len(token_ids) - 1)
+
+    assert follow(params, token_ids)[0] == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_without_a_tokenizer_ids_and_length_still_end_the_answer():
+    params = SamplingParams(max_tokens=3, stop="never")
+
+    assert follow(params, [7, 7, 7, 7], tokenizer=None) == ("", Ending("length"), 3)
+    assert follow(params, [7, 1], tokenizer=None) == ("", Ending("stop"), 2)
