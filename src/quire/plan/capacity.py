@@ -55,28 +55,6 @@ def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
     return sum(group.bytes_at_most(tokens, 1) for group in layout.groups)
 
 
-def crossover_batch(
-    model: ModelSpec, *, tokens: int, weights_read_bytes: int, bytes_per_value: int | float
-) -> int:
-    """The smallest batch whose KV reads exceed the weight reads of a decode step.
-
-    Below it a step is the price of the weights, shared by the batch; above it the KV of each
-    sequence is, and a smaller KV makes the step faster in proportion.
-
-    Args:
-        model: the shape.
-        tokens: length of each sequence.
-        weights_read_bytes: read once per step whatever the batch.
-        bytes_per_value: of the KV.
-
-    Raises:
-        ConfigError: `tokens` below 1.
-    """
-    if tokens < 1:
-        raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
-    return weights_read_bytes // model.kv_bytes(tokens, bytes_per_value) + 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """What a KV memory holds.

@@ -91,3 +91,39 @@ def weights_read_bytes(model: ModelSpec, batch: int, bytes_per_value: int | floa
         per_expert = idle / (experts - chosen) if experts > chosen else 0.0
         values -= per_expert * experts * (1 - chosen / experts) ** batch
     return round(values * bytes_per_value)
+
+
+def crossover_batch(
+    model: ModelSpec,
+    *,
+    tokens: int,
+    weight_bytes_per_value: int | float = 2,
+    kv_bytes_per_value: int | float = 2,
+) -> int:
+    """The smallest batch whose KV reads exceed the weight reads of a decode step.
+
+    Below it a step costs the weights, shared by the batch; above it each sequence's KV, and a
+    smaller KV makes the step faster almost in proportion.
+
+    Args:
+        model: the shape.
+        tokens: length of each sequence.
+        weight_bytes_per_value: 2 for fp16 and bf16.
+        kv_bytes_per_value: likewise for the KV.
+
+    Raises:
+        ConfigError: `tokens` below 1.
+    """
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
+    each_bytes = model.kv_bytes(tokens, kv_bytes_per_value)
+    # with all weights read the answer is at hand; a mixture of experts may need fewer
+    above = weights_read_bytes(model, 1 << 30, weight_bytes_per_value) // each_bytes + 1
+    below = 0
+    while above - below > 1:
+        middle = (below + above) // 2
+        if middle * each_bytes > weights_read_bytes(model, middle, weight_bytes_per_value):
+            above = middle
+        else:
+            below = middle
+    return above

@@ -59,9 +59,9 @@ class ConfigReader:
             f"config.json of this {self.model_type} model has no {names[0]!r}{also}: add the key"
         )
 
-    def has(self, name: str) -> bool:
-        """Whether the key is written, even as null."""
-        return name in self._config
+    def is_null(self, name: str) -> bool:
+        """Whether the key is written, and null: a statement, where an absent key is none."""
+        return name in self._config and self._config[name] is None
 
     def find(self, *names: str) -> object:
         """The first value that is not null, or None; a dot steps into a nested object."""

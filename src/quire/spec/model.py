@@ -7,7 +7,6 @@ and the tests of both.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.spec.config import ConfigReader
@@ -83,7 +82,7 @@ class ModelSpec:
             raise ConfigError(f"expected {self.num_layers} layers, got {len(self.layers)}")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> Self:
+    def from_config(cls, config: Mapping[str, object]) -> "ModelSpec":
         """Read a config.json of any decoder whose KV is layers x heads x tokens.
 
         Args:

@@ -41,10 +41,9 @@ def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...
 def _window(reader: ConfigReader) -> int | None:
     if reader.model_type in WINDOW_IGNORED:
         return None
-    for name in ("sliding_window", "window_size"):
-        if reader.has(name) and reader.find(name) is None:
-            return None
     # null is "no window", an absent key is the family's default; 0 is how old files wrote null
+    if reader.is_null("sliding_window"):
+        return None
     return reader.optional_integer("sliding_window", "window_size") or None
 
 

@@ -1,0 +1,120 @@
+"""Pages, sequences that fit, and what limits them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, UnknownName
+from quire.plan.capacity import cache_layout, capacity, sequence_bytes
+from quire.spec.model import LayerSpec, ModelSpec
+
+
+def model_of(*windows: int | None, **changes: Any) -> ModelSpec:
+    fields: dict[str, Any] = {
+        "architecture": "x",
+        "num_layers": len(windows),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "max_positions": 1000,
+        "tied_embeddings": True,
+        "gated_mlp": True,
+        "layers": tuple(LayerSpec(window=window) for window in windows),
+    }
+    return ModelSpec(**(fields | changes))
+
+
+PAGE_BYTES = 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, head_dim, bytes of fp16
+
+
+def test_a_page_holds_keys_and_values_of_all_heads_of_one_layer():
+    layout = cache_layout(model_of(None, None), page_tokens=16, codec="float16")
+
+    assert [group.page_class.page_bytes for group in layout.groups] == [PAGE_BYTES]
+    assert layout.groups[0].layers == (0, 1)
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 3), (16, 3), (17, 6), (160, 30), (161, 33)])
+def test_a_sequence_takes_whole_pages_in_every_layer(tokens: int, pages: int):
+    layout = cache_layout(model_of(None, None, None), page_tokens=16, codec="float16")
+
+    assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
+
+
+def test_window_layers_stop_growing_at_the_pages_their_window_touches():
+    """W = 32, pages of 16: 32 tokens that start inside a page touch 3 pages."""
+    layout = cache_layout(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
+
+    assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
+    assert sequence_bytes(layout, 16) == 4 * PAGE_BYTES
+    assert sequence_bytes(layout, 320) == (2 * 20 + 2 * 3) * PAGE_BYTES
+
+
+@given(
+    st.integers(0, 400),
+    st.integers(1, 64),
+    st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=4),
+)
+def test_pages_hold_at_least_the_bytes_that_the_model_needs(
+    tokens: int, page_tokens: int, windows: list[int | None]
+):
+    model = model_of(*windows)
+    layout = cache_layout(model, page_tokens=page_tokens, codec="float16")
+    needed = model.kv_bytes(tokens, 2)
+
+    assert needed <= sequence_bytes(layout, tokens)
+    assert sequence_bytes(layout, tokens) <= needed + len(windows) * 2 * page_tokens * 128
+
+
+def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = None):
+    model = model or model_of(None, None)
+    layout = cache_layout(model, page_tokens=16, codec="float16")
+    return capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=batch)
+
+
+def test_sequences_are_counted_in_whole_pages():
+    """A sequence of 100 tokens takes 7 pages in each of 2 layers; 30 pages hold two of them."""
+    result = fits(30 * PAGE_BYTES + 5, 100, batch=2)
+
+    assert (result.pool_pages, result.pages_per_sequence, result.sequences) == (30, 14, 2)
+    assert result.limit == "none"
+    assert fits(30 * PAGE_BYTES, 100, batch=3).limit == "memory"
+
+
+def test_the_longest_sequence_is_limited_by_memory_or_by_the_context():
+    """30 pages, 15 a layer, hold 240 tokens; 1,000 pages hold more than the context of 1,000."""
+    by_memory = fits(30 * PAGE_BYTES, 1)
+    by_context = fits(1000 * PAGE_BYTES, 1)
+
+    assert (by_memory.longest_tokens, by_memory.longest_limit) == (240, "memory")
+    assert (by_context.longest_tokens, by_context.longest_limit) == (1000, "context")
+
+
+def test_nothing_longer_than_the_context_fits():
+    result = fits(10_000 * PAGE_BYTES, 1001)
+
+    assert result.sequences == 0
+    assert result.limit == "context"
+
+
+def test_a_pool_without_room_for_one_token_is_refused_with_the_page_size():
+    with pytest.raises(ConfigError, match=r"a page of 2,048 B in each of 2 layers = 4,096 B"):
+        fits(2 * 2048 - 1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (1, 0), (-5, 1)])
+def test_lengths_and_batches_below_one_are_refused(tokens: int, batch: int):
+    with pytest.raises(ConfigError, match="expected 1 or more"):
+        fits(1 << 20, tokens, batch)
+
+
+def test_a_page_without_tokens_and_an_unknown_codec_are_refused():
+    with pytest.raises(ConfigError, match="tokens >= 1"):
+        cache_layout(model_of(None), page_tokens=0, codec="float16")
+    with pytest.raises(UnknownName):
+        cache_layout(model_of(None), page_tokens=16, codec="int9")

@@ -1,0 +1,87 @@
+"""How memory is divided, and the estimate of activations."""
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.plan.memory import MemoryLayout, auto_kv_memory, estimate_activation_peak
+from quire.spec.mixture import MixtureSpec
+from quire.spec.model import LayerSpec, ModelSpec
+
+MODEL = ModelSpec(
+    architecture="x",
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_size=16,
+    intermediate_size=32,
+    vocab_size=100,
+    max_positions=64,
+    tied_embeddings=True,
+    gated_mlp=True,
+    layers=(LayerSpec(),) * 2,
+)
+
+
+def test_kv_gets_what_weights_activations_and_headroom_leave():
+    kv_bytes = auto_kv_memory(1000, 400, 100, 50)
+    layout = MemoryLayout(
+        total_bytes=1000,
+        weights_bytes=400,
+        activation_peak_bytes=100,
+        headroom_bytes=50,
+        kv_bytes=kv_bytes,
+    )
+
+    assert kv_bytes == 450
+    assert layout.unassigned_bytes == 0
+
+
+@pytest.mark.parametrize("headroom_bytes", [500, 501, 10_000])
+def test_nothing_left_for_kv_is_an_error_with_the_numbers(headroom_bytes: int):
+    with pytest.raises(ConfigError, match=rf"total 1,000 B.*400 B.*100 B.*{headroom_bytes:,} B"):
+        auto_kv_memory(1000, 400, 100, headroom_bytes)
+
+
+def test_a_kv_memory_that_does_not_fit_is_an_error_that_says_what_remains():
+    with pytest.raises(ConfigError, match=r"kv_memory=501 B does not fit: 450 B remain of 1000 B"):
+        MemoryLayout(
+            total_bytes=1000,
+            weights_bytes=400,
+            activation_peak_bytes=100,
+            headroom_bytes=50,
+            kv_bytes=501,
+        )
+
+
+def test_the_activation_peak_is_the_worst_of_its_three_moments():
+    """Streams 2*16 values a token; attention 2*(4+2)*4 = 48; gated MLP 3*32 = 96; 2 bytes each.
+
+    10 tokens, no logits: 10 * (32 + 96) * 2 = 2560.
+    50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000.
+    """
+    assert (
+        estimate_activation_peak(MODEL, step_tokens=10, sampled_rows=0, bytes_per_value=2) == 2560
+    )
+    assert (
+        estimate_activation_peak(MODEL, step_tokens=10, sampled_rows=50, bytes_per_value=2)
+        == 50_640
+    )
+
+
+def test_a_token_activates_only_its_own_experts():
+    """Two experts of 40 and a shared part of 8 are wider than the dense 32: 3 * 88 per token."""
+    fields = {name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__}
+    mixture = MixtureSpec(
+        num_layers=2, num_experts=64, experts_per_token=2, expert_size=40, shared_size=8
+    )
+    model = ModelSpec(**(fields | {"mixture": mixture}))
+
+    assert estimate_activation_peak(model, step_tokens=1, sampled_rows=0, bytes_per_value=1) == (
+        32 + 3 * 88
+    )
+
+
+def test_negative_counts_are_refused():
+    with pytest.raises(ConfigError, match="step_tokens=-1"):
+        estimate_activation_peak(MODEL, step_tokens=-1, sampled_rows=0, bytes_per_value=2)

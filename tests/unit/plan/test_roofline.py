@@ -1,0 +1,90 @@
+"""What a decode step reads."""
+
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.plan.roofline import crossover_batch, decode_step, weights_read_bytes
+from quire.spec.mixture import MixtureSpec
+from quire.spec.model import LayerSpec, ModelSpec
+
+
+def model_of(**changes: Any) -> ModelSpec:
+    fields: dict[str, Any] = {
+        "architecture": "x",
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 100,
+        "max_positions": 1000,
+        "tied_embeddings": True,
+        "gated_mlp": True,
+        "layers": (LayerSpec(), LayerSpec(window=10)),
+    }
+    return ModelSpec(**(fields | changes))
+
+
+def test_a_step_reads_the_weights_once_and_every_sequences_kv():
+    """Layer one reads 50 tokens, layer two its window of 10; 2 heads * 4 * K and V * 2 B = 32 B."""
+    model = model_of()
+    step = decode_step(model, batch=3, tokens=50)
+
+    assert step.kv_read_bytes == 3 * (50 + 10) * 32
+    assert step.weights_read_bytes == 2 * model.num_parameters
+    assert step.read_bytes == step.weights_read_bytes + step.kv_read_bytes
+    assert step.kv_share == step.kv_read_bytes / step.read_bytes
+
+
+def test_time_is_bytes_over_rate():
+    step = decode_step(model_of(), batch=4, tokens=10)
+
+    assert step.seconds(1000.0) == step.read_bytes / 1000
+    assert step.tokens_per_s(1000.0) == pytest.approx(4000 / step.read_bytes)
+    with pytest.raises(ConfigError, match="rate above 0"):
+        step.seconds(0.0)
+
+
+def test_an_untied_input_embedding_and_position_tables_are_only_looked_up():
+    tied, untied = model_of(), model_of(tied_embeddings=False, learned_positions=50)
+
+    assert untied.num_parameters > tied.num_parameters
+    assert weights_read_bytes(untied, 1, 2) == weights_read_bytes(tied, 1, 2)
+
+
+def test_one_token_reads_its_own_experts_and_many_read_all():
+    mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
+    model = model_of(mixture=mixture)
+
+    assert weights_read_bytes(model, 1, 2) == 2 * model.num_active_parameters
+    assert weights_read_bytes(model, 1000, 2) == 2 * model.num_parameters
+    assert (
+        weights_read_bytes(model, 1, 2) < weights_read_bytes(model, 4, 2) < 2 * model.num_parameters
+    )
+
+
+@pytest.mark.parametrize("experts", [None, 8])
+@pytest.mark.parametrize("tokens", [1, 7, 100, 1000])
+def test_kv_reads_pass_weight_reads_at_the_crossover_and_not_before(
+    experts: int | None, tokens: int
+):
+    mixture = experts and MixtureSpec(
+        num_layers=2, num_experts=experts, experts_per_token=1, expert_size=64
+    )
+    model = model_of(mixture=mixture)
+    batch = crossover_batch(model, tokens=tokens)
+    at = decode_step(model, batch=batch, tokens=tokens)
+    before = decode_step(model, batch=batch - 1, tokens=tokens) if batch > 1 else None
+
+    assert at.kv_read_bytes > at.weights_read_bytes
+    assert before is None or before.kv_read_bytes <= before.weights_read_bytes
+
+
+def test_empty_batches_and_sequences_are_refused():
+    with pytest.raises(ConfigError, match="batch=0"):
+        decode_step(model_of(), batch=0, tokens=1)
+    with pytest.raises(ConfigError, match="tokens=0"):
+        crossover_batch(model_of(), tokens=0)

@@ -1,0 +1,57 @@
+"""Byte sizes as text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.plan.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("64MiB", 64 * 1024**2),
+        ("1.5GiB", 3 * 1024**3 // 2),
+        ("8MB", 8_000_000),
+        ("8 mb", 8_000_000),
+        ("2kB", 2000),
+        ("1TiB", 1024**4),
+        ("4096", 4096),
+        ("4096B", 4096),
+        (4096, 4096),
+        ("0", 0),
+        ("0.1KiB", 102),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text: str | int, size_bytes: int):
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-1", "-64MiB", -1, "", "MiB", "64M", "64 miles", "1e9", "nan", "inf", "1,000", "٣MiB", True],
+)
+def test_what_is_not_a_size_is_refused_with_an_example(text: str | int):
+    with pytest.raises(ConfigError, match="64MiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 * 1024**3 // 2, "1.50 GiB"),
+        (4608 * 1024**3, "4.50 TiB"),
+        (-2048, "-2.00 KiB"),
+    ],
+)
+def test_sizes_are_shown_in_binary_units(size_bytes: int, text: str):
+    assert format_size(size_bytes) == text
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_a_shown_size_reads_back_within_its_rounding(size_bytes: int):
+    assert parse_size(format_size(size_bytes)) == pytest.approx(size_bytes, rel=0.006, abs=1)
