@@ -5,7 +5,7 @@ attention, layer by layer. It keeps no keys and no values of its own.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +34,7 @@ class AttentionCall:
     sinks: Tensor | None
 
 
+@runtime_checkable  # for the shape checks in tests
 class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over what each sequence holds.
 
@@ -61,6 +62,7 @@ class PagedAttention(Protocol):
         ...
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """A model that turns a flat batch of tokens into logits.
 
