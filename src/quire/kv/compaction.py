@@ -120,6 +120,7 @@ def commit_compaction(memory: KVMemory, plan: CompactionPlan) -> None:
     if plan.needed_pages:
         row = np.full(plan.needed_pages, plan.row)
         memory.privatise(table, row, plan.shared_lane, plan.shared_column)
+        memory.note_peaks(row[:1])
     if len(plan.move_lane):
         places = [
             (

@@ -136,7 +136,7 @@ class KVMemory:
         for table in self.tables.values():
             page_class = table.group.page_class
             needed = int(self._new_pages(table, rows, tokens).sum())
-            needed += int(self._shared_ends(table, rows).sum())
+            needed += int(self._shared_ends(table, rows, tokens).sum())
             pages[page_class] = pages.get(page_class, 0) + needed
         return pages
 
@@ -160,7 +160,7 @@ class KVMemory:
         for table in self.tables.values():
             self._grow_table(table, rows, tokens)
         self.lengths[rows] += tokens
-        self._note_peaks(rows)
+        self.note_peaks(rows)
 
     def _new_pages(self, table: LaneTable, rows: Rows, tokens: Counts) -> Counts:
         per_page = table.group.page_class.tokens
@@ -168,7 +168,7 @@ class KVMemory:
         new: Counts = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
         return new
 
-    def _shared_ends(self, table: LaneTable, rows: Rows) -> NDArray[np.bool_]:
+    def _shared_ends(self, table: LaneTable, rows: Rows, tokens: Counts) -> NDArray[np.bool_]:
         """[rows, lanes]: the next token would be written into a page somebody else reads."""
         pool = self.pools[table.group.page_class]
         slots = table.num_slots[rows]
@@ -177,38 +177,31 @@ class KVMemory:
         per_page = table.group.page_class.tokens
         column = np.minimum(slots // per_page, table.capacity - 1)
         last = np.take_along_axis(table.pages[rows], column[:, :, None], axis=2)[:, :, 0]
-        shared: NDArray[np.bool_] = (slots % per_page != 0) & (pool.ref_counts[last] > 1)
+        written = (slots % per_page != 0) & (tokens[:, None] > 0)
+        shared: NDArray[np.bool_] = written & (pool.ref_counts[last] > 1)
         return shared
 
     def _grow_table(self, table: LaneTable, rows: Rows, tokens: Counts) -> None:
         pool = self.pools[table.group.page_class]
-        shared = self._shared_ends(table, rows)
+        shared = self._shared_ends(table, rows, tokens)
         if shared.any():
             index, lane = np.nonzero(shared)
             row = rows[index]
-            self.privatise(table, row, lane, table.num_slots[row, lane] // pool.page_class.tokens)
+            column = table.num_slots[row, lane].astype(np.int64) // pool.page_class.tokens
+            self.privatise(table, row, lane, column)
         new = self._new_pages(table, rows, tokens)
         if new.any():
-            busy = new.any(axis=1)
             added = pool.allocate(int(new.sum()))
-            first_column = table.num_pages[rows[busy]]
-            table.append(rows[busy], new[busy], added)
-            if table.group.ordered:
-                self._set_page_positions(table, rows[busy], first_column)
+            row, lane, column = table.append(rows, new, added)
+            if table.group.ordered:  # new pages continue the row's logical positions
+                first = self.lengths[row] - table.num_slots[row, lane]
+                table.page_positions[row, lane, column] = first + column * pool.page_class.tokens
             if table.group.private:
                 self.store.clear_pages(pool.page_class, added)
         table.num_slots[rows] += tokens[:, None]
 
-    def _set_page_positions(self, table: LaneTable, rows: Rows, first_column: Counts) -> None:
-        """New pages of ordered lanes continue the row's logical positions."""
-        per_page = table.group.page_class.tokens
-        end_of_slots = self.lengths[rows][:, None] - table.num_slots[rows]
-        for i, row in enumerate(rows):
-            for lane in range(table.group.num_lanes):
-                column = np.arange(first_column[i, lane], table.num_pages[row, lane])
-                table.page_positions[row, lane, column] = end_of_slots[i, lane] + column * per_page
-
-    def _note_peaks(self, rows: Rows) -> None:
+    def note_peaks(self, rows: Rows) -> None:
+        """Remember the most bytes that `rows` and the arena have held; call after taking pages."""
         held = np.zeros(len(rows), dtype=np.int64)
         for table in self.tables.values():
             held += table.num_pages[rows].sum(axis=1) * table.group.page_class.page_bytes
@@ -235,22 +228,28 @@ class KVMemory:
 
     def _drop_behind_window(self, table: LaneTable, rows: Rows, window: int) -> None:
         per_page = table.group.page_class.tokens
-        first_visible = self.lengths[rows][:, None] + 1 - window
-        behind = (first_visible - table.page_positions[rows, :, 0]) // per_page
-        behind = np.minimum(behind, table.num_slots[rows] // per_page)
-        for i, lane in zip(*np.nonzero(behind > 0), strict=True):
-            self.drop_pages(table.group, int(rows[i]), int(lane), np.arange(behind[i, lane]))
+        full_pages = table.num_slots[rows] // per_page
+        last_hidden = self.lengths[rows] + 1 - window - per_page  # first slot of a page behind
+        behind = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
+        for i, lane in zip(*np.nonzero(behind), strict=True):
+            first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
+            num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
+            self.drop_pages(table.group, int(rows[i]), int(lane), np.arange(num_behind))
 
     def drop_pages(self, group: LaneGroup, row: int, lane: int, columns: Rows) -> None:
         """Drop full pages of an ordered lane: they are edited out of the table, nothing moves.
 
         Raises:
-            ConfigError: the lane is not ordered, or a page named is not full.
+            ConfigError: the lane is not ordered, or a page named is not full or named twice.
         """
         table = self.tables[group.name]
         full_pages = int(table.num_slots[row, lane]) // group.page_class.tokens
-        if not group.ordered or (len(columns) and int(np.max(columns)) >= full_pages):
-            raise ConfigError(f"only full pages of ordered lanes drop whole, got {columns}")
+        droppable = np.isin(columns, np.arange(full_pages)).all()
+        if not group.ordered or not droppable or len(set(columns.tolist())) != len(columns):
+            raise ConfigError(
+                f"group {group.name!r}: only full pages of ordered lanes drop whole, each once; "
+                f"expected pages below {full_pages}, got {columns.tolist()}"
+            )
         self.pools[group.page_class].release(table.drop(row, lane, columns))
 
     def truncate(self, row: int, length: int) -> None:
@@ -295,6 +294,8 @@ class KVMemory:
             InvariantError: something does not add up.
         """
         self.arena.check()
+        if sorted(self._free_rows) != np.flatnonzero(~self._live).tolist():
+            raise InvariantError("a row is free and live at once, or free twice")
         for pool in self.pools.values():
             pool.check()
             self._check_references(pool)

@@ -51,7 +51,7 @@ def fork(memory: KVMemory, row: int) -> int:
         if table.group.private:
             _privatise_row(memory, table, child)
     memory.lengths[child] = memory.lengths[row]
-    memory.peak_bytes[child] = memory.row_bytes(child)
+    memory.note_peaks(np.array([child]))
     return child
 
 
@@ -98,14 +98,17 @@ def borrow(memory: KVMemory, loan: Loan) -> int:
         OutOfPages: no row, or no pages for the private groups; nothing was changed.
     """
     private = [t.group for t in memory.tables.values() if t.group.private]
-    needed = {g.page_class: g.page_class.pages_for(loan.tokens) * g.num_lanes for g in private}
+    needed: dict[PageClass, int] = {}
+    for group in private:
+        pages = group.page_class.pages_for(loan.tokens) * group.num_lanes
+        needed[group.page_class] = needed.get(group.page_class, 0) + pages
     if not memory.fits(needed):
         raise OutOfPages("no pages for the statistics of a borrowed prefix")
     row = memory.start()
     for table in memory.tables.values():
         _borrow_table(memory, table, row, loan)
     memory.lengths[row] = loan.tokens
-    memory.peak_bytes[row] = memory.row_bytes(row)
+    memory.note_peaks(np.array([row]))
     return row
 
 

@@ -75,4 +75,5 @@ def swap_in(memory: KVMemory, swapped: SwappedSequence) -> int:
         memory.store.write_pages(page_class, pages, lanes.payload)
     memory.lengths[row] = swapped.length
     memory.peak_bytes[row] = swapped.peak_bytes
+    memory.note_peaks(np.array([row]))
     return row

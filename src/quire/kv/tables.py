@@ -46,13 +46,18 @@ class LaneTable:
         """Pages a lane can name before the arrays grow."""
         return int(self.pages.shape[2])
 
-    def append(self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers) -> None:
+    def append(
+        self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers
+    ) -> tuple[Rows, Rows, Rows]:
         """Put new pages behind the lanes of `rows`.
 
         Args:
-            rows: [n] row numbers.
+            rows: [n] distinct row numbers.
             counts: [n, lanes] pages for each lane.
             pages: [counts.sum()] page numbers, in row-major order of `counts`.
+
+        Returns:
+            Row, lane and column of each new entry.
         """
         held = self.num_pages[rows]
         needed = int((held + counts).max(initial=0))
@@ -62,6 +67,7 @@ class LaneTable:
         self.pages[row, lane, column] = pages
         self.num_pages[rows] = held + counts
         self._note(row, lane, column)
+        return row, lane, column
 
     def _new_entries(
         self, rows: Rows, counts: NDArray[np.int32], held: NDArray[np.int32]
@@ -103,20 +109,22 @@ class LaneTable:
         self.pages[row, lane, len(stay) : held] = NO_PAGE
         self.num_pages[row, lane] = len(stay)
         self.num_slots[row, lane] -= len(columns) * self.group.page_class.tokens
-        touched = np.arange(held)
-        self._note(np.full(held, row), np.full(held, lane), touched)
+        touched = np.arange(columns.min(initial=held), held)
+        self._note(np.full(len(touched), row), np.full(len(touched), lane), touched)
         return dropped
 
     def copy_row(self, source: int, target: int) -> None:
-        """Let row `target` name the same pages as row `source`."""
+        """Let the empty row `target` name the same pages as row `source`."""
         for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
             array[target] = array[source]
-        self._note_mask(target, np.ones(self.pages.shape[1:], dtype=bool))
+        self._note_mask(target, self.pages[target] != NO_PAGE)
 
     def clear(self, rows: Rows) -> PageNumbers:
         """Empty rows; return every page they named."""
         block = self.pages[rows]
-        pages: PageNumbers = block[block != NO_PAGE]
+        index, lane, column = np.nonzero(block != NO_PAGE)
+        pages: PageNumbers = block[index, lane, column]
+        self._note(rows[index], lane, column)
         self.pages[rows] = NO_PAGE
         self.num_pages[rows] = 0
         self.num_slots[rows] = 0

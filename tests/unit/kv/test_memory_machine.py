@@ -1,0 +1,465 @@
+"""A state machine: whatever happens to sequences, their bytes are those of a dictionary of tokens.
+
+The model of a lane is {position: bytes}. Five groups of different page sizes, with and without
+order, window and sharing, live in one arena small enough to run out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from quire.errors import ConfigError, OutOfPages
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import Loan, borrow, fork, lend, return_loan
+from quire.kv.swap import SwappedSequence, swap_in, swap_out
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from unit.kv.host_bytes import HostBytes, vector_bytes
+
+MAX_ROWS = 6
+WINDOW = 7
+LOAN_GRAIN = 8  # tokens in whole pages of every group that is shared
+
+
+def page_class(codec, *, value=True, **shape):
+    spec = codec_spec(codec)
+    return PageClass(key=spec, value=spec if value else None, **shape)
+
+
+BODY = page_class("bfloat16", heads=2, tokens=4, head_dim=2)
+RAGGED = page_class("bfloat16", heads=1, tokens=8, head_dim=4, positions=True)
+INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
+NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
+SUMS = page_class("float32", value=False, heads=2, tokens=3, head_dim=4)
+LAYOUT = CacheLayout(
+    (
+        LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
+        LaneGroup(name="ragged", page_class=RAGGED, layers=(1,), lanes_per_layer=3, ordered=False),
+        LaneGroup(name="int8", page_class=INT8, layers=(2,)),
+        LaneGroup(name="window", page_class=NARROW, layers=(4,), window=WINDOW),
+        LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
+        LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
+    )
+)
+ROWS = st.integers(0, MAX_ROWS - 1)
+SEEDS = st.integers(0, 2**16)
+
+
+def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
+    memory = KVMemory(LAYOUT, 24 * 1024, MAX_ROWS)
+
+    assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 320, 128]
+    assert memory.arena.slab_bytes % 192
+    assert {c.tokens for c in LAYOUT.page_classes} == {2, 3, 4, 8}
+
+
+@dataclass
+class Sequence:
+    length: int
+    lanes: dict[tuple[str, int], dict[int, bytes]]
+
+    def copy(self):
+        return Sequence(self.length, {key: dict(lane) for key, lane in self.lanes.items()})
+
+
+def empty_sequence():
+    lanes = [(g.name, lane) for g in LAYOUT.groups for lane in range(g.num_lanes)]
+    return Sequence(0, {key: {} for key in lanes})
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    @initialize(kib=st.sampled_from([24, 40, 96]))
+    def open_memory(self, kib):
+        self.store = HostBytes(kib * 1024)
+        self.memory = KVMemory(LAYOUT, kib * 1024, MAX_ROWS, store=self.store, track_changes=True)
+        self.rows: dict[int, Sequence] = {}
+        self.loans: list[tuple[Loan, Sequence]] = []
+        self.swapped: list[tuple[SwappedSequence, Sequence]] = []
+        self.random = np.random.default_rng(kib)
+        self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    @rule()
+    def start(self):
+        row = self.attempt(self.memory.start, len(self.rows) < MAX_ROWS)
+        if row is not None:
+            self.add(row, empty_sequence())
+
+    @rule(picks=st.dictionaries(ROWS, st.integers(0, 13), min_size=1, max_size=4))
+    def grow(self, picks):
+        counts = {row: count for row, count in picks.items() if row in self.rows}
+        rows = np.array(list(counts), dtype=np.int64)
+        tokens = np.array(list(counts.values()), dtype=np.int32)
+        fits = self.memory.can_grow(rows, tokens)
+        self.forget_behind_windows(rows)
+        needed = self.pages_in_bytes(self.memory.pages_to_grow(rows, tokens))
+        used = self.bytes_in_use()
+
+        if self.attempt(lambda: self.memory.grow(rows, tokens) or "grown", fits):
+            assert self.bytes_in_use() - used <= needed
+            for row, count in counts.items():
+                self.write_new_tokens(row, count)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS)
+    def grow_far_too_much(self, pick):
+        rows = np.array([self.pick_row(pick)])
+        self.memory.drop_behind_windows(rows)
+        self.forget_behind_windows(rows)
+
+        tokens = np.array([len(self.store.arena)], dtype=np.int32)
+        self.attempt(lambda: self.memory.grow(rows, tokens), possible=False)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, others=st.sets(ROWS, max_size=2))
+    def release(self, pick, others):
+        rows = {self.pick_row(pick)} | (others & set(self.rows))
+        self.memory.release(sorted(rows))
+        for row in rows:
+            del self.rows[row]
+
+    # ---- shrinking -----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]))
+    def evict(self, pick, seed, share):
+        row, table = self.pick_row(pick), self.memory.tables["ragged"]
+        slots = table.num_slots[row].copy()
+        random = np.random.default_rng(seed)
+        keep = random.random((len(slots), int(slots.max()) + seed % 2)) < share
+        before = [self.read("ragged", row, lane) for lane in range(len(slots))]
+        plan = plan_compaction(self.memory, "ragged", row, keep)
+        self.check_plan(plan, slots)
+        fits = self.memory.fits({RAGGED: plan.needed_pages})
+        copied, moved = self.store.copied_pages, self.store.moved_slots
+
+        if self.attempt(lambda: commit_compaction(self.memory, plan) or "evicted", fits):
+            assert self.store.copied_pages - copied == plan.needed_pages
+            assert self.store.moved_slots - moved == len(plan.move_lane)
+            for lane, tokens in enumerate(before):
+                kept = keep[lane, : len(tokens)].tolist()
+                self.rows[row].lanes["ragged", lane] = dict(
+                    token for token, stays in zip(tokens, kept, strict=True) if stays
+                )
+
+    def check_plan(self, plan, slots):
+        targets = set(zip(plan.move_lane.tolist(), plan.move_target.tolist(), strict=True))
+        sources = set(zip(plan.move_lane.tolist(), plan.move_source.tolist(), strict=True))
+        assert len(targets) == len(sources) == len(plan.move_lane)
+        assert not targets & sources
+        moves = np.bincount(plan.move_lane, minlength=len(slots))
+        assert (moves <= np.minimum(plan.keep_slots, slots - plan.keep_slots)).all()
+        pages_before, pages_after = (-(-n // RAGGED.tokens) for n in (slots, plan.keep_slots))
+        assert plan.freed_pages == (pages_before - pages_after).sum()
+        assert plan.gain_pages == plan.freed_pages - plan.needed_pages
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, name=st.sampled_from(["body", "int8", "window"]), seed=SEEDS)
+    def drop_pages(self, pick, name, seed):
+        row, table = self.pick_row(pick), self.memory.tables[name]
+        lane, per_page = seed % table.group.num_lanes, table.group.page_class.tokens
+        tokens = self.rows[row].lanes[name, lane]
+        positions = sorted(tokens)
+        full_pages = len(positions) // per_page
+        columns = np.flatnonzero(np.random.default_rng(seed).random(full_pages) < 0.4)
+
+        self.memory.drop_pages(table.group, row, lane, columns)
+
+        for column in columns.tolist():
+            for position in positions[column * per_page : (column + 1) * per_page]:
+                del tokens[position]
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, back=st.integers(0, 20))
+    def truncate(self, pick, back):
+        row = self.pick_row(pick)
+        sequence = self.rows[row]
+        length = sequence.length - back
+        if not self.may_truncate(sequence, length):
+            self.refused(lambda: self.memory.truncate(row, length))
+            return
+        self.memory.truncate(row, length)
+        sequence.length = length
+        for lane in sequence.lanes.values():
+            for position in [p for p in lane if p >= length]:
+                del lane[position]
+
+    def may_truncate(self, sequence, length):
+        if length < 0:
+            return False
+        ragged = [lane for (name, _), lane in sequence.lanes.items() if name == "ragged"]
+        if any(len(lane) < sequence.length for lane in ragged):
+            return False
+        visible = range(max(0, length + 1 - WINDOW), length)
+        return not visible or min(sequence.lanes["window", 0], default=length) <= visible[0]
+
+    # ---- sharing -------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS)
+    def fork(self, pick):
+        row = self.pick_row(pick)
+        copied = self.store.copied_pages
+        private = sum(t.num_pages[row].sum() for t in self.private_tables())
+        fits = len(self.rows) < MAX_ROWS and self.memory.fits({SUMS: int(private)})
+
+        child = self.attempt(lambda: fork(self.memory, row), fits)
+
+        if child is not None:
+            assert self.store.copied_pages - copied == private
+            self.add(child, self.rows[row].copy())
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, tokens=st.integers(0, 17) | st.sampled_from([LOAN_GRAIN, 2 * LOAN_GRAIN]))
+    def lend(self, pick, tokens):
+        row = self.pick_row(pick)
+        sequence = self.rows[row]
+        shared = {k: lane for k, lane in sequence.lanes.items() if "sums" not in k[0]}
+        whole = all(len(lane) == sequence.length for lane in shared.values())
+        if not whole or tokens % LOAN_GRAIN or not 0 < tokens <= sequence.length:
+            self.refused(lambda: lend(self.memory, row, tokens))
+            return
+        prefix = empty_sequence()
+        prefix.length = tokens
+        for key, lane in shared.items():
+            prefix.lanes[key] = {p: token for p, token in lane.items() if p < tokens}
+        for key, lane in prefix.lanes.items():
+            if "sums" in key[0]:
+                lane.update(dict.fromkeys(range(tokens), bytes(SUMS.heads * 16)))
+        self.loans.append((lend(self.memory, row, tokens), prefix))
+
+    @precondition(lambda self: self.loans)
+    @rule(pick=SEEDS)
+    def borrow(self, pick):
+        loan, prefix = self.loans[pick % len(self.loans)]
+        private = sum(
+            SUMS.pages_for(loan.tokens) * t.group.num_lanes for t in self.private_tables()
+        )
+        fits = len(self.rows) < MAX_ROWS and self.memory.fits({SUMS: private})
+
+        row = self.attempt(lambda: borrow(self.memory, loan), fits)
+
+        if row is not None:
+            self.add(row, prefix.copy())
+
+    @precondition(lambda self: self.loans)
+    @rule(pick=SEEDS)
+    def return_loan(self, pick):
+        loan, _ = self.loans.pop(pick % len(self.loans))
+        return_loan(self.memory, loan)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS)
+    def rewrite_statistics(self, pick):
+        row = self.pick_row(pick)
+        for table in self.private_tables():
+            for lane in range(table.group.num_lanes):
+                self.write(table, row, lane, 0, int(table.num_slots[row, lane]))
+
+    # ---- swapping ------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS)
+    def swap_out(self, pick):
+        row = self.pick_row(pick)
+        sequence = self.rows.pop(row)
+        self.swapped.append((swap_out(self.memory, row), sequence))
+
+    @precondition(lambda self: self.swapped)
+    @rule(pick=SEEDS)
+    def swap_in(self, pick):
+        index = pick % len(self.swapped)
+        swapped, sequence = self.swapped[index]
+        needed = {}
+        for name, lanes in swapped.lanes.items():
+            key = self.memory.tables[name].group.page_class
+            needed[key] = needed.get(key, 0) + int(lanes.num_pages.sum())
+        fits = len(self.rows) < MAX_ROWS and self.memory.fits(needed)
+
+        row = self.attempt(lambda: swap_in(self.memory, swapped), fits)
+
+        if row is not None:
+            del self.swapped[index]
+            self.add(row, sequence)
+
+    # ---- invariants ----------------------------------------------------------------------------
+
+    @invariant()
+    def everything_adds_up(self):
+        self.memory.check()
+        assert self.memory.used_bytes + self.memory.free_bytes == self.memory.total_bytes
+        assert self.memory.live_rows.tolist() == sorted(self.rows)
+        assert self.memory.arena_peak_bytes >= self.bytes_in_use()
+        for table in self.private_tables():
+            pages = table.pages[table.pages >= 0]
+            assert (self.memory.pools[SUMS].ref_counts[pages] == 1).all()
+
+    @invariant()
+    def every_slot_reads_back(self):
+        self.store.poison_free(self.memory)
+        for row, sequence in self.rows.items():
+            assert self.memory.lengths[row] == sequence.length
+            assert self.memory.peak_bytes[row] >= self.memory.row_bytes(row)
+            for (name, lane), tokens in sequence.lanes.items():
+                table = self.memory.tables[name]
+                found = self.read(name, row, lane)
+                assert (found if table.group.ordered else sorted(found)) == sorted(tokens.items())
+                pages = table.group.page_class.pages_for(len(tokens))
+                assert table.num_pages[row, lane] == pages
+
+    @invariant()
+    def a_mirror_fed_with_the_changes_stays_equal(self):
+        for name, table in self.memory.tables.items():
+            version, mirror = self.mirrors[name]
+            changed = table.drain_changes()
+            if version != table.version:
+                mirror = table.pages.copy()
+            mirror.flat[changed] = table.pages.flat[changed]
+            assert (mirror == table.pages).all()
+            self.mirrors[name] = (table.version, mirror)
+
+    def teardown(self):
+        self.memory.release(sorted(self.rows))
+        for loan, _ in self.loans:
+            return_loan(self.memory, loan)
+
+        self.memory.check()
+        assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
+        assert self.bytes_in_use() == 0
+
+    # ---- means ---------------------------------------------------------------------------------
+
+    def pick_row(self, pick):
+        return sorted(self.rows)[pick % len(self.rows)]
+
+    def add(self, row, sequence):
+        assert row not in self.rows
+        self.rows[row] = sequence
+
+    def private_tables(self):
+        return [t for t in self.memory.tables.values() if t.group.private]
+
+    def bytes_in_use(self):
+        return sum(pool.used_bytes for pool in self.memory.pools.values())
+
+    def pages_in_bytes(self, pages):
+        return sum(count * page_class.page_bytes for page_class, count in pages.items())
+
+    def attempt(self, act, possible):
+        """Act; where it is not possible it raises OutOfPages and changes nothing."""
+        if possible:
+            return act()
+        before = self.everything()
+        with pytest.raises(OutOfPages):
+            act()
+        assert self.everything() == before
+        return None
+
+    def refused(self, act):
+        before = self.everything()
+        with pytest.raises(ConfigError):
+            act()
+        assert self.everything() == before
+
+    def everything(self):
+        memory, found = self.memory, {}
+        for name, table in memory.tables.items():
+            arrays = (table.pages, table.page_positions, table.num_pages, table.num_slots)
+            found[name] = [table.version, *(array.tobytes() for array in arrays)]
+        for page_class, pool in memory.pools.items():
+            found[page_class] = (pool.ref_counts.tobytes(), pool.held_slabs, pool.free_bytes)
+        rows = memory.live_rows
+        found["rows"] = (memory.lengths[rows].tolist(), memory.peak_bytes[rows].tolist())
+        found["arena"] = (memory.arena.free_slabs, memory.arena_peak_bytes, sorted(memory.loans))
+        found["bytes"] = self.store.arena.tobytes()
+        return found
+
+    def forget_behind_windows(self, rows):
+        """The model drops what the memory dropped: nothing visible, and all but a page's rest."""
+        per_page = NARROW.tokens
+        for row in rows.tolist():
+            tokens = self.rows[row].lanes["window", 0]
+            first_visible = self.rows[row].length + 1 - WINDOW
+            held = set(self.memory.tables["window"].slot_positions(row, 0).tolist())
+            gone = set(tokens) - held
+            assert all(position < first_visible for position in gone)
+            assert sum(position < first_visible for position in held) < per_page
+            for position in gone:
+                del tokens[position]
+
+    def write_new_tokens(self, row, count):
+        for table in self.memory.tables.values():
+            for lane in range(table.group.num_lanes):
+                end = int(table.num_slots[row, lane])
+                if table.group.private:
+                    self.check_cleared(table, row, lane, end - count, end)
+                self.write(table, row, lane, end - count, end)
+        self.rows[row].length += count
+
+    def check_cleared(self, table, row, lane, start, end):
+        per_page = table.group.page_class.tokens
+        slots = np.arange(-(-start // per_page) * per_page, end)
+        places = table.pages[row, lane, slots // per_page], slots % per_page
+        assert not self.store.read_slots(table.group.page_class, places)[0].any()
+
+    def write(self, table, row, lane, start, end):
+        """Write new bytes into slots [start, end) of a lane, which nobody else may read."""
+        page_class, slots = table.group.page_class, np.arange(start, end)
+        page, offset = (
+            table.pages[row, lane, slots // page_class.tokens],
+            slots % page_class.tokens,
+        )
+        assert (self.memory.pools[page_class].ref_counts[page] == 1).all()
+        planes = [
+            self.random.integers(
+                0,
+                256,
+                (len(slots), page_class.heads, sum(vector_bytes(codec, page_class.head_dim))),
+                dtype=np.uint8,
+            )
+            for codec in (page_class.key, page_class.value or page_class.key)
+        ]
+        tokens = self.rows[row].lanes[table.group.name, lane]
+        length = self.rows[row].length
+        positions = np.arange(length, length + len(slots))
+        if table.group.private:
+            positions = slots
+        self.store.write_slots(page_class, (page, offset), *planes, positions)
+        if not page_class.value:
+            planes.pop()
+        tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
+
+    def read(self, name, row, lane):
+        """[(position, bytes)] of a lane, in slot order."""
+        table = self.memory.tables[name]
+        page_class, slots = table.group.page_class, np.arange(table.num_slots[row, lane])
+        places = (
+            table.pages[row, lane, slots // page_class.tokens],
+            slots % page_class.tokens,
+        )
+        key, value, positions = self.store.read_slots(page_class, places)
+        if table.group.ordered:
+            by_table = table.slot_positions(row, lane)
+            assert not page_class.positions or (by_table == positions).all()
+            positions = by_table
+        return list(zip(positions.tolist(), rows_of_bytes([key, value]), strict=True))
+
+
+def rows_of_bytes(planes):
+    """One `bytes` a slot."""
+    flat = [plane.reshape(len(plane), plane.shape[1] * plane.shape[2]) for plane in planes]
+    joined = np.concatenate(flat, axis=1)
+    return [row.tobytes() for row in joined]
+
+
+TestMemoryMachine = MemoryMachine.TestCase
