@@ -10,44 +10,9 @@ from typing import Literal
 
 from quire.errors import ConfigError
 from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout
 
 Limit = Literal["memory", "context", "none"]
-
-
-def cache_layout(model: ModelSpec, *, page_tokens: int, codec: str) -> CacheLayout:
-    """The plain layout of a model's KV: one lane group per window length, pages of whole layers.
-
-    Args:
-        model: the shape.
-        page_tokens: tokens in a page.
-        codec: name of the format of keys and values.
-
-    Raises:
-        ConfigError: `page_tokens` below 1, or no such codec.
-    """
-    plane = codec_spec(codec)
-    page = PageClass(
-        key=plane,
-        value=plane,
-        head_dim=model.head_dim,
-        heads=model.num_kv_heads,
-        tokens=page_tokens,
-    )
-    layers: dict[int | None, list[int]] = {}
-    for index, layer in enumerate(model.layers):
-        layers.setdefault(layer.window, []).append(index)
-    return CacheLayout(
-        tuple(
-            LaneGroup(
-                name="full" if window is None else f"window {window}",
-                page_class=page,
-                layers=tuple(indices),
-                window=window,
-            )
-            for window, indices in layers.items()
-        )
-    )
 
 
 def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
@@ -90,7 +55,7 @@ def capacity(
     Args:
         model: the shape.
         kv_bytes: size of the pool.
-        layout: of `cache_layout`.
+        layout: of `quire.spec.layout.layout_for`.
         sequence_tokens: length of the sequences asked about.
         batch: how many of them are wanted at once.
 

@@ -34,7 +34,7 @@ class DecodeStep:
         """Part of the reads that is KV, 0 to 1."""
         return self.kv_read_bytes / self.read_bytes
 
-    def seconds(self, read_bytes_per_s: float) -> float:
+    def seconds(self, read_bytes_per_s: int | float) -> float:
         """Shortest time of the step at a memory's read rate.
 
         Raises:
@@ -44,7 +44,7 @@ class DecodeStep:
             raise ConfigError(f"read_bytes_per_s={read_bytes_per_s}: expected a rate above 0")
         return self.read_bytes / read_bytes_per_s
 
-    def tokens_per_s(self, read_bytes_per_s: float) -> float:
+    def tokens_per_s(self, read_bytes_per_s: int | float) -> float:
         """Most tokens per second, all sequences together."""
         return self.batch / self.seconds(read_bytes_per_s)
 

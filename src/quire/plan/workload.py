@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.plan.capacity import cache_layout, sequence_bytes
+from quire.plan.capacity import sequence_bytes
 from quire.plan.memory import MemoryLayout
 from quire.plan.roofline import decode_step
 from quire.plan.sizes import format_size
+from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout
 
@@ -102,7 +103,7 @@ def assess(
     batch: int,
     *,
     layout: CacheLayout | None = None,
-    flops_per_byte: float = DEFAULT_FLOPS_PER_BYTE,
+    flops_per_byte: int | float = DEFAULT_FLOPS_PER_BYTE,
 ) -> Verdict:
     """Say how much KV management matters.
 
@@ -113,7 +114,7 @@ def assess(
         output_tokens: of an answer.
         batch: requests wanted at once.
         layout: the KV's pages; by default 16-bit values in pages of 16 tokens.
-        flops_per_byte: floating-point operations the device does while it reads one byte.
+        flops_per_byte: int | floating-point operations the device does while it reads one byte.
 
     Raises:
         ConfigError: a count below 1, or a KV memory of 0.
@@ -123,7 +124,7 @@ def assess(
         raise ConfigError(
             f"kv_memory={memory.kv_bytes} B, flops_per_byte={flops_per_byte}: expected both above 0"
         )
-    layout = layout or cache_layout(model, page_tokens=16, codec="float16")
+    layout = layout or layout_for(model, page_tokens=16, codec="float16")
     each_bytes = sequence_bytes(layout, workload.tokens)
     weight_bytes_per_value = memory.weights_bytes / model.num_parameters
     sequences = memory.kv_bytes // each_bytes
@@ -164,7 +165,7 @@ def decode_share(
     *,
     weight_bytes_per_value: int | float,
     kv_bytes_per_value: int | float,
-    flops_per_byte: float,
+    flops_per_byte: int | float,
 ) -> float:
     """Decoding's part of the device time of one request, 0 to 1.
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
-from quire.plan.capacity import cache_layout, capacity, sequence_bytes
+from quire.plan.capacity import capacity, sequence_bytes
+from quire.spec.layout import layout_for
 from quire.spec.model import LayerSpec, ModelSpec
 
 
@@ -33,7 +34,7 @@ PAGE_BYTES = 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, head_dim, bytes of f
 
 
 def test_a_page_holds_keys_and_values_of_all_heads_of_one_layer():
-    layout = cache_layout(model_of(None, None), page_tokens=16, codec="float16")
+    layout = layout_for(model_of(None, None), page_tokens=16, codec="float16")
 
     assert [group.page_class.page_bytes for group in layout.groups] == [PAGE_BYTES]
     assert layout.groups[0].layers == (0, 1)
@@ -41,14 +42,14 @@ def test_a_page_holds_keys_and_values_of_all_heads_of_one_layer():
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 3), (16, 3), (17, 6), (160, 30), (161, 33)])
 def test_a_sequence_takes_whole_pages_in_every_layer(tokens: int, pages: int):
-    layout = cache_layout(model_of(None, None, None), page_tokens=16, codec="float16")
+    layout = layout_for(model_of(None, None, None), page_tokens=16, codec="float16")
 
     assert sequence_bytes(layout, tokens) == pages * PAGE_BYTES
 
 
 def test_window_layers_stop_growing_at_the_pages_their_window_touches():
     """W = 32, pages of 16: 32 tokens that start inside a page touch 3 pages."""
-    layout = cache_layout(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
+    layout = layout_for(model_of(None, 32, None, 32), page_tokens=16, codec="float16")
 
     assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
     assert sequence_bytes(layout, 16) == 4 * PAGE_BYTES
@@ -64,7 +65,7 @@ def test_pages_hold_at_least_the_bytes_that_the_model_needs(
     tokens: int, page_tokens: int, windows: list[int | None]
 ):
     model = model_of(*windows)
-    layout = cache_layout(model, page_tokens=page_tokens, codec="float16")
+    layout = layout_for(model, page_tokens=page_tokens, codec="float16")
     needed = model.kv_bytes(tokens, 2)
 
     assert needed <= sequence_bytes(layout, tokens)
@@ -73,7 +74,7 @@ def test_pages_hold_at_least_the_bytes_that_the_model_needs(
 
 def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = None):
     model = model or model_of(None, None)
-    layout = cache_layout(model, page_tokens=16, codec="float16")
+    layout = layout_for(model, page_tokens=16, codec="float16")
     return capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=batch)
 
 
@@ -115,6 +116,6 @@ def test_lengths_and_batches_below_one_are_refused(tokens: int, batch: int):
 
 def test_a_page_without_tokens_and_an_unknown_codec_are_refused():
     with pytest.raises(ConfigError, match="tokens >= 1"):
-        cache_layout(model_of(None), page_tokens=0, codec="float16")
+        layout_for(model_of(None), page_tokens=0, codec="float16")
     with pytest.raises(UnknownName):
-        cache_layout(model_of(None), page_tokens=16, codec="int9")
+        layout_for(model_of(None), page_tokens=16, codec="int9")

@@ -1,0 +1,133 @@
+"""`quire plan`: where memory would go and what would fit, before anything is loaded."""
+
+import json
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire.cli.plan_report import PlanOptions, PlanReport, plan_report
+from quire.cli.report import envelope
+from quire.errors import ConfigError, QuireError
+from quire.plan.sizes import parse_size
+from quire.plan.workload import Workload
+
+__all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
+
+_PACKAGED = "quire-tiny"
+
+
+def plan(  # noqa: PLR0913 - one parameter per option
+    model: Annotated[
+        str, typer.Argument(help="A model folder, or quire-tiny (inside this package).")
+    ] = _PACKAGED,
+    *,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of the device, e.g. 16GiB. Default: this machine's."),
+    ] = None,
+    kv_memory: Annotated[
+        str, typer.Option(help="Memory for KV, e.g. 64MiB; auto: what is left.")
+    ] = "auto",
+    headroom: Annotated[
+        str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Weights: float32, float16, bfloat16; auto: as the model says.")
+    ] = "auto",
+    kv_codec: Annotated[
+        str | None, typer.Option(help="Format of the KV, e.g. int8. Default: like the weights.")
+    ] = None,
+    page_tokens: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    sequence_tokens: Annotated[
+        int | None,
+        typer.Option(help="Length asked about, in tokens. Default: 2048 or the context."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences wanted at once.")] = 8,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of the largest step.")] = 512,
+    activation_peak: Annotated[
+        str | None, typer.Option(help="A measured peak, e.g. 300MiB. Default: estimated.")
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IN,OUT,BATCH", help="Say whether managing KV pays: tokens in, out, requests."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Show where memory would go and what would fit, before anything is loaded."""
+    try:
+        options = PlanOptions(
+            memory_bytes=_size(memory),
+            kv_memory_bytes=None if kv_memory == "auto" else parse_size(kv_memory),
+            headroom_bytes=_size(headroom),
+            dtype=dtype,
+            kv_codec=kv_codec,
+            page_tokens=page_tokens,
+            sequence_tokens=sequence_tokens,
+            batch=batch,
+            step_tokens=step_tokens,
+            activation_peak_bytes=_size(activation_peak),
+            workload=None if workload is None else parse_workload(workload),
+        )
+        report = plan_report(_folder(model), options)
+    except QuireError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    _show(report)
+    if as_json:
+        typer.echo(json.dumps(_object(report, options)))
+
+
+def parse_workload(text: str) -> Workload:
+    """Read `in,out,batch`.
+
+    Raises:
+        ConfigError: not three numbers of 1 or more.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise ConfigError(
+            f"workload {text!r}: expected input tokens, output tokens and batch, as in 1024,256,16"
+        )
+    input_tokens, output_tokens, batch = map(int, parts)
+    return Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
+
+
+def _size(text: str | None) -> int | None:
+    return None if text is None else parse_size(text)
+
+
+def _folder(model: str) -> Path:
+    folder = Path(model)
+    if model == _PACKAGED and not folder.is_dir():
+        return Path(str(resources.files("quire") / "assets" / _PACKAGED))
+    return folder
+
+
+def _show(report: PlanReport) -> None:
+    # loaded here: nothing of it is needed for --help
+    from rich.console import Console
+
+    from quire.cli.plan_view import render
+
+    Console().print(render(report))
+
+
+def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:
+    resolved = {
+        "model": report.model_name,
+        "dtype": report.dtype,
+        "kv_codec": report.kv_codec,
+        "memory_bytes": report.memory.total_bytes,
+        "kv_memory_bytes": report.memory.kv_bytes,
+        "headroom_bytes": report.memory.headroom_bytes,
+        "activation_peak_bytes": report.memory.activation_peak_bytes,
+        "sequence_tokens": report.capacity.sequence_tokens,
+    }
+    return envelope("plan", report.claims(), report.arms(), asdict(options) | resolved)

@@ -1,0 +1,223 @@
+"""The arithmetic behind `quire plan`, as a function: a folder and options in, a report out."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quire.cli.report import total_memory_bytes
+from quire.errors import ConfigError, ModelError
+from quire.plan.capacity import Capacity, capacity
+from quire.plan.memory import (
+    DEFAULT_HEADROOM_SHARE,
+    MemoryLayout,
+    auto_kv_memory,
+    estimate_activation_peak,
+)
+from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
+from quire.plan.workload import Verdict, Workload, assess
+from quire.spec.config import ConfigReader, read_config
+from quire.spec.dtypes import dtype_bytes
+from quire.spec.layout import layout_for
+from quire.spec.model import ModelSpec
+from quire.spec.pages import CacheLayout, codec_spec
+
+_USUAL_SEQUENCE_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What `quire plan` is asked.
+
+    Attributes:
+        memory_bytes: of the device; None: this machine's.
+        kv_memory_bytes: the pool; None: what is left.
+        headroom_bytes: left alone; None: a tenth of the memory.
+        dtype: of the weights; "auto": as config.json says.
+        kv_codec: of keys and values; None: like the weights.
+        page_tokens: tokens in a page.
+        sequence_tokens: the length asked about; None: 2048 or the model's context.
+        batch: sequences wanted at once, and rows sampled in a step.
+        step_tokens: tokens of the largest step.
+        activation_peak_bytes: a measured peak; None: estimated.
+        workload: to be assessed; None: none.
+    """
+
+    memory_bytes: int | None = None
+    kv_memory_bytes: int | None = None
+    headroom_bytes: int | None = None
+    dtype: str = "auto"
+    kv_codec: str | None = None
+    page_tokens: int = 16
+    sequence_tokens: int | None = None
+    batch: int = 8
+    step_tokens: int = 512
+    activation_peak_bytes: int | None = None
+    workload: Workload | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The answer of `quire plan`.
+
+    Attributes:
+        model_name: name of the folder.
+        model: its shape.
+        dtype: resolved format of the weights.
+        kv_codec: resolved format of the KV.
+        batch: sequences wanted at once.
+        memory: who gets which bytes.
+        capacity: what the KV memory holds.
+        kv_bytes_per_token: of all layers, windows not yet full.
+        step: what a decode step of the batch reads.
+        crossover_batch: the smallest batch whose KV reads exceed the weight reads.
+        verdict: on the workload, if one was given.
+    """
+
+    model_name: str
+    model: ModelSpec
+    dtype: str
+    kv_codec: str
+    batch: int
+    memory: MemoryLayout
+    capacity: Capacity
+    kv_bytes_per_token: int
+    step: DecodeStep
+    crossover_batch: int
+    verdict: Verdict | None
+
+    def claims(self) -> dict[str, int | float]:
+        """The numbers, flat."""
+        numbers: dict[str, int | float] = {
+            "num_parameters": self.model.num_parameters,
+            "weights_bytes": self.memory.weights_bytes,
+            "activation_peak_bytes": self.memory.activation_peak_bytes,
+            "headroom_bytes": self.memory.headroom_bytes,
+            "kv_memory_bytes": self.memory.kv_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "page_bytes": self.capacity.page_bytes,
+            "pool_pages": self.capacity.pool_pages,
+            "pages_per_sequence": self.capacity.pages_per_sequence,
+            "sequences": self.capacity.sequences,
+            "longest_tokens": self.capacity.longest_tokens,
+            "crossover_batch": self.crossover_batch,
+            "kv_read_share": self.step.kv_share,
+        }
+        if self.verdict is not None:
+            numbers["workload_kv_bytes"] = self.verdict.kv_bytes
+            numbers["workload_kv_share"] = self.verdict.kv_share
+            numbers["workload_sequences"] = self.verdict.sequences
+            numbers["workload_decode_share"] = self.verdict.decode_share
+        return numbers
+
+    def arms(self) -> dict[str, object]:
+        """The parts, nested."""
+        return {
+            "memory": asdict(self.memory),
+            "capacity": asdict(self.capacity),
+            "decode_step": asdict(self.step),
+            "workload": None if self.verdict is None else asdict(self.verdict),
+        }
+
+
+def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanReport:
+    """Plan a model's memory from its config.json alone.
+
+    Args:
+        model_folder: in Hugging Face format; no weights are read.
+        options: see `PlanOptions`.
+
+    Raises:
+        ModelError: no config.json, or one that cannot be read.
+        ConfigError: an option is wrong, or nothing fits; the message gives the numbers.
+    """
+    options = options or PlanOptions()
+    config = read_config(model_folder)
+    model = ModelSpec.from_config(config)
+    dtype = _resolve_dtype(options.dtype, config)
+    kv_codec = options.kv_codec or dtype
+    kv_bytes_per_value = codec_spec(kv_codec).block_bytes(1, model.head_dim) / model.head_dim
+    layout = layout_for(model, page_tokens=options.page_tokens, codec=kv_codec)
+    memory = _divide(model, options, dtype_bytes(dtype))
+    tokens = options.sequence_tokens
+    if tokens is None:
+        tokens = min(_USUAL_SEQUENCE_TOKENS, model.max_positions)
+    fits = capacity(
+        model, memory.kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
+    )
+    return PlanReport(
+        model_name=model_folder.resolve().name,
+        model=model,
+        dtype=dtype,
+        kv_codec=kv_codec,
+        batch=options.batch,
+        memory=memory,
+        capacity=fits,
+        kv_bytes_per_token=model.kv_bytes_per_token(kv_bytes_per_value),
+        step=decode_step(
+            model,
+            batch=options.batch,
+            tokens=tokens,
+            weight_bytes_per_value=dtype_bytes(dtype),
+            kv_bytes_per_value=kv_bytes_per_value,
+        ),
+        crossover_batch=crossover_batch(
+            model,
+            tokens=tokens,
+            weight_bytes_per_value=dtype_bytes(dtype),
+            kv_bytes_per_value=kv_bytes_per_value,
+        ),
+        verdict=_verdict(model, memory, layout, options.workload),
+    )
+
+
+def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
+    if dtype == "auto":
+        reader = ConfigReader(config)
+        found = reader.outer("dtype") or reader.outer("torch_dtype") or "float32"
+        if not isinstance(found, str):
+            raise ModelError(f"config.json: 'dtype' is {found!r}, expected the name of a dtype")
+        dtype = found.removeprefix("torch.")
+    dtype_bytes(dtype)
+    return dtype
+
+
+def _divide(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> MemoryLayout:
+    total_bytes = total_memory_bytes() if options.memory_bytes is None else options.memory_bytes
+    if total_bytes < 1:
+        raise ConfigError("memory=0 B: expected the memory of a device")
+    headroom_bytes = options.headroom_bytes
+    if headroom_bytes is None:
+        headroom_bytes = int(total_bytes * DEFAULT_HEADROOM_SHARE)
+    peak_bytes = options.activation_peak_bytes
+    if peak_bytes is None:
+        peak_bytes = estimate_activation_peak(
+            model,
+            step_tokens=options.step_tokens,
+            sampled_rows=options.batch,
+            bytes_per_value=bytes_per_value,
+        )
+    weights_bytes = model.weight_bytes(bytes_per_value)
+    kv_bytes = options.kv_memory_bytes
+    if kv_bytes is None:
+        kv_bytes = auto_kv_memory(total_bytes, weights_bytes, peak_bytes, headroom_bytes)
+    return MemoryLayout(
+        total_bytes=total_bytes,
+        weights_bytes=weights_bytes,
+        activation_peak_bytes=peak_bytes,
+        headroom_bytes=headroom_bytes,
+        kv_bytes=kv_bytes,
+    )
+
+
+def _verdict(
+    model: ModelSpec, memory: MemoryLayout, layout: CacheLayout, workload: Workload | None
+) -> Verdict | None:
+    if workload is None:
+        return None
+    return assess(
+        model,
+        memory,
+        workload.input_tokens,
+        workload.output_tokens,
+        workload.batch,
+        layout=layout,
+    )

@@ -1,0 +1,111 @@
+"""The JSON object that every measuring command prints as the last line of its output.
+
+    {"name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"}
+
+`claims` is flat, name to number; `arms` holds raw results; the rest says how they came about.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+_PACKAGES = ("torch", "transformers", "numpy")
+
+
+def envelope(
+    name: str,
+    claims: Mapping[str, int | float],
+    arms: Mapping[str, object],
+    config: Mapping[str, object],
+    *,
+    seconds: int | float | None = None,
+) -> dict[str, object]:
+    """Wrap results with what is needed to repeat them.
+
+    Args:
+        name: of the command.
+        claims: numbers that documents may refer to.
+        arms: raw results, JSON values.
+        config: every option as resolved.
+        seconds: how long it took; by default since this process started.
+    """
+    return {
+        "name": name,
+        "claims": dict(claims),
+        "arms": dict(arms),
+        "config": dict(config),
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "seconds": time.time() - psutil.Process().create_time() if seconds is None else seconds,
+    }
+
+
+def commit() -> str | None:
+    """The commit this code was checked out at; None outside a checkout or without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    here = Path(__file__)
+    # an installed copy inside somebody else's repository must not report that one's commit
+    tracked = _git(git, here.parent, "ls-files", "--error-unmatch", here.name)
+    return _git(git, here.parent, "rev-parse", "HEAD") if tracked else None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, Quire and its libraries, from their metadata: nothing is imported."""
+    from quire.version import __version__
+
+    found: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
+    return found | {package: _version(package) for package in _PACKAGES}
+
+
+def hardware() -> dict[str, object]:
+    """Processor, cores this process may use, and memory in bytes."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "memory_bytes": total_memory_bytes(),
+    }
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def _git(git: str, folder: Path, *arguments: str) -> str | None:
+    done = subprocess.run(
+        [git, "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,206 @@
+"""`quire plan`: the report, what is printed, the JSON, and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from quire.cli.plan import PlanOptions, parse_workload, plan, plan_report
+from quire.errors import ConfigError, ModelError
+from quire.plan.workload import Workload
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float16",
+}
+
+
+def quire_plan(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command("plan")(plan)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_kv_gets_what_is_left_of_the_memory(folder: Path):
+    report = plan_report(
+        folder,
+        PlanOptions(
+            memory_bytes=10_000_000, headroom_bytes=1_000_000, activation_peak_bytes=500_000
+        ),
+    )
+
+    weights_bytes = report.model.num_parameters * 2
+    assert report.dtype == "float16"
+    assert report.memory.weights_bytes == weights_bytes
+    assert report.memory.kv_bytes == 10_000_000 - 1_000_000 - 500_000 - weights_bytes
+
+
+def test_pages_and_sequences_follow_from_the_kv_memory(folder: Path):
+    """A page: K and V, 2 heads * 16 * 16 tokens * 2 B = 2 KiB; 64 tokens: 4 pages in 4 layers."""
+    report = plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64, batch=40))
+
+    assert report.kv_bytes_per_token == 2 * 4 * 2 * 16 * 2
+    assert report.capacity.page_bytes == 2048
+    assert report.capacity.sequences == 32
+    assert report.capacity.limit == "memory"
+
+
+def test_an_int8_cache_holds_more_sequences_than_an_fp16_one(folder: Path):
+    def sequences(codec: str) -> int:
+        options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64, kv_codec=codec)
+        return plan_report(folder, options).capacity.sequences
+
+    assert sequences("float32") < sequences("float16") < sequences("int8")
+
+
+def test_the_default_length_is_the_context_of_a_short_model(folder: Path):
+    assert plan_report(folder).capacity.sequence_tokens == 512
+
+
+def test_an_unnamed_dtype_is_float32(folder: Path):
+    config = {key: value for key, value in TINY.items() if key != "torch_dtype"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert plan_report(folder).dtype == "float32"
+
+
+def test_the_packaged_model_is_the_default_and_everything_is_printed():
+    result = quire_plan("--memory", "1GiB", "--workload", "512,64,8")
+
+    assert result.exit_code == 0, result.output
+    for text in ("quire-tiny", "weights", "activations", "headroom", "bytes per token", "4,096"):
+        assert text in result.output
+    assert "impact of KV management" in result.output
+
+
+def bar_of(result: Result) -> str:
+    return next(line for line in result.output.splitlines() if line.startswith("["))
+
+
+def test_the_bar_is_in_proportion(folder: Path):
+    """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half, give or take rounding, headroom."""
+    result = quire_plan(
+        str(folder), "--memory", "2MiB", "--headroom", "1MiB", "--kv-memory", "512KiB",
+        "--activation-peak", "1B",
+    )  # fmt: skip
+    bar = bar_of(result)
+
+    assert len(bar) == 66
+    assert (bar.count("K"), bar.count("A")) == (16, 1)
+    assert bar.count("W") == round(64 * plan_report(folder).memory.weights_bytes / 2**21)
+    assert abs(bar.count("H") - 32) <= 2
+
+
+def test_the_last_line_is_one_json_object_with_the_whole_envelope(folder: Path):
+    result = quire_plan(str(folder), "--memory", "1GiB", "--workload", "64,8,4", "--json")
+    answer = json.loads(result.stdout.splitlines()[-1])
+
+    assert list(answer) == [
+        "name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds",
+    ]  # fmt: skip
+    assert answer["name"] == "plan"
+    assert answer["claims"]["kv_bytes_per_token"] == 512
+    assert all(isinstance(value, int | float) for value in answer["claims"].values())
+    assert answer["arms"]["memory"]["total_bytes"] == 1 << 30
+    assert answer["arms"]["workload"]["impact"] == "low"
+    assert answer["config"]["dtype"] == "float16"
+    assert answer["config"]["workload"] == {"input_tokens": 64, "output_tokens": 8, "batch": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory=-5GiB",), "'-5GiB' is not a size"),
+        (("--memory", "0"), "memory=0 B"),
+        (("--memory", "lots"), "'lots' is not a size"),
+        (("--memory", "10kB"), "no memory is left for KV"),
+        (("--memory", "1GiB", "--kv-memory", "2GiB"), "does not fit"),
+        (("--kv-memory=-1",), "'-1' is not a size"),
+        (("--kv-memory", "100B"), "does not hold one sequence"),
+        (("--headroom=-1MiB",), "'-1MiB' is not a size"),
+        (("--activation-peak", "x"), "'x' is not a size"),
+        (("--dtype", "floot16"), "unknown dtype 'floot16': did you mean"),
+        (("--kv-codec", "int9"), "unknown codec 'int9'"),
+        (("--page-tokens", "0"), "tokens >= 1"),
+        (("--sequence-tokens", "0"), "sequence_tokens=0"),
+        (("--batch", "-1"), "=-1"),
+        (("--step-tokens=-1",), "step_tokens=-1"),
+        (("--workload", "1,2"), "expected input tokens, output tokens and batch"),
+        (("--workload", "1,2,x"), "expected input tokens, output tokens and batch"),
+        (("--workload", "0,2,3"), "workload 0,2,3"),
+        (("--workload=-1,2,3",), "expected input tokens"),
+    ],
+)
+def test_bad_options_end_with_one_line_that_says_what_was_expected(
+    folder: Path, arguments: tuple[str, ...], message: str
+):
+    result = quire_plan(str(folder), *arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_that_is_no_model_ends_likewise(tmp_path: Path):
+    missing = quire_plan(str(tmp_path / "nowhere"))
+    empty = quire_plan(str(tmp_path))
+
+    assert (missing.exit_code, empty.exit_code) == (2, 2)
+    assert "no such folder" in missing.stderr
+    assert "has no config.json" in empty.stderr
+
+
+def test_a_config_without_a_key_ends_with_its_name(folder: Path):
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+
+    assert "num_hidden_layers" in quire_plan(str(folder)).stderr
+
+
+def test_a_dtype_that_is_not_a_name_is_refused(folder: Path):
+    (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": 16}))
+
+    with pytest.raises(ModelError, match="'dtype' is 16"):
+        plan_report(folder)
+
+
+def test_a_workload_is_three_numbers():
+    assert parse_workload("10, 20,30") == Workload(input_tokens=10, output_tokens=20, batch=30)
+    with pytest.raises(ConfigError):
+        parse_workload("10;20;30")
+
+
+def test_neither_torch_nor_transformers_is_loaded():
+    code = (
+        "import sys, quire.cli.plan, quire.cli.plan_view;"
+        "print([name for name in ('torch', 'transformers', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_environment()
+    )
+
+    assert done.stdout.strip() == "[]"
+
+
+def _environment() -> dict[str, str]:
+    import quire
+
+    return {"PYTHONPATH": str(Path(next(iter(quire.__path__))).parent)}
