@@ -14,8 +14,8 @@ Logits = Float[Tensor, "rows vocab"]
 FIRST_TOP_P_WIDTH = 1024
 """Candidates ranked first by `keep_top_p`: nearly always enough, and far cheaper than a sort."""
 
-WEIGHT_BITS = 52
-"""Probabilities are drawn from as integers of this many bits: exact sums on any device."""
+WEIGHT_BITS = 44
+"""Draws weigh tokens by integers; the likeliest one's is 2 to this. Sums of 2^18 such fit int64."""
 
 
 def keep_only(
@@ -100,7 +100,7 @@ def keep_top_p(logits: Logits, masses: Float[Tensor, " rows"]) -> Logits:
     Cost: one pass and a partial sort of 1,024 tokens; a wider sort only for flat distributions.
     """
     mass = masses.double()[:, None]
-    log_total = logits.double().logsumexp(dim=-1, keepdim=True)
+    log_total = logits.logsumexp(dim=-1, keepdim=True).double()
     vocab_size = logits.shape[1]
     width = min(FIRST_TOP_P_WIDTH, vocab_size)
     while True:
@@ -127,15 +127,27 @@ def keep_min_p(logits: Logits, shares: Float[Tensor, " rows"]) -> Logits:
 def draw(logits: Logits, uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """Draw one token a row by inverting its cumulative distribution at a number in [0, 1).
 
-    The distribution runs in the order of token ids: unlike the order of probabilities this needs
-    no sort, and no rounding of a logit can exchange two tokens. Probabilities become integers of 52
-    bits first, so that the sums do not depend on the order in which a device adds.
+    The distribution runs in the order of token ids: unlike the order of probabilities no rounding
+    of a logit can exchange two tokens. Weights are integers, which sum to the same in any order,
+    so neither the device nor the other rows nor the tokens left out move a boundary. A row of
+    which no token can be drawn (all banned, or NaN) gives some token: the caller looks for that.
     """
-    probabilities = logits.double().softmax(dim=-1)
-    weights = (probabilities * 2.0**WEIGHT_BITS).long()
-    cumulative = weights.cumsum(dim=-1)
-    targets = (uniforms.double()[:, None] * cumulative[:, -1:]).long()
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    candidates = _candidates(logits)
+    logits = logits.gather(1, candidates)
+    relative = (logits - logits.amax(dim=-1, keepdim=True)).double().exp().nan_to_num()
+    cumulative = (relative * 2.0**WEIGHT_BITS).round().long().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    targets = (uniforms.double()[:, None] * total).long().minimum(total - 1)
+    return candidates.gather(1, torch.searchsorted(cumulative, targets, right=True)).squeeze(1)
+
+
+def _candidates(logits: Logits) -> Int[Tensor, "rows candidates"]:
+    """Ids, in rising order, of at least every token that is not banned."""
+    num_rows, vocab_size = logits.shape
+    width = int((logits > -torch.inf).sum(dim=-1).amax().clamp(min=1))
+    if width * 8 > vocab_size:
+        return torch.arange(vocab_size, device=logits.device).expand(num_rows, -1)
+    return logits.topk(width, dim=-1).indices.sort(dim=-1).values
 
 
 def score(

@@ -91,6 +91,14 @@ def test_broken_bytes_decode_like_the_whole_however_many():
         assert "".join(pieces(TINY, token_ids)) == decode(TINY, token_ids)
 
 
+@pytest.mark.parametrize("num_broken", range(MAX_HELD_TOKENS - 6, MAX_HELD_TOKENS + 2))
+def test_a_character_after_many_broken_bytes_stays_whole(num_broken):
+    euro = TINY("€")["input_ids"]
+    token_ids = euro[1:2] * num_broken + euro + TINY(" end")["input_ids"]
+
+    assert "".join(pieces(TINY, token_ids)) == "\N{REPLACEMENT CHARACTER}" * num_broken + "€ end"
+
+
 def test_no_piece_but_the_last_ends_in_half_a_character():
     token_ids = TINY("naïve 日本 😀 text")["input_ids"]
 

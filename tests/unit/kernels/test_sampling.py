@@ -168,6 +168,17 @@ def test_a_draw_never_takes_a_banned_token(logits, edge):
     assert narrowed.gather(1, drawn[:, None]).isfinite().all()
 
 
+def test_banned_tokens_move_no_boundary_between_the_others():
+    few = torch.randn(1, 10, generator=torch.Generator().manual_seed(1))
+    many = torch.full((1, 5000), -torch.inf)
+    many[:, 400:4400:400] = few
+    uniforms = torch.arange(1000, dtype=torch.float64) / 1000
+
+    drawn = sampling.draw(few.expand(1000, -1), uniforms)
+
+    assert torch.equal(sampling.draw(many.expand(1000, -1), uniforms), 400 + 400 * drawn)
+
+
 def test_draws_follow_the_distribution():
     num_draws = 20_000
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf, 0.5])
