@@ -80,7 +80,7 @@ class Runner:
             attention,
             rope_regime=regime,
         )
-        parts = logits.split([count for _, _, count in wanted])
+        parts = torch.split(logits, [count for _, _, count in wanted])
         return [
             StepLogits(request, positions[first], part)
             for (request, first, _), part in zip(wanted, parts, strict=True)

@@ -1,0 +1,68 @@
+"""Measures what a full step takes beside weights and KV."""
+
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kernels.backend import AttentionMath
+from quire.kernels.dense import attend_dense
+from quire.models.base import AttentionCall, Decoder
+from quire.plan.memory import estimate_activation_peak
+
+_RESET_PEAK = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+class _AttendToChunk:
+    """Attention of one fresh prompt, without any KV memory."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        math = AttentionMath(call.scale, call.softcap, call.sinks)
+        return attend_dense(q, k, v, math=math, seen=None, causal=True)[0].transpose(0, 1)
+
+
+def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig) -> int:
+    """Bytes a step of the largest size takes at its peak, by running one.
+
+    On a CUDA device the allocator knows; on Linux the peak of resident memory is reset before and
+    read after. Elsewhere the estimate of `quire.plan` stands in.
+    """
+    tokens = min(schedule.step_tokens, decoder.spec.max_positions)
+    if decoder.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+        before = torch.cuda.memory_allocated(decoder.device)
+        _run(decoder, tokens, schedule.max_running)
+        return int(torch.cuda.max_memory_allocated(decoder.device)) - before
+    if _RESET_PEAK.exists():
+        before = psutil.Process().memory_info().rss
+        try:
+            _RESET_PEAK.write_text("5")
+        except OSError:  # a container may forbid it
+            return _estimate(decoder, tokens, schedule.max_running)
+        _run(decoder, tokens, schedule.max_running)
+        return max(0, _peak_resident_bytes() - before)
+    return _estimate(decoder, tokens, schedule.max_running)
+
+
+def _run(decoder: Decoder, tokens: int, sampled_rows: int) -> None:
+    ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
+    positions = torch.arange(tokens, device=decoder.device)
+    decoder.forward(ids, positions, positions[:sampled_rows], _AttendToChunk())
+
+
+def _peak_resident_bytes() -> int:
+    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def _estimate(decoder: Decoder, tokens: int, sampled_rows: int) -> int:
+    return estimate_activation_peak(
+        decoder.spec,
+        step_tokens=tokens,
+        sampled_rows=sampled_rows,
+        bytes_per_value=decoder.dtype.itemsize,
+    )

@@ -1,0 +1,104 @@
+"""Builds the KV memory of an engine from what the user said and what the model is."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from quire.engine.activation import measure_activation_peak
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import UnknownName
+from quire.kernels.select import select_backend
+from quire.kv.config import KVConfig
+from quire.kv.memory import KVMemory
+from quire.kv.step import PagedKV
+from quire.kv.store import DTYPES, PageStore
+from quire.models.loader import LoadedModel
+from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
+from quire.plan.sizes import parse_size
+from quire.policies.registry import Eviction, make_eviction
+from quire.spec.layout import layout_for
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """A KV memory ready for use, and why it is as it is.
+
+    Attributes:
+        kv: bookkeeping, bytes and backend.
+        eviction: policy and schedule.
+        codec: how numbers are stored.
+        reason: why this backend.
+    """
+
+    kv: PagedKV
+    eviction: Eviction
+    codec: str
+    reason: str
+
+    @property
+    def explanation(self) -> str:
+        """One line for `--verbose`."""
+        memory = self.kv.memory
+        pages = ", ".join(
+            f"{g.name}: {len(g.layers)} layers, {g.page_class.page_bytes:,} B pages of "
+            f"{g.page_class.tokens} tokens"
+            for g in memory.layout.groups
+        )
+        return (
+            f"{memory.total_bytes:,} B of KV in {self.codec} ({pages}); "
+            f"attention: {self.kv.backend.name} ({self.reason})"
+        )
+
+
+def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> KVPool:
+    """Allocate the arena and all that belongs to it.
+
+    Raises:
+        ConfigError: an option that cannot be; raised before the arena is allocated.
+    """
+    decoder = model.decoder
+    eviction = make_eviction(config.evict)
+    codec = _codec(config.codec, decoder.dtype)
+    layout = layout_for(
+        model.spec,
+        codec=codec,
+        page_tokens=config.page_tokens,
+        evicting=eviction.policy is not None,
+    )
+    choice = select_backend(
+        config.attention, decoder.device, scratch_bytes=parse_size(config.scratch)
+    )
+    total_bytes = _kv_bytes(model, config, schedule)
+    memory = KVMemory(
+        layout,
+        total_bytes,
+        schedule.max_running,
+        track_changes=decoder.device.type != "cpu",
+    )
+    store = PageStore(memory.total_bytes, decoder.device)
+    memory.store = store
+    return KVPool(PagedKV(memory, store, choice.backend), eviction, codec, choice.reason)
+
+
+def _codec(name: str, dtype: torch.dtype) -> str:
+    if name != "none":
+        raise UnknownName("KV codec", name, ["none"])
+    return next(codec for codec, plain in DTYPES.items() if plain == dtype)
+
+
+def _kv_bytes(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> int:
+    if config.memory != "auto":
+        return parse_size(config.memory)
+    device = model.decoder.device
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    else:
+        free_bytes = psutil.virtual_memory().available
+    total_bytes = free_bytes + model.weight_bytes
+    return auto_kv_memory(
+        total_bytes=total_bytes,
+        weights_bytes=model.weight_bytes,
+        activation_peak_bytes=measure_activation_peak(model.decoder, schedule),
+        headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
+    )

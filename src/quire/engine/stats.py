@@ -1,0 +1,71 @@
+"""Numbers an engine shows about itself."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from quire.engine.request import Request
+from quire.kv.memory import KVMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBytes:
+    """What one running request holds.
+
+    Attributes:
+        request_id: whose.
+        tokens: logical length, the tokens processed so far.
+        kv_bytes: bytes of all pages it refers to.
+    """
+
+    request_id: str
+    tokens: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The ledger of an engine.
+
+    Attributes:
+        kv_total_bytes: the arena; used + free is always equal to it.
+        kv_used_bytes: pages in use, with what slab borders waste.
+        kv_free_bytes: the rest.
+        kv_peak_bytes: most bytes of pages in use at once so far.
+        scratch_peak_bytes: most gathered bytes held at once, outside the arena.
+        weight_bytes: parameters and buffers, outside the arena.
+        num_running, num_waiting: requests with and without KV.
+        num_preemptions, num_steps: since the start.
+        num_processed_tokens: tokens that went through the model, repeated reading included.
+        num_generated_tokens: tokens of answers.
+        requests: who holds what.
+    """
+
+    kv_total_bytes: int
+    kv_used_bytes: int
+    kv_free_bytes: int
+    kv_peak_bytes: int
+    scratch_peak_bytes: int
+    weight_bytes: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    num_processed_tokens: int
+    num_generated_tokens: int
+    requests: tuple[RequestBytes, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain numbers and lists, ready for JSON."""
+        return asdict(self)
+
+
+def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[RequestBytes, ...]:
+    """What each running request holds."""
+    return tuple(
+        RequestBytes(
+            request_id=r.request_id,
+            tokens=r.num_computed,
+            kv_bytes=memory.row_bytes(r.row),
+        )
+        for r in requests
+    )

@@ -1,0 +1,1 @@
+"""The HTTP service: OpenAI's completions and chat over one engine."""
