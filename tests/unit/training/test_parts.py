@@ -1,0 +1,218 @@
+"""The parts of the recipe: structured start, Muon, primer, batches, schedule, books."""
+
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from training.books import hold_out, load_books, split_documents, to_ascii
+from training.config import ModelConfig, Recipe
+from training.data import KINDS, BatchMaker, encode_spans, rough_tokens
+from training.model import Decoder, make_rope
+from training.muon import Muon, orthogonalise
+from training.primer import primer_piece
+from training.schedule import Primer, Stage, lr_factor, parse_mixture, parse_plan
+from training.structured_init import structured_init
+from training.tokenizer import train_tokenizer
+
+from quire.errors import ConfigError
+from quire.evals.haystack import haystack
+from unit.training.shapes import QUIRE_TINY
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(QUIRE_TINY / "tokenizer.json"))
+
+
+@pytest.fixture
+def maker(tokenizer):
+    return BatchMaker(tokenizer, haystack().text, parse_mixture(Recipe().mixture), seed=3)
+
+
+def test_the_structured_start_looks_the_wanted_distance_back():
+    config = ModelConfig(num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = Decoder(config)
+    structured_init(model, seed=0)
+    ids = torch.randint(3, config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
+    rope = make_rope(config, 128, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        query, key, _ = model.blocks[0].project(model.embed(ids), rope)
+        mass = ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
+    for head in range(config.num_attention_heads):
+        distance = head + 1
+        wanted = mass[head].diagonal(-distance)[16:].mean()
+
+        assert wanted >= 0.5, f"head {head} gives {wanted:.2f} to the token {distance} back"
+
+
+def test_an_unstructured_start_does_not_look_back():
+    config = ModelConfig(num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = Decoder(config)
+    ids = torch.randint(3, config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
+    rope = make_rope(config, 128, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        query, key, _ = model.blocks[0].project(model.embed(ids), rope)
+        mass = ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
+
+    assert mass.diagonal(-1, 1, 2)[:, 16:].mean() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(3, 48, 48), (2, 96, 32), (2, 32, 96)])
+def test_muon_makes_every_singular_value_about_one_and_keeps_the_directions(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    ours = orthogonalise(matrices)
+    turned = left.mT @ ours @ right.mT
+    values = turned.diagonal(dim1=1, dim2=2)
+    off_diagonal = turned - torch.diag_embed(values)
+
+    assert values.min() > 0.4
+    assert values.max() < 1.3
+    assert off_diagonal.abs().max() < 0.1
+
+
+def test_orthogonalising_does_not_see_the_scale():
+    matrices = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(0))
+
+    torch.testing.assert_close(
+        orthogonalise(1000 * matrices), orthogonalise(matrices), rtol=0.05, atol=0.02
+    )
+
+
+def test_muon_updates_the_parts_of_a_fused_matrix_one_by_one():
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.zeros(24, 8, requires_grad=True)
+    fused.grad = torch.randn(24, 8, generator=generator)
+    fused.grad[:8] *= 100
+    Muon([fused], [[8, 16]], lr=0.1).step()
+    square = orthogonalise(fused.grad[None, :8])[0]
+    tall = orthogonalise(fused.grad[None, 8:])[0]
+
+    for made, wanted in ((fused[:8], -0.1 * square), (fused[8:], -0.1 * 2**0.5 * tall)):
+        assert (made - wanted).norm() < 0.15 * wanted.norm()
+
+
+def test_a_batch_follows_from_seed_and_step_alone(maker):
+    stage = Stage(length=96, steps=9, batch_tokens=384)
+    maker.batch(0, stage, 0.5)
+    second = maker.batch(1, stage, 0.5)
+    again = maker.batch(1, stage, 0.5)
+
+    assert second.ids.shape == (4, 97)
+    assert torch.equal(second.ids, again.ids)
+    assert torch.equal(second.weights, again.weights)
+    assert not torch.equal(second.ids, maker.batch(2, stage, 0.5).ids)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(maker):
+    two = maker.batch(5, Stage(length=96, steps=9, batch_tokens=192), 0.3)
+    four = maker.batch(5, Stage(length=96, steps=9, batch_tokens=384), 0.3)
+
+    assert torch.equal(two.ids, four.ids[:2])
+
+
+def test_every_row_begins_a_document(maker, tokenizer):
+    batch = maker.batch(0, Stage(length=200, steps=1, batch_tokens=1600), 0.2)
+
+    assert (batch.ids[:, 0] == tokenizer.token_to_id("<|doc|>")).all()
+    assert (batch.weights[:, 0] == 0).all()
+
+
+def test_all_kinds_of_the_mixture_appear(maker):
+    batch = maker.batch(0, Stage(length=128, steps=1, batch_tokens=128 * 150), 0.2)
+
+    assert {KINDS[index] for index in batch.kinds.unique().tolist()} == {*KINDS} - {"longeval"}
+
+
+def test_answer_tokens_weigh_one_and_random_digits_nothing(tokenizer):
+    piece = encode_spans(tokenizer, "kv", (("Pairs: 77\n", 0.0), ("123", 1.0), ("\n", 0.0)))
+
+    assert [
+        tokenizer.decode([i]) for i, w in zip(piece.ids, piece.weights, strict=True) if w == 1
+    ] == [*"123"]
+    assert sum(piece.weights) == 3
+
+
+def test_rough_tokens_are_near_the_tokenizers(tokenizer):
+    text = haystack().text[5000:9000] + " 1234567890" * 20
+    exact = len(tokenizer.encode(text).ids)
+
+    assert rough_tokens(text) == pytest.approx(exact, rel=0.15)
+
+
+def test_primer_tokens_that_count_were_shown_before():
+    seen_kinds = set()
+    for seed in range(40):
+        piece = primer_piece(random.Random(seed), 150, 2048)
+        seen_kinds.add(piece.kind)
+        before = [piece.ids[:place] for place in range(150)]
+
+        assert len(piece.ids) == len(piece.weights) == 150
+        assert min(piece.ids) >= 3
+        assert all(piece.ids[at] in before[at] for at in range(150) if piece.weights[at])
+    assert seen_kinds == {"repeat", "pairs"}
+
+
+def test_a_plan_walks_through_its_stages_and_stays_at_the_last():
+    plan = parse_plan("64:2:128,128:3:256")
+
+    assert [plan.stage(step).length for step in range(7)] == [64, 64, 128, 128, 128, 128, 128]
+    assert plan.steps == 5
+    assert plan.stages[1].rows == 2
+
+
+@pytest.mark.parametrize("text", ["64:2", "64:2:128,", "64:x:128", "0:2:128"])
+def test_a_plan_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ConfigError, match="length:steps:tokens"):
+        parse_plan(text)
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    factors = [lr_factor(step, 100, warmup_steps=10, decay=0.4) for step in range(100)]
+
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:60] == [1.0] * 50
+    assert factors[80] == pytest.approx(0.5)
+    assert factors[99] == pytest.approx(0.025)
+
+
+def test_the_primer_fades_out():
+    primer = Primer(first=0.7, last=0.1, steps=10)
+
+    assert [round(primer.share(step), 2) for step in (0, 5, 10, 99)] == [0.7, 0.4, 0.1, 0.1]
+
+
+def test_text_becomes_plain_ascii():
+    fancy = "\N{LEFT DOUBLE QUOTATION MARK}Caf\N{LATIN SMALL LETTER E WITH ACUTE}\N{EM DASH}"
+
+    assert to_ascii(fancy) == '"Cafe--'
+
+
+def test_held_out_documents_are_never_trained_on():
+    books = hold_out([f"book {index}" for index in range(10)])
+
+    assert len(books.held_out) == 3
+    assert sorted(books.train + books.held_out) == [f"book {index}" for index in range(10)]
+
+
+def test_a_text_without_marks_is_cut_into_documents(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("word " * 40_000)
+    books = load_books(path)
+
+    assert "".join(split_documents("word " * 40_000)) == "word " * 40_000
+    assert (len(books.train), len(books.held_out)) == (2, 3)
+
+
+def test_a_tokenizer_is_learnt_with_single_digits_and_a_document_mark(tmp_path):
+    train_tokenizer(tmp_path / "tokenizer.json", (haystack().text[:60_000],), 600)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = made.encode("<|doc|>magic numbers 48213").ids
+
+    assert made.get_vocab_size() == 600
+    assert ids[0] == 2
+    assert [made.decode([i]) for i in ids[-5:]] == [*"48213"]
+    assert made.decode(ids) == "magic numbers 48213"

@@ -1,0 +1,191 @@
+"""A run resumes exactly, and what it writes is a Llama that Transformers reads."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from training.config import Recipe
+from training.data import BatchMaker
+from training.export import load_pretrained, save_pretrained, to_llama_state
+from training.model import Decoder, make_rope
+from training.schedule import parse_mixture
+from training.structured_init import structured_init
+from training.train import Run, parse
+from training.trainer import Trainer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from quire.errors import ConfigError
+from quire.evals.haystack import haystack
+from unit.training.shapes import QUIRE_TINY, SMALL
+
+RECIPE = Recipe(plan="48:3:192,64:3:128", warmup_steps=2, seed=4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_trainer(recipe=RECIPE):
+    torch.manual_seed(recipe.seed)
+    tokenizer = Tokenizer.from_file(str(QUIRE_TINY / "tokenizer.json"))
+    maker = BatchMaker(tokenizer, haystack().text, parse_mixture(recipe.mixture), recipe.seed)
+    return Trainer(Decoder(SMALL), maker, recipe)
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
+    whole = make_trainer()
+    for _ in range(6):
+        whole.advance()
+    first = make_trainer()
+    for _ in range(2):
+        first.advance()
+    first.save(tmp_path / "state.pt")
+    second = make_trainer()
+    second.load(tmp_path / "state.pt")
+    for _ in range(4):
+        second.advance()
+
+    assert second.finished
+    assert (second.step, second.tokens) == (whole.step, whole.tokens)
+    assert second.accuracy == whole.accuracy
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(second)[name]), name
+
+
+def test_a_state_of_another_recipe_is_refused(tmp_path):
+    make_trainer().save(tmp_path / "state.pt")
+
+    with pytest.raises(ConfigError, match="another --out"):
+        make_trainer(Recipe(plan=RECIPE.plan, seed=5)).load(tmp_path / "state.pt")
+
+
+def test_training_lowers_the_loss_of_what_it_repeats():
+    trainer = make_trainer(Recipe(plan="48:12:192", warmup_steps=1, decay=0.1, mixture="text=1"))
+    batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.0)
+    trainer.maker.batch = lambda *_: batch
+    losses = [trainer.advance() for _ in range(12)]
+
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch():
+    gradients = []
+    for micro_tokens in (48, 192):
+        trainer = make_trainer(Recipe(plan="48:3:192", micro_tokens=micro_tokens, autocast=False))
+        batch = trainer.maker.batch(0, trainer.plan.stages[0], 0.5)
+        trainer._backward(batch, 48)
+        gradients.append(trainer.model.embed.weight.grad)
+
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = Decoder(SMALL)
+    structured_init(model, seed=1)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.down.weight.normal_(std=0.05)
+            block.norm1.add_(0.1 * torch.randn(SMALL.hidden_size))
+    save_pretrained(model, QUIRE_TINY / "tokenizer.json", tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+def test_transformers_reads_the_export_and_computes_the_same_logits(saved):
+    _, folder = saved
+    twin = load_pretrained(folder)
+    llama = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(3, SMALL.vocab_size, (2, 140), generator=torch.Generator().manual_seed(0))
+    rope = make_rope(SMALL, 140, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        ours, theirs = twin.logits(ids, rope), llama(ids).logits
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert theirs.std() > 0.1
+
+
+def test_short_sequences_use_explicit_attention_with_the_same_result(saved):
+    model, _ = saved
+    ids = torch.randint(3, SMALL.vocab_size, (1, 100), generator=torch.Generator().manual_seed(0))
+    rope = make_rope(SMALL, 100, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        explicit, fused = model.logits(ids, rope), model.logits(ids, rope._replace(mask=None))
+
+    assert rope.mask is not None
+    torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_read_back_is_the_same_export(saved):
+    model, folder = saved
+    again = to_llama_state(load_pretrained(folder))
+
+    for name, value in to_llama_state(model).items():
+        assert torch.equal(value, again[name]), name
+
+
+def test_the_exported_tokenizer_begins_documents_and_writes_digits_one_by_one(saved):
+    _, folder = saved
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("<|doc|>line 48213")["input_ids"]
+
+    assert ids[0] == 2
+    assert len(tokenizer("48213")["input_ids"]) == 5
+    assert tokenizer.decode(ids[1:]) == "line 48213"
+
+
+def test_the_shipped_model_loads_into_the_twin():
+    model = load_pretrained(QUIRE_TINY)
+
+    assert sum(p.numel() for p in model.parameters()) == 6_328_576
+
+
+def smoke_options(folder, *more):
+    return parse(["--smoke", "--out", str(folder), "--threads", "1", *more])
+
+
+def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys):
+    whole = Run(smoke_options(tmp_path / "whole"))
+    whole.carry_out()
+    Run(smoke_options(tmp_path / "cut", "--minutes", "0.0001")).carry_out()
+    part = Run(smoke_options(tmp_path / "cut"))
+    assert 0 < part.trainer.step < part.trainer.plan.steps
+    part.carry_out()
+
+    assert part.trainer.finished
+    for name, value in weights(whole.trainer).items():
+        assert torch.equal(value, weights(part.trainer)[name]), name
+    rows = [
+        json.loads(line) for line in (tmp_path / "whole.work/log.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows if "held_out" in row] == [12, 18]
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "cut").config.hidden_size == 64
+    assert '"step": 18' in capsys.readouterr().out
+
+
+def test_a_run_continues_from_the_shipped_weights(tmp_path):
+    options = smoke_options(tmp_path / "more", "--from-pretrained", str(QUIRE_TINY))
+    options.plan, options.judge, options.structured = "64:1:128", 0, False
+    run = Run(options)
+    before = weights(run.trainer)
+    run.carry_out()
+    after = weights(run.trainer)
+
+    shipped = weights(make_shipped_trainer())
+    assert all(torch.equal(before[name], shipped[name]) for name in before)
+    assert 0 < (after["embed.weight"] - before["embed.weight"]).abs().max() < 0.01
+
+
+def make_shipped_trainer():
+    trainer = make_trainer()
+    return Trainer(load_pretrained(QUIRE_TINY), trainer.maker, RECIPE)
