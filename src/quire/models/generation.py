@@ -48,12 +48,12 @@ def read_generation_defaults(folder: Path, config: Mapping[str, object]) -> Gene
     eos = values.get("eos_token_id", config.get("eos_token_id"))
     return GenerationDefaults(
         eos_token_ids=_token_ids(eos),
-        repetition_penalty=_meaningful(values, "repetition_penalty", neutral=1),
-        max_tokens=_whole(_meaningful(values, "max_new_tokens", neutral=0)),
+        repetition_penalty=_meaningful(values, "repetition_penalty", neutral=1.0),
+        max_tokens=_whole(_meaningful(values, "max_new_tokens", neutral=0.0)),
         temperature=_temperature(values),
-        top_k=_whole(_when_sampling(values, "top_k", neutral=0)),
-        top_p=_when_sampling(values, "top_p", neutral=1),
-        min_p=_when_sampling(values, "min_p", neutral=0),
+        top_k=_whole(_when_sampling(values, "top_k", neutral=0.0)),
+        top_p=_when_sampling(values, "top_p", neutral=1.0),
+        min_p=_when_sampling(values, "min_p", neutral=0.0),
     )
 
 
@@ -61,12 +61,10 @@ def _temperature(values: Mapping[str, object]) -> float | None:
     if values.get("do_sample") is None:
         return None
     temperature = _number(values, "temperature") if values["do_sample"] else 0.0
-    return 1.0 if temperature is None else float(temperature)
+    return 1.0 if temperature is None else temperature
 
 
-def _when_sampling(
-    values: Mapping[str, object], name: str, *, neutral: float
-) -> float | int | None:
+def _when_sampling(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
     return _meaningful(values, name, neutral=neutral) if values.get("do_sample") else None
 
 
@@ -91,20 +89,20 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _number(values: Mapping[str, object], name: str) -> float | int | None:
+def _number(values: Mapping[str, object], name: str) -> float | None:
     value = values.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelError(f"generation_config.json: {name} is {value!r}, expected a number")
-    return value
+    return float(value)
 
 
-def _meaningful(values: Mapping[str, object], name: str, *, neutral: float) -> float | int | None:
+def _meaningful(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
     # None where the value changes nothing
     value = _number(values, name)
     return None if value == neutral else value
 
 
-def _whole(value: float | int | None) -> int | None:
+def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)

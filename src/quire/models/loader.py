@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
@@ -26,6 +27,16 @@ from quire.spec.config import read_config
 from quire.spec.model import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What Transformers raises for a config it cannot build from.
+_CONFIG_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +119,7 @@ def _config(
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except _CONFIG_ERRORS as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
     refuse_config(config)
     _refuse_without_class(config, has_code="auto_map" in raw and trust_remote_code)

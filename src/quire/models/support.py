@@ -27,7 +27,7 @@ class Refusal:
 _TRANSFORMERS = "run it with Transformers itself"
 ALIBI = Refusal(
     reason="ALiBi adds a bias for each distance to attention, which paged attention has not",
-    instead="use a model with rotary positions, such as Llama, Qwen or a rotary Falcon successor",
+    instead="use a model with rotary positions, such as Llama, Qwen or Mistral",
 )
 LATENT = Refusal(
     reason="its attention keeps one latent vector per token, not keys and values per head (MLA)",
@@ -64,6 +64,14 @@ OWN_ATTENTION = Refusal(
 OWN_MASK = Refusal(
     reason="its attention depends on a mask or bias that it learns",
     instead=_TRANSFORMERS,
+)
+REPEATED = Refusal(
+    reason="its layers attend several times for each token, and pages hold one key and value",
+    instead="use a model whose layers attend once, such as Llama or Qwen",
+)
+MIXED_HEADS = Refusal(
+    reason="experts choose the query heads of each token",
+    instead="use a mixture with experts in its MLPs only, such as Mixtral or Qwen 3 MoE",
 )
 SPARSE = Refusal(
     reason="an indexer chooses which tokens each query sees",
@@ -104,9 +112,15 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (SHARED_KV, "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"),
     (CHUNKED, "llama4 llama4_text"),
     (OWN_MASK, "doge inkling inkling2 inkling2_text inkling_text"),
+    (REPEATED, "diffllama hrm_text"),
+    (MIXED_HEADS, "jetmoe"),
     (SPARSE, "minimax_m3_vl_text"),
     (LENGTH_DEPENDENT_ROPE, "phimoe"),
-    (MULTIMODAL, "emu3 fuyu git got_ocr2 mllama moshi phi4_multimodal"),
+    (
+        MULTIMODAL,
+        "emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody "
+        "phi4_multimodal trocr",
+    ),
 )
 REFUSED: Mapping[str, Refusal] = {
     model_type: refusal for refusal, names in _BY_NAME for model_type in names.split()

@@ -1,0 +1,55 @@
+"""Drives a decoder over several sequences at once, in flat batches cut into chunks."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+
+import torch
+from torch import Tensor
+
+from quire.models.base import Decoder
+from quire.models.dense import DenseAttention
+
+
+def sequences(*lengths: int, vocab_size: int, seed: int = 1) -> list[Tensor]:
+    """Random token ids, one tensor for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def flat_logits(
+    decoder: Decoder, prompts: list[Tensor], *, chunk_tokens: Sequence[int], rope_regime: int = 0
+) -> list[Tensor]:
+    """Logits of every position of every prompt, [tokens, vocab] each.
+
+    Each forward takes the next chunk of every prompt that has some left, so the batches are ragged;
+    the last of `chunk_tokens` repeats. Sampled rows are asked for in reverse: their order matters.
+    """
+    dense = DenseAttention()
+    rows: list[dict[int, Tensor]] = [{} for _ in prompts]
+    for begin, end in _chunks(max(map(len, prompts)), chunk_tokens):
+        places = [
+            (number, position)
+            for number, prompt in enumerate(prompts)
+            for position in range(begin, min(end, len(prompt)))
+        ]
+        sampled = list(reversed(range(len(places))))
+        logits = decoder.forward(
+            torch.stack([prompts[number][position] for number, position in places]),
+            torch.tensor([position for _, position in places]),
+            torch.tensor(sampled),
+            dense.batch(*zip(*places, strict=True)),
+            rope_regime=rope_regime,
+        )
+        for row, values in zip(sampled, logits, strict=True):
+            number, position = places[row]
+            rows[number][position] = values
+    return [torch.stack([row[position] for position in sorted(row)]) for row in rows]
+
+
+def _chunks(num_tokens: int, chunk_tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for size in chain(chunk_tokens, repeat(chunk_tokens[-1])):
+        if begin >= num_tokens:
+            return
+        yield begin, begin + size
+        begin += size

@@ -1,0 +1,250 @@
+"""The adapter against Transformers' own attention, for every architecture of the zoo."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from flat import flat_logits, sequences
+from quire.errors import InvariantError, UnsupportedModel
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import AttentionCall
+from quire.models.bridge import attend_through_bridge
+from quire.models.dense import DenseAttention
+
+TOLERANCE = 1e-4
+
+
+def own_logits(name: str, prompts: list[Tensor]) -> list[Tensor]:
+    model = zoo.build(name)
+    with torch.inference_mode():
+        return [model(prompt.unsqueeze(0)).logits[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
+    prompts = sequences(21, 13, 1, 17, vocab_size=zoo.VOCAB_SIZE)
+    decoder = TransformersDecoder(zoo.build(name))
+
+    ours = flat_logits(decoder, prompts, chunk_tokens=[6, 5, 1, 1, 64])
+
+    for mine, theirs in zip(ours, own_logits(name, prompts), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)
+    with torch.inference_mode():
+        expected = zoo.build(name).generate(
+            prompt.unsqueeze(0), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )[0]
+    decoder, dense, tokens = TransformersDecoder(zoo.build(name)), DenseAttention(), prompt.tolist()
+
+    fed = 0
+    while len(tokens) < len(expected):
+        positions = range(fed, len(tokens))
+        logits = decoder.forward(
+            torch.tensor(tokens[fed:]),
+            torch.tensor(positions),
+            torch.tensor([len(positions) - 1]),
+            dense.batch(["only"] * len(positions), positions),
+        )
+        fed = len(tokens)
+        tokens.append(int(logits.argmax()))
+
+    assert tokens == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_windows_reach_attention_as_the_spec_says(name: str) -> None:
+    decoder, recorder = TransformersDecoder(zoo.build(name)), Recorder()
+
+    run(decoder, recorder, num_tokens=3)
+
+    assert [call.layer for call in recorder.calls] == list(range(decoder.spec.num_layers))
+    assert [call.window for call in recorder.calls] == [
+        layer.window for layer in decoder.spec.layers
+    ]
+    assert zoo.WINDOW_TOKENS in [call.window for call in recorder.calls]
+
+
+def test_softcap_sinks_and_scale_reach_attention() -> None:
+    gemma, gpt_oss = Recorder(), Recorder()
+    run(TransformersDecoder(zoo.build("gemma2")), gemma)
+    model = zoo.build("gpt_oss")
+    run(TransformersDecoder(model), gpt_oss)
+
+    assert {call.softcap for call in gemma.calls} == {2.0}
+    assert {call.scale for call in gemma.calls} == {12**-0.5}
+    assert all(call.sinks is None for call in gemma.calls)
+    assert torch.equal(gpt_oss.calls[1].sinks, model.model.layers[1].self_attn.sinks)
+
+
+def test_the_head_runs_on_sampled_rows_only() -> None:
+    model = zoo.build("llama")
+    decoder, heads_seen = TransformersDecoder(model), []
+    model.lm_head.register_forward_hook(lambda _, args, __: heads_seen.append(args[0].shape))
+
+    logits = run(decoder, Recorder(), num_tokens=7, sample_rows=[6, 2])
+
+    assert heads_seen == [(1, 2, decoder.spec.hidden_size)]
+    assert logits.shape == (2, zoo.VOCAB_SIZE)
+
+
+def test_a_batch_may_sample_no_row() -> None:
+    logits = run(TransformersDecoder(zoo.build("llama")), Recorder(), sample_rows=[])
+
+    assert logits.shape == (0, zoo.VOCAB_SIZE)
+
+
+def test_a_model_that_cannot_take_rows_is_asked_for_all_and_cut() -> None:
+    model = zoo.build("gemma2")  # its final softcap must survive the detour
+    whole = TransformersDecoder(zoo.build("gemma2"))
+    forward = model.forward
+    model.forward = lambda input_ids, position_ids, use_cache, return_dict: forward(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        use_cache=use_cache,
+        return_dict=return_dict,
+    )
+
+    logits = run(TransformersDecoder(model), Recorder(), num_tokens=5, sample_rows=[4, 1])
+
+    torch.testing.assert_close(
+        logits, run(whole, Recorder(), num_tokens=5, sample_rows=[4, 1]), atol=1e-6, rtol=0
+    )
+
+
+def test_two_models_in_two_threads_do_not_meet() -> None:
+    prompts = sequences(18, 11, vocab_size=zoo.VOCAB_SIZE)
+    names = ("llama", "gemma2")
+    decoders = [TransformersDecoder(zoo.build(name)) for name in names]
+    alone = [flat_logits(decoder, prompts, chunk_tokens=[4]) for decoder in decoders]
+    together: dict[int, list[Tensor]] = {}
+    start = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        start.wait()
+        together[number] = flat_logits(decoders[number], prompts, chunk_tokens=[4])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for number in range(2):
+        for mine, expected in zip(together[number], alone[number], strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_one_model_in_two_threads_keeps_requests_apart() -> None:
+    decoder = TransformersDecoder(zoo.build("llama"))
+    prompts = sequences(18, 18, vocab_size=zoo.VOCAB_SIZE)
+    alone = [flat_logits(decoder, [prompt], chunk_tokens=[4])[0] for prompt in prompts]
+    together: dict[int, Tensor] = {}
+
+    def work(number: int) -> None:
+        together[number] = flat_logits(decoder, [prompts[number]], chunk_tokens=[4])[0]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(torch.equal(together[number], alone[number]) for number in range(2))
+
+
+def test_the_bridge_is_empty_after_a_forward_that_failed() -> None:
+    model = zoo.build("llama")
+    decoder = TransformersDecoder(model)
+
+    with pytest.raises(ZeroDivisionError):
+        run(decoder, Failing())
+
+    with pytest.raises(InvariantError, match="inside a quire decoder"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_model_belongs_to_one_decoder() -> None:
+    model = zoo.build("llama")
+    TransformersDecoder(model)
+
+    with pytest.raises(InvariantError, match="has a decoder already"):
+        TransformersDecoder(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"indices": torch.zeros(1)}, "indices"),
+        ({"is_causal": False}, "looks ahead"),
+    ],
+)
+def test_attention_with_unknown_meaning_is_refused(options: dict[str, object], word: str) -> None:
+    model = zoo.build("llama")
+    module = model.model.layers[0].self_attn
+    TransformersDecoder(model)
+    module.quire_bridge.attention = Recorder()
+    states = torch.zeros(1, 4, 2, 8)
+
+    with pytest.raises(UnsupportedModel, match=word):
+        attend_through_bridge(module, states, states, states, None, **options)
+
+
+def test_values_of_another_width_are_refused() -> None:
+    model = zoo.build("llama")
+    module = model.model.layers[0].self_attn
+    TransformersDecoder(model)
+    module.quire_bridge.attention = Recorder()
+    states = torch.zeros(1, 4, 2, 8)
+
+    with pytest.raises(UnsupportedModel, match="one shape"):
+        attend_through_bridge(module, states, states, states[..., :4], None)
+
+
+def test_a_missing_scale_is_that_of_the_head_dim() -> None:
+    model, recorder = zoo.build("llama"), Recorder()
+    module = model.model.layers[1].self_attn
+    TransformersDecoder(model)
+    module.quire_bridge.attention = recorder
+    states = torch.zeros(1, 4, 2, 16)
+
+    out, weights = attend_through_bridge(module, states, states, states, None, output_router=True)
+
+    assert recorder.calls == [AttentionCall(1, 0.25, None, None, None)]
+    assert out.shape == (1, 2, 4, 16)
+    assert weights is None
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.calls.append(call)
+        return query.clone()
+
+
+class Failing:
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def run(
+    decoder: TransformersDecoder,
+    attention: Recorder | Failing,
+    *,
+    num_tokens: int = 4,
+    sample_rows: list[int] | None = None,
+) -> Tensor:
+    rows = [0] if sample_rows is None else sample_rows
+    (prompt,) = sequences(num_tokens, vocab_size=zoo.VOCAB_SIZE)
+    return decoder.forward(
+        prompt, torch.arange(num_tokens), torch.tensor(rows, dtype=torch.int64), attention
+    )

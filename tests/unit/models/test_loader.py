@@ -1,0 +1,225 @@
+"""Folders into models: what is missing or damaged is said before memory is taken."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.errors
+import pytest
+import torch
+
+import zoo
+from flat import flat_logits, sequences
+from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
+from quire.models import source
+from quire.models.loader import load_model
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.save("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def test_a_saved_model_comes_back_with_the_same_logits(llama: Path) -> None:
+    prompts = sequences(7, vocab_size=zoo.VOCAB_SIZE)
+    with torch.inference_mode():
+        theirs = zoo.build("llama")(prompts[0].unsqueeze(0)).logits[0]
+
+    loaded = load_model(str(llama), device="cpu")
+
+    assert loaded.decoder.dtype == torch.float32
+    assert loaded.name == llama.name
+    assert loaded.tokenizer is None
+    assert loaded.generation.eos_token_ids == (1,)
+    assert loaded.weight_bytes >= 4 * loaded.spec.num_parameters
+    (ours,) = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_the_packaged_model_needs_no_path() -> None:
+    loaded = load_model("quire-tiny", device="cpu")
+
+    assert loaded.name == "quire-tiny"
+    assert loaded.decoder.dtype == torch.bfloat16
+    assert loaded.generation.eos_token_ids == (1, 2)
+    assert loaded.generation.temperature == 0.0
+    assert loaded.tokenizer is not None
+    assert loaded.spec.max_positions == 4096
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "gpt2"])
+def test_weights_in_several_files_are_read(name: str, tmp_path: Path) -> None:
+    zoo.save(name, tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+
+    whole = load_model(zoo.save(name, tmp_path / "whole"), device="cpu", verify=False)
+    sharded = load_model(tmp_path, device="cpu", verify=False)
+
+    prompts = sequences(5, vocab_size=zoo.VOCAB_SIZE)
+    assert torch.equal(
+        flat_logits(sharded.decoder, prompts, chunk_tokens=[5])[0],
+        flat_logits(whole.decoder, prompts, chunk_tokens=[5])[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("auto", torch.float32)],
+)
+def test_the_dtype_can_be_chosen(llama: Path, dtype: str, expected: torch.dtype) -> None:
+    loaded = load_model(llama, dtype=dtype, device="cpu")
+
+    assert loaded.decoder.dtype == expected
+    assert loaded.weight_bytes == pytest.approx(
+        loaded.spec.num_parameters * expected.itemsize, rel=0.01
+    )
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA device here")
+@pytest.mark.gpu
+def test_auto_takes_the_gpu_where_there_is_one(llama: Path) -> None:
+    assert load_model(llama).decoder.device.type == "cuda"
+
+
+def test_a_dtype_that_does_not_exist_offers_the_nearest(llama: Path) -> None:
+    with pytest.raises(UnknownName, match="did you mean bfloat16"):
+        load_model(llama, dtype="bfloat")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x"])
+def test_a_device_that_does_not_exist_is_refused(llama: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match="use auto, cpu or cuda"):
+        load_model(llama, device=device)
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device here")
+def test_cuda_without_a_gpu_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        load_model(llama, device="cuda")
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write
+
+
+def _cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _edit_config(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove("config.json"), "no config.json"),
+        (_write("config.json", "{"), "not valid JSON"),
+        (_write("config.json", "{}"), "no 'model_type'"),
+        (_remove("model.safetensors"), "has no weights"),
+        (_cut_short, "model.safetensors is damaged"),
+        (_write("model.safetensors", "not weights at all"), "model.safetensors is damaged"),
+        (_write("model.safetensors.index.json", "{}"), "index.json is damaged"),
+        (
+            _write("model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
+            "no model-1.safetensors",
+        ),
+        (_pickled, "can run code"),
+        (_edit_config(num_hidden_layers=3), "no weights for model.layers.2"),
+        (_edit_config(intermediate_size=64), "cannot be loaded"),
+        (_edit_config(hidden_size="wide"), "config.json cannot be read"),
+        (_write("generation_config.json", "[]"), "expected a JSON object"),
+        (_write("tokenizer.json", "{"), "tokenizer in .* cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_a_clear_error(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(folder)
+
+    with pytest.raises(ModelError, match=message):
+        load_model(folder, device="cpu")
+
+
+def test_a_model_type_nobody_knows_is_unsupported(folder: Path) -> None:
+    _edit_config(model_type="quantum")(folder)
+
+    with pytest.raises(UnsupportedModel, match="does not know 'quantum'"):
+        load_model(folder)
+
+
+def test_code_of_a_model_runs_only_when_asked_for(folder: Path) -> None:
+    _edit_config(model_type="quantum", auto_map={"AutoConfig": "evil.EvilConfig"})(folder)
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+    with pytest.raises(ConfigError, match="pass trust_remote_code=True"):
+        load_model(folder)
+
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c", Path("nowhere")])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
+    path: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "snapshot_download", pytest.fail)
+
+    with pytest.raises(ModelError, match="no such folder"):
+        load_model(path)
+
+
+def test_a_hub_name_without_a_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\nlong story")
+
+    monkeypatch.setattr(source, "snapshot_download", offline)
+
+    with pytest.raises(ModelError, match=r"'org/model'.*cannot reach the hub\); download it"):
+        load_model("org/model")
+
+
+def test_a_hub_name_is_fetched_without_pickles(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(llama)
+
+    monkeypatch.setattr(source, "snapshot_download", download)
+
+    assert load_model("org/model", device="cpu", verify=False).name == "org/model"
+    assert "*.safetensors" in asked["org/model"]
+    assert not any(".bin" in pattern for pattern in asked["org/model"])
+
+
+def test_a_local_folder_wins_over_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(source, "snapshot_download", pytest.fail)
+
+    assert load_model("model", device="cpu", verify=False).name == "model"

@@ -1,0 +1,107 @@
+"""Frequencies that depend on a request's length: fixed per request, never per batch."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zoo
+from flat import flat_logits, sequences
+from quire.errors import InvariantError, UnsupportedModel
+from quire.models.adapter import TransformersDecoder
+
+SHORT = zoo.LONGROPE_SHORT_TOKENS
+
+
+def own_logits(prompt: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return zoo.build("phi3_longrope")(prompt.unsqueeze(0)).logits[0]
+
+
+@pytest.fixture
+def decoder() -> TransformersDecoder:
+    return TransformersDecoder(zoo.build("phi3_longrope"))
+
+
+def test_a_request_is_long_only_beyond_the_first_training_length(
+    decoder: TransformersDecoder,
+) -> None:
+    assert decoder.num_rope_regimes == 2
+    assert [decoder.rope_regime(tokens) for tokens in (1, SHORT, SHORT + 1)] == [0, 0, 1]
+
+
+def test_other_models_have_one_regime() -> None:
+    decoder = TransformersDecoder(zoo.build("llama"))
+
+    assert decoder.num_rope_regimes == 1
+    assert decoder.rope_regime(10**6) == 0
+    with pytest.raises(InvariantError, match="below 1, got 1"):
+        flat_logits(
+            decoder, sequences(2, vocab_size=zoo.VOCAB_SIZE), chunk_tokens=[2], rope_regime=1
+        )
+
+
+@pytest.mark.parametrize("chunk_tokens", [[7, 1, 64], [64]])
+def test_each_regime_gives_transformers_logits(
+    decoder: TransformersDecoder, chunk_tokens: list[int]
+) -> None:
+    short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
+
+    for prompt, regime in ((short, 0), (long, 1), (short, 0)):
+        (ours,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_regime=regime)
+        torch.testing.assert_close(ours, own_logits(prompt), atol=1e-4, rtol=0)
+
+
+def test_the_regime_decides_and_not_the_positions_of_the_batch(
+    decoder: TransformersDecoder,
+) -> None:
+    (long,) = sequences(2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
+
+    (as_short,) = flat_logits(decoder, [long], chunk_tokens=[64], rope_regime=0)
+    (as_long,) = flat_logits(decoder, [long[:SHORT]], chunk_tokens=[64], rope_regime=1)
+
+    torch.testing.assert_close(as_short[:SHORT], own_logits(long[:SHORT]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(as_long, own_logits(long)[:SHORT], atol=1e-4, rtol=0)
+    assert (as_short[:SHORT] - as_long).abs().max() > 0.1
+
+
+def test_frequencies_that_change_as_a_request_grows_are_refused() -> None:
+    config = LlamaConfig(
+        **zoo._SHAPE,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )
+
+    with pytest.raises(UnsupportedModel, match="'dynamic' changes its frequencies"):
+        TransformersDecoder(LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_static_scaling_is_right(parameters: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **zoo._SHAPE,
+        rope_parameters={"rope_theta": 10000.0, **parameters},
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).eval()
+    (prompt,) = sequences(100, vocab_size=zoo.VOCAB_SIZE)
+    with torch.inference_mode():
+        theirs = model(prompt.unsqueeze(0)).logits[0]
+
+    (ours,) = flat_logits(TransformersDecoder(model), [prompt], chunk_tokens=[50])
+
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

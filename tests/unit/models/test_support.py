@@ -1,0 +1,117 @@
+"""Models that cannot be right are refused by name or by what they say, before weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    T5Config,
+)
+
+import zoo
+from quire.errors import UnsupportedModel
+from quire.models.adapter import TransformersDecoder
+from quire.models.loader import load_model
+from quire.models.support import REFUSED, model_class, refuse_class, refuse_config
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_refusal_names_the_reason_and_the_way_out(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    with pytest.raises(UnsupportedModel) as refusal:
+        load_model(tmp_path)
+
+    assert str(refusal.value).startswith(f"{model_type} is not supported: ")
+    assert REFUSED[model_type].reason in str(refusal.value)
+    assert REFUSED[model_type].instead in str(refusal.value)
+
+
+@pytest.mark.parametrize("model_type", sorted(zoo.ARCHITECTURES))
+def test_no_architecture_of_the_zoo_is_refused(model_type: str) -> None:
+    config = zoo.ARCHITECTURES[model_type]()
+
+    refuse_config(config)
+    found = model_class(config)
+    assert found is not None
+    refuse_class(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (BloomConfig(), "ALiBi"),
+        (FalconConfig(new_decoder_architecture=True), "attention interface"),
+        (FalconConfig(alibi=True), "attention interface"),
+        (T5Config(), "encoder"),
+        (Gemma3Config(), "images"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_configs_of_refused_families_are_refused(
+    config: transformers.PreTrainedConfig, word: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=word):
+        refuse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("property_name", "value", "word"),
+    [
+        ("alibi", True, "ALiBi"),
+        ("kv_lora_rank", 16, "MLA"),
+        ("attention_chunk_size", 64, "chunks"),
+        ("num_kv_shared_layers", 1, "other layers"),
+        ("index_topk", 8, "indexer"),
+        ("mamba_d_state", 16, "state from token to token"),
+        ("layer_types", ["full_attention", "linear_attention"], "state from token to token"),
+        ("layer_types", ["full_attention", "chunked_attention"], "chunks"),
+    ],
+)
+def test_a_new_family_is_refused_by_what_its_config_says(
+    property_name: str, value: object, word: str
+) -> None:
+    config = LlamaConfig(**zoo._SHAPE)
+    setattr(config, property_name, value)
+
+    with pytest.raises(UnsupportedModel, match=word):
+        refuse_config(config)
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    config = Gemma3TextConfig(use_bidirectional_attention=True)
+
+    with pytest.raises(UnsupportedModel, match="see those after them"):
+        refuse_config(config)
+
+
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM"])
+def test_a_class_with_attention_of_its_own_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="attention interface"):
+        refuse_class(getattr(transformers, name))
+
+
+def test_a_class_without_positions_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="position_ids"):
+        refuse_class(transformers.BartForCausalLM)
+
+
+def test_a_decoder_refuses_what_the_loader_refuses() -> None:
+    config = FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+
+    with pytest.raises(UnsupportedModel, match="falcon is not supported"):
+        TransformersDecoder(transformers.FalconForCausalLM(config))
+
+
+def test_a_family_is_not_refused_for_an_empty_property() -> None:
+    config = Qwen3Config(**zoo._SHAPE)
+    config.kv_lora_rank = None
+
+    refuse_config(config)
