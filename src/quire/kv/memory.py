@@ -8,6 +8,7 @@ Two lengths are never mixed up: `lengths[row]` is logical (the position the next
 `tables[g].num_slots[row]` is physical (slots that live in a lane).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,7 +36,7 @@ class KVMemory:
         track_changes: keep the table entries each step touches, for a device's copy.
 
     Raises:
-        ConfigError: the arena holds no page.
+        ConfigError: the arena does not hold one sequence of one token.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class KVMemory:
         self.store: PageBytes = store or NoBytes()
         self.arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         self.pools = {c: PagePool(self.arena, c) for c in layout.page_classes}
+        self._require_room_for_one_token(total_bytes)
         self.tables = {
             group.name: LaneTable(group, max_rows, track_changes=track_changes)
             for group in layout.groups
@@ -61,8 +63,22 @@ class KVMemory:
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = 0
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
+        self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
+
+    def _require_room_for_one_token(self, total_bytes: int) -> None:
+        pages = dict.fromkeys(self.layout.page_classes, 0)
+        for group in self.layout.groups:
+            pages[group.page_class] += group.num_lanes
+        if not self.fits(pages):
+            slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+            raise ConfigError(
+                f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
+                f"{slabs * self.arena.slab_bytes:,} B are needed (pages of "
+                f"{self.layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
+                "raise --kv-memory or lower --page-tokens"
+            )
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -121,8 +137,14 @@ class KVMemory:
         return row
 
     def release(self, rows: Rows | Sequence[int]) -> None:
-        """Close sequences and give their pages back."""
+        """Close sequences and give their pages back.
+
+        Raises:
+            InvariantError: one is not open, or named twice.
+        """
         rows = np.asarray(rows, dtype=np.int64)
+        if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
+            raise InvariantError(f"rows {rows.tolist()} are not all open, or one is named twice")
         for table in self.tables.values():
             self.pools[table.group.page_class].release(table.clear(rows))
         self._live[rows] = False

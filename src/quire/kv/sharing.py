@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
@@ -74,7 +74,7 @@ def lend(memory: KVMemory, row: int, tokens: int) -> Loan:
     }
     for name, numbers in pages.items():
         memory.pools[memory.tables[name].group.page_class].retain(numbers)
-    key = max(memory.loans, default=-1) + 1
+    key = next(memory.loan_keys)
     memory.loans[key] = pages
     return Loan(key, tokens, pages)
 
@@ -96,7 +96,9 @@ def borrow(memory: KVMemory, loan: Loan) -> int:
 
     Raises:
         OutOfPages: no row, or no pages for the private groups; nothing was changed.
+        InvariantError: the loan has been returned.
     """
+    _require_lent(memory, loan)
     private = [t.group for t in memory.tables.values() if t.group.private]
     needed: dict[PageClass, int] = {}
     for group in private:
@@ -128,6 +130,16 @@ def _borrow_table(memory: KVMemory, table: LaneTable, row: int, loan: Loan) -> N
 
 
 def return_loan(memory: KVMemory, loan: Loan) -> None:
-    """Let a loan's pages go; those still named by sequences live on."""
+    """Let a loan's pages go; those still named by sequences live on.
+
+    Raises:
+        InvariantError: the loan has been returned.
+    """
+    _require_lent(memory, loan)
     for name, pages in memory.loans.pop(loan.key).items():
         memory.pools[memory.tables[name].group.page_class].release(pages)
+
+
+def _require_lent(memory: KVMemory, loan: Loan) -> None:
+    if loan.key not in memory.loans:
+        raise InvariantError(f"loan {loan.key} of {loan.tokens} tokens has been returned already")

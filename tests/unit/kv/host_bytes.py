@@ -27,6 +27,7 @@ class HostBytes:
 
     def __init__(self, total_bytes):
         self.arena = np.full(total_bytes, POISON, dtype=np.uint8)
+        self._views = {}  # (page class, first byte of a plane) -> its codes, its metadata
         self.copied_pages = self.moved_slots = self.cleared_pages = self.num_copies = 0
 
     # ---- PageBytes -----------------------------------------------------------------------------
@@ -82,8 +83,10 @@ class HostBytes:
 
     def _read_plane(self, page_class, codec, start, places):
         page, offset = places
-        planes = self._plane(page_class, codec, start)
-        return np.concatenate([plane[page, :, offset] for plane in planes], axis=2)
+        codes, metadata = self._plane(page_class, codec, start)
+        if not metadata.size:
+            return codes[page, :, offset]
+        return np.concatenate([codes[page, :, offset], metadata[page, :, offset]], axis=2)
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -94,6 +97,11 @@ class HostBytes:
         return self.arena[: num_pages * size].reshape(num_pages, size)
 
     def _plane(self, page_class, codec, start):
+        if (page_class, start) not in self._views:
+            self._views[page_class, start] = self._make_plane(page_class, codec, start)
+        return self._views[page_class, start]
+
+    def _make_plane(self, page_class, codec, start):
         pages, shape = self.pages_of(page_class), (page_class.heads, page_class.tokens)
         codes, metadata = vector_bytes(codec, page_class.head_dim)
         vectors = page_class.heads * page_class.tokens

@@ -1,0 +1,79 @@
+"""Small memories for example tests, and writing tokens into them."""
+
+import numpy as np
+
+from quire.kv.memory import KVMemory
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from unit.kv.host_bytes import HostBytes
+
+PLAIN = codec_spec("float16")
+
+
+def plain_class(*, tokens=4, heads=1, head_dim=8, positions=False, value=True):
+    """Pages of `heads * tokens * head_dim * 4` bytes (keys and values)."""
+    return PageClass(
+        key=PLAIN,
+        value=PLAIN if value else None,
+        head_dim=head_dim,
+        heads=heads,
+        tokens=tokens,
+        positions=positions,
+    )
+
+
+def one_group(page_class=None, *, num_lanes=1, total_bytes=64 * 1024, max_rows=4, **rules):
+    """A memory with one group named "kv" and bytes behind it."""
+    page_class = page_class or plain_class(positions=not rules.get("ordered", True))
+    group = LaneGroup(name="kv", page_class=page_class, layers=tuple(range(num_lanes)), **rules)
+    return with_groups(group, total_bytes=total_bytes, max_rows=max_rows)
+
+
+def with_groups(*groups, total_bytes=64 * 1024, max_rows=4):
+    return KVMemory(
+        CacheLayout(groups),
+        total_bytes,
+        max_rows,
+        store=HostBytes(total_bytes),
+        track_changes=True,
+    )
+
+
+def grow(memory, row, tokens):
+    """Grow one row without writing."""
+    memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
+
+
+def started(memory, tokens, *, name="kv"):
+    """A new row with `tokens` tokens; token p of lane l has key p + 100 l in every byte."""
+    row = memory.start()
+    grow(memory, row, tokens)
+    table = memory.tables[name]
+    for lane in range(table.group.num_lanes):
+        write_lane(memory, row, lane, name=name)
+    return row
+
+
+def write_lane(memory, row, lane, *, name="kv"):
+    table = memory.tables[name]
+    page_class, slots = table.group.page_class, np.arange(table.num_slots[row, lane])
+    shape = (len(slots), page_class.heads, 2 * page_class.head_dim)
+    vectors = np.broadcast_to((slots + 100 * lane).astype(np.uint8)[:, None, None], shape)
+    memory.store.write_slots(page_class, places(table, row, lane), vectors, vectors, slots)
+
+
+def places(table, row, lane):
+    """(pages, offsets) of a lane's slots."""
+    per_page = table.group.page_class.tokens
+    slots = np.arange(table.num_slots[row, lane])
+    return table.pages[row, lane, slots // per_page], slots % per_page
+
+
+def keys(memory, row, lane=0, *, name="kv"):
+    """First byte of each slot's key, in slot order."""
+    table = memory.tables[name]
+    key, _, _ = memory.store.read_slots(table.group.page_class, places(table, row, lane))
+    return key[:, 0, 0].tolist()
+
+
+def used_pages(memory):
+    return sum(pool.num_used for pool in memory.pools.values())

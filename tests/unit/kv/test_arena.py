@@ -1,0 +1,118 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, InvariantError
+from quire.kv.arena import HUGE_PAGE_BYTES, Arena, choose_slab_bytes
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PagePool
+from quire.spec.pages import CacheLayout, LaneGroup
+from unit.kv.small_memory import plain_class
+
+MIB = 1024 * 1024
+
+
+def test_a_large_arena_has_slabs_of_whole_pages_just_below_a_huge_page():
+    slab_bytes = choose_slab_bytes(1024 * MIB, [65_536, 3 * 1024])
+
+    assert slab_bytes == 1_966_080  # 10 times the least common multiple, 196,608
+    assert HUGE_PAGE_BYTES - slab_bytes < math.lcm(65_536, 3 * 1024)
+
+
+def test_slabs_of_a_small_arena_are_at_most_a_sixty_fourth_of_it():
+    assert choose_slab_bytes(1 * MIB, [64, 192]) == 16_320  # 85 * 192, below 16,384
+
+
+def test_one_page_size_never_wastes_a_byte_at_slab_borders():
+    slab_bytes = choose_slab_bytes(100_000, [33_280])
+
+    assert slab_bytes == 33_280
+
+
+def test_page_sizes_without_a_small_common_multiple_get_slabs_of_four_pages():
+    assert choose_slab_bytes(64 * 1024, [64 * 31, 64 * 29]) == 4 * 64 * 31
+
+
+@given(
+    total_bytes=st.integers(1, 64 * MIB),
+    units=st.lists(st.integers(1, 2_000), min_size=1, max_size=5),
+)
+def test_every_slab_holds_pages_of_every_class(total_bytes, units):
+    page_bytes = [64 * unit for unit in units]
+
+    slab_bytes = choose_slab_bytes(total_bytes, page_bytes)
+
+    assert slab_bytes % 64 == 0
+    for size in page_bytes:
+        pages_for_sure = slab_bytes // size - (1 if slab_bytes % size else 0)
+        assert pages_for_sure >= 1
+
+
+def test_an_arena_below_one_slab_is_refused_with_bytes_needed_and_there():
+    with pytest.raises(ConfigError, match=r"60,000 B holds no page: 65,536 B are needed"):
+        Arena(60_000, [65_536])
+
+
+def test_an_arena_below_one_token_of_a_sequence_is_refused_with_bytes_needed_and_there():
+    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
+
+    with pytest.raises(ConfigError, match=r"256 B holds not one token .*: 384 B are needed"):
+        KVMemory(CacheLayout((group,)), 256, 1)
+    assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
+
+
+def test_bytes_are_rounded_down_to_whole_slabs():
+    arena = Arena(1000, [128])
+
+    assert (arena.num_slabs, arena.total_bytes) == (7, 896)
+
+
+def test_page_classes_of_odd_sizes_share_an_arena():
+    classes = [plain_class(head_dim=8 * dim) for dim in (1, 3, 5, 7)]  # 128, 384, 640, 896 B
+    arena = Arena(128 * 1024, [c.page_bytes for c in classes])
+    pools = [PagePool(arena, c) for c in classes]
+    covered = np.zeros(arena.total_bytes, dtype=np.int32)
+
+    for _ in range(4):
+        for pool in pools:
+            size = pool.page_class.page_bytes
+            for page in pool.allocate(9).tolist():
+                covered[page * size : (page + 1) * size] += 1
+
+    assert arena.slab_bytes % 640
+    assert covered.max() == 1
+    assert covered.sum() == sum(pool.used_bytes for pool in pools)
+    slab_of_byte = np.arange(arena.total_bytes) // arena.slab_bytes
+    held = frozenset().union(*(pool.held_slabs for pool in pools))
+    assert set(slab_of_byte[covered > 0].tolist()) <= held
+    for pool in pools:
+        pool.check()
+
+
+def test_used_and_free_bytes_add_up_to_the_arena_for_odd_sizes():
+    groups = tuple(
+        LaneGroup(name=str(dim), page_class=plain_class(head_dim=8 * dim), layers=(dim,))
+        for dim in (1, 3, 5, 7)
+    )
+    memory = KVMemory(CacheLayout(groups), 64 * 1024, 2)
+    row = memory.start()
+
+    memory.grow(np.array([row]), np.array([37], dtype=np.int32))
+
+    pages = sum(10 * group.page_class.page_bytes for group in groups)
+    assert memory.used_bytes >= pages  # slab borders count as used
+    assert memory.used_bytes + memory.free_bytes == memory.total_bytes
+    memory.check()
+
+
+def test_a_slab_given_back_twice_is_noticed():
+    arena = Arena(1024, [128])
+    slab = arena.take_slab()
+    arena.give_slab(slab)
+    arena.give_slab(slab)
+
+    with pytest.raises(InvariantError, match="twice"):
+        arena.check()

@@ -1,0 +1,270 @@
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.sharing import borrow, fork, lend, return_loan
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import (
+    grow,
+    keys,
+    one_group,
+    plain_class,
+    started,
+    used_pages,
+    with_groups,
+    write_lane,
+)
+
+KV = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
+SUMS_CLASS = plain_class(tokens=8, head_dim=32, value=False)
+SUMS = LaneGroup(name="sums", page_class=SUMS_CLASS, layers=(0,), private=True)
+MORE_SUMS = LaneGroup(name="more sums", page_class=SUMS_CLASS, layers=(0,), private=True)
+
+
+def test_a_fork_shares_every_page_and_copies_none():
+    memory = one_group(num_lanes=2)
+    row = started(memory, 10)
+
+    child = fork(memory, row)
+
+    assert (used_pages(memory), memory.store.copied_pages) == (6, 0)
+    assert keys(memory, child, 1) == keys(memory, row, 1) == list(range(100, 110))
+    assert memory.row_bytes(child) == memory.peak_bytes[child] == 6 * 128
+
+
+def test_copy_before_write_copies_one_page_only():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    grow(memory, child, 1)
+
+    assert (memory.store.num_copies, memory.store.copied_pages) == (1, 1)
+    assert used_pages(memory) == 4
+    assert keys(memory, child)[:10] == keys(memory, row) == list(range(10))
+    grow(memory, child, 1)
+    grow(memory, row, 2)
+    assert memory.store.copied_pages == 1  # each last page has one owner now
+    memory.check()
+
+
+def test_nothing_is_copied_where_a_fork_ends_at_a_page_border():
+    memory = one_group()
+    row = started(memory, 8)
+    child = fork(memory, row)
+
+    grow(memory, child, 3)
+    grow(memory, row, 3)
+
+    assert memory.store.copied_pages == 0
+    assert used_pages(memory) == 4
+
+
+def test_a_row_that_does_not_grow_copies_nothing():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    memory.grow(np.array([row, child]), np.array([0, 1], dtype=np.int32))
+
+    assert memory.store.copied_pages == 1
+    assert keys(memory, row) == list(range(10))
+
+
+def test_a_parent_and_its_fork_growing_in_one_step_do_not_write_into_each_other():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    memory.grow(np.array([row, child]), np.array([2, 1], dtype=np.int32))
+    write_lane(memory, row, 0)
+
+    assert keys(memory, row) == list(range(12))
+    assert keys(memory, child)[:10] == list(range(10))
+    assert used_pages(memory) == 4
+    memory.check()
+
+
+def test_a_fork_outlives_its_parent():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    memory.release([row])
+    memory.store.poison_free(memory)
+
+    assert keys(memory, child) == list(range(10))
+    memory.release([child])
+    assert used_pages(memory) == 0
+
+
+def test_statistics_are_copied_at_a_fork_and_go_their_own_ways():
+    memory = with_groups(KV, SUMS)
+    row = started(memory, 10, name="sums")
+
+    child = fork(memory, row)
+    write_lane(memory, child, 0, name="sums")
+    table = memory.tables["sums"]
+    memory.store.clear_pages(SUMS_CLASS, table.row_pages(row))
+
+    assert memory.store.copied_pages == 2
+    assert keys(memory, child, name="sums") == list(range(10))
+    assert keys(memory, row, name="sums") == [0] * 10
+
+
+def test_new_statistics_pages_are_zero():
+    memory = with_groups(KV, SUMS)
+    row = started(memory, 8, name="sums")
+    memory.release([row])
+
+    row = memory.start()
+    grow(memory, row, 5)
+
+    assert keys(memory, row, name="sums") == [0] * 5
+
+
+def test_a_fork_without_room_for_its_statistics_changes_nothing():
+    memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
+    row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
+    assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        fork(memory, row)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+def test_a_fork_without_a_free_row_changes_nothing():
+    memory = one_group(max_rows=1)
+    row = started(memory, 10)
+
+    with pytest.raises(OutOfPages, match="all 1 rows are taken"):
+        fork(memory, row)
+
+    memory.check()
+
+
+def test_a_loan_outlives_its_sequence_and_starts_others():
+    memory = one_group(num_lanes=2)
+    row = started(memory, 10)
+    loan = lend(memory, row, 8)
+    memory.release([row])
+    assert used_pages(memory) == 4
+
+    first, second = borrow(memory, loan), borrow(memory, loan)
+    memory.store.poison_free(memory)
+    grow(memory, first, 1)
+
+    assert memory.lengths[[first, second]].tolist() == [9, 8]
+    assert keys(memory, second, 1) == keys(memory, first, 1)[:8] == list(range(100, 108))
+    assert memory.tables["kv"].slot_positions(first, 0).tolist() == list(range(9))
+    assert memory.store.copied_pages == 0
+    return_loan(memory, loan)
+    memory.release([first, second])
+    assert used_pages(memory) == 0
+    memory.check()
+
+
+def test_a_borrowed_prefix_begins_with_zero_statistics():
+    memory = with_groups(KV, SUMS)
+    row = started(memory, 12, name="sums")
+    loan = lend(memory, row, 12)
+
+    borrower = borrow(memory, loan)
+
+    assert keys(memory, borrower, name="sums") == [0] * 12
+    assert keys(memory, row, name="sums") == list(range(12))
+
+
+def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing():
+    memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
+    row = started(memory, 32)
+    loan = lend(memory, row, 32)
+    memory.release([row])
+    blocker = memory.pools[SUMS_CLASS].allocate(6)
+    free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
+    assert 4 <= free_pages < 8  # one group would fit
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        borrow(memory, loan)
+
+    assert memory.num_free_rows == 4
+    memory.pools[SUMS_CLASS].release(blocker)
+    memory.check()
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 12, -4])
+def test_a_loan_is_whole_pages_within_the_sequence(tokens):
+    memory = one_group()
+    row = started(memory, 10)
+
+    with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
+        lend(memory, row, tokens)
+
+    assert memory.loans == {}
+
+
+def test_a_lane_that_dropped_pages_is_not_lent():
+    memory = one_group()
+    row = started(memory, 12)
+    memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([1]))
+
+    with pytest.raises(ConfigError, match="no longer holds every token"):
+        lend(memory, row, 4)
+
+
+def test_a_lane_whose_window_has_moved_on_is_not_lent():
+    memory = one_group(window=4)
+    row = started(memory, 12)
+    grow(memory, row, 1)
+
+    with pytest.raises(ConfigError, match="no longer holds every token"):
+        lend(memory, row, 4)
+
+
+def test_a_loan_is_returned_once_and_not_used_after():
+    memory = one_group()
+    row = started(memory, 8)
+    loan = lend(memory, row, 4)
+    return_loan(memory, loan)
+    other = lend(memory, row, 8)
+
+    assert other.key != loan.key
+    for act in (return_loan, borrow):
+        with pytest.raises(InvariantError, match="returned already"):
+            act(memory, loan)
+    memory.check()
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [1]])
+def test_a_row_closes_once(rows):
+    memory = one_group()
+    assert started(memory, 8) == 0
+
+    with pytest.raises(InvariantError, match="not all open"):
+        memory.release(rows)
+
+    assert memory.live_rows.tolist() == [0]
+    memory.check()
+
+
+def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
+    memory = with_groups(KV, SUMS)
+    row = started(memory, 12)
+    assert memory.arena_peak_bytes == 3 * 128 + 2 * 512
+
+    fork(memory, row)
+    assert memory.arena_peak_bytes == 3 * 128 + 4 * 512
+    borrow(memory, lend(memory, row, 12))
+
+    assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
+
+
+def test_an_unaccounted_reference_is_noticed():
+    memory = one_group()
+    row = started(memory, 8)
+    memory.pools[KV.page_class].retain(memory.tables["kv"].row_pages(row))
+
+    with pytest.raises(InvariantError, match="referenced otherwise than counted"):
+        memory.check()

@@ -1,0 +1,211 @@
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError, InvariantError
+from quire.kv.sharing import fork
+from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import grow, one_group, plain_class, started, used_pages
+
+GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens a page
+
+
+def counts(*rows):
+    return np.array(rows, dtype=np.int32)
+
+
+def test_pages_lie_behind_the_lanes_in_row_major_order():
+    table = LaneTable(GROUP, 3)
+    table.append(np.array([2]), counts([1, 1]), np.array([40, 41], dtype=np.int32))
+
+    entries = table.append(np.array([2, 0]), counts([2, 0], [1, 3]), np.arange(6, dtype=np.int32))
+
+    assert table.pages[2, 0, :4].tolist() == [40, 0, 1, NO_PAGE]
+    assert table.pages[2, 1, :2].tolist() == [41, NO_PAGE]
+    assert table.pages[0, :, :3].tolist() == [[2, NO_PAGE, NO_PAGE], [3, 4, 5]]
+    assert table.num_pages.tolist() == [[1, 3], [0, 0], [3, 1]]
+    assert table.pages[entries].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_wide_table_grows_and_its_version_with_it():
+    memory = one_group(num_lanes=2)
+    row, other = started(memory, 5), started(memory, 3)
+    table = memory.tables["kv"]
+    before = table.pages[other].copy()
+
+    grow(memory, row, 4 * INITIAL_PAGES_PER_LANE - 5)
+    assert table.version == 0
+    grow(memory, row, 1)
+
+    assert table.version == 1
+    assert table.capacity == 2 * INITIAL_PAGES_PER_LANE
+    assert (table.pages[other, :, :INITIAL_PAGES_PER_LANE] == before).all()
+    assert (table.slot_positions(row, 1) == np.arange(4 * INITIAL_PAGES_PER_LANE + 1)).all()
+    memory.check()
+
+
+def test_a_table_grows_straight_to_what_a_long_prompt_needs():
+    memory = one_group()
+
+    started(memory, 4 * 100)
+
+    assert memory.tables["kv"].capacity == 100
+    assert memory.tables["kv"].version == 1
+
+
+def test_drained_changes_name_exactly_the_changed_entries():
+    memory = one_group(num_lanes=2)
+    table = memory.tables["kv"]
+    row, mirror = memory.start(), table.pages.copy()
+
+    def changed_by(act):
+        act()
+        different = np.flatnonzero(table.pages != mirror)
+        mirror[...] = table.pages
+        assert table.drain_changes().tolist() == different.tolist()
+        return len(different)
+
+    assert changed_by(lambda: grow(memory, row, 9)) == 6
+    assert changed_by(lambda: grow(memory, row, 1)) == 0
+    assert changed_by(lambda: fork(memory, row)) == 6
+    assert changed_by(lambda: grow(memory, row, 1)) == 2  # the shared last pages
+    assert changed_by(lambda: memory.drop_pages(table.group, row, 1, np.array([1]))) == 2
+    assert changed_by(lambda: memory.truncate(row, 3)) == 3
+    assert changed_by(lambda: memory.release([row])) == 2
+
+
+def test_untracked_tables_keep_no_changes():
+    table = LaneTable(GROUP, 1)
+
+    table.append(np.array([0]), counts([1, 1]), np.array([0, 1], dtype=np.int32))
+
+    assert len(table.drain_changes()) == 0
+
+
+def test_dropped_pages_leave_positions_behind_and_move_no_bytes():
+    memory = one_group()
+    row = started(memory, 14)
+    table = memory.tables["kv"]
+    before = table.pages[row, 0, :4].copy()
+
+    memory.drop_pages(table.group, row, 0, np.array([0, 2]))
+
+    assert table.pages[row, 0, :3].tolist() == [before[1], before[3], NO_PAGE]
+    assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, 12, 13]
+    assert (memory.store.moved_slots, memory.store.copied_pages) == (0, 0)
+    assert used_pages(memory) == 2
+    grow(memory, row, 4)
+    assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, *range(12, 18)]
+
+
+@pytest.mark.parametrize("columns", [[3], [-1], [1, 1], [0, 9]])
+def test_pages_that_are_not_full_or_named_twice_do_not_drop(columns):
+    memory = one_group()
+    row = started(memory, 14)
+
+    with pytest.raises(ConfigError, match="only full pages"):
+        memory.drop_pages(memory.tables["kv"].group, row, 0, np.array(columns))
+
+    assert memory.tables["kv"].num_slots[row, 0] == 14
+    memory.check()
+
+
+def test_pages_of_lanes_without_order_do_not_drop():
+    memory = one_group(ordered=False)
+    row = started(memory, 8)
+
+    with pytest.raises(ConfigError, match="ordered"):
+        memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([0]))
+
+
+def test_ten_windows_stream_through_constant_memory():
+    memory = one_group(window=16, num_lanes=2)
+    row, pages, first_seen = memory.start(), [], []
+
+    for _ in range(160):
+        grow(memory, row, 1)
+        pages.append(used_pages(memory))
+        first_seen.append(int(memory.tables["kv"].slot_positions(row, 0)[0]))
+
+    group = memory.tables["kv"].group
+    assert pages[20:24] * 35 == pages[20:]
+    assert max(pages) == 2 * group.page_class.pages_for(group.slots_at_most(160, 1)) == 2 * 5
+    assert all(first <= max(0, i + 1 - 16) for i, first in enumerate(first_seen))
+    assert memory.tables["kv"].version == 0
+    assert memory.lengths[row] == 160
+
+
+def test_a_window_lane_with_a_gap_keeps_the_pages_that_are_still_seen():
+    memory = one_group(window=8)
+    row = started(memory, 16)
+    table = memory.tables["kv"]
+    memory.drop_pages(table.group, row, 0, np.array([1, 2]))
+
+    grow(memory, row, 1)
+
+    assert table.slot_positions(row, 0).tolist() == [12, 13, 14, 15, 16]
+
+
+def test_a_window_page_somebody_shares_lives_on_for_him():
+    memory = one_group(window=4)
+    row = started(memory, 8)
+    child = fork(memory, row)
+
+    grow(memory, row, 8)
+    grow(memory, row, 1)
+
+    assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(12, 17))
+    assert memory.tables["kv"].slot_positions(child, 0).tolist() == list(range(8))
+    memory.check()
+
+
+def test_truncation_gives_whole_pages_back():
+    memory = one_group()
+    row = started(memory, 14)
+
+    memory.truncate(row, 5)
+
+    assert memory.lengths[row] == 5
+    assert used_pages(memory) == 2
+    assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(5))
+
+
+def test_truncation_into_a_dropped_page_continues_at_the_new_length():
+    memory = one_group()
+    row = started(memory, 12)
+    memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([1]))
+
+    memory.truncate(row, 6)
+    grow(memory, row, 3)
+
+    assert memory.tables["kv"].slot_positions(row, 0).tolist() == [0, 1, 2, 3, 6, 7, 8]
+
+
+@pytest.mark.parametrize("length", [-1, 15])
+def test_truncation_beyond_a_row_is_refused(length):
+    memory = one_group()
+    row = started(memory, 14)
+
+    with pytest.raises(ConfigError, match="cannot truncate a row of 14 tokens"):
+        memory.truncate(row, length)
+
+
+def test_truncation_that_would_look_behind_a_dropped_window_page_is_refused():
+    memory = one_group(window=8)
+    row = started(memory, 16)
+    grow(memory, row, 1)  # position 16 sees from 9 on: pages 0 and 1 went
+
+    memory.truncate(row, 15)
+    with pytest.raises(ConfigError, match="dropped positions below 8 that a row of 14 needs"):
+        memory.truncate(row, 14)
+
+    assert memory.lengths[row] == 15
+
+
+def test_a_table_that_names_a_page_too_many_is_noticed():
+    table = LaneTable(GROUP, 1)
+    table.append(np.array([0]), counts([1, 2]), np.arange(3, dtype=np.int32))
+    table.num_slots[0] = 4
+
+    with pytest.raises(InvariantError, match="pages do not match slots"):
+        table.check()

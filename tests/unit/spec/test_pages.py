@@ -1,0 +1,223 @@
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, UnknownName
+from quire.kv.memory import KVMemory
+from quire.spec.pages import CODECS, CacheLayout, CodecSpec, LaneGroup, PageClass, codec_spec
+
+
+def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128, **options):
+    key = codec_spec(codec)
+    spec = key if value == "same" else value
+    return PageClass(key=key, value=spec, heads=heads, tokens=tokens, head_dim=head_dim, **options)
+
+
+# ---- bytes of a page -----------------------------------------------------------------------------
+
+
+def test_a_page_of_16_tokens_8_heads_of_128_in_bfloat16_takes_64_kib():
+    page = page_class()
+
+    assert page.key_bytes == 16 * 8 * 128 * 2 == 32_768
+    assert page.page_bytes == 65_536
+
+
+def test_an_int8_page_carries_two_bytes_of_scale_a_vector():
+    page = page_class("int8")
+
+    assert page.key_bytes == 16 * 8 * (128 + 2) == 16_640
+    assert page.page_bytes == 33_280
+
+
+def test_positions_add_four_bytes_a_slot_whatever_the_heads():
+    for heads in (1, 8):
+        plain = page_class(heads=heads)
+        assert page_class(heads=heads, positions=True).page_bytes == plain.page_bytes + 16 * 4
+
+
+def test_statistics_pages_have_one_plane():
+    page = page_class("float32", value=None, head_dim=2)
+
+    assert (page.key_bytes, page.value_bytes) == (16 * 8 * 2 * 4, 0)
+    assert page.page_bytes == page.key_bytes
+
+
+def test_keys_and_values_may_have_codecs_of_their_own():
+    page = page_class("int8", value=codec_spec("bfloat16"))
+
+    assert page.page_bytes == 16_640 + 32_768
+
+
+def test_numbers_of_less_than_a_byte_round_up_to_whole_bytes_a_vector():
+    assert CodecSpec("four", 4, metadata_bytes=3).block_bytes(10, 5) == 10 * (3 + 3)
+
+
+@given(
+    key=st.sampled_from(sorted(CODECS)),
+    value=st.none() | st.sampled_from(sorted(CODECS)).map(codec_spec),
+    heads=st.integers(1, 9),
+    tokens=st.integers(1, 33),
+    head_dim=st.integers(1, 130),
+    positions=st.booleans(),
+)
+def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
+    key, value, heads, tokens, head_dim, positions
+):
+    page = page_class(
+        key, value=value, heads=heads, tokens=tokens, head_dim=head_dim, positions=positions
+    )
+
+    content = page.key_bytes + page.value_bytes + (4 * tokens if positions else 0)
+
+    assert page.page_bytes % 64 == 0
+    assert page.positions_offset_bytes % 4 == 0
+    assert page.positions_offset_bytes >= page.key_bytes + page.value_bytes
+    assert 0 <= page.page_bytes - content < 64 + 4
+
+
+def test_whole_pages_hold_all_slots():
+    page = page_class(tokens=16)
+
+    assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["head_dim", "heads", "tokens"])
+def test_a_page_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} >= 1, got 0"):
+        page_class(**{name: 0})
+
+
+def test_an_unknown_codec_offers_near_names():
+    with pytest.raises(UnknownName, match=r"unknown codec 'float8': did you mean"):
+        codec_spec("float8")
+
+
+# ---- groups and layouts --------------------------------------------------------------------------
+
+
+def test_slots_without_order_must_carry_positions():
+    with pytest.raises(ConfigError, match="must carry their positions"):
+        LaneGroup(name="kv", page_class=page_class(), layers=(0,), ordered=False)
+
+    LaneGroup(name="sums", page_class=page_class(), layers=(0,), ordered=False, private=True)
+
+
+@pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
+def test_a_window_needs_order_and_a_token(window, ordered):
+    with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
+        LaneGroup(
+            name="kv",
+            page_class=page_class(positions=True),
+            layers=(0,),
+            window=window,
+            ordered=ordered,
+        )
+
+
+def test_one_head_pages_have_a_lane_for_each_head_of_each_layer():
+    group = LaneGroup(name="kv", page_class=page_class(heads=1), layers=(1, 4), lanes_per_layer=8)
+
+    assert group.num_lanes == 16
+
+
+def test_groups_of_a_layout_have_names_of_their_own():
+    group = LaneGroup(name="kv", page_class=page_class(), layers=(0,))
+
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout((group, group))
+    with pytest.raises(ConfigError, match="unique names"):
+        CacheLayout(())
+
+
+def test_a_sequence_of_one_token_takes_a_page_for_every_lane():
+    layout = CacheLayout(
+        (
+            LaneGroup(name="full", page_class=page_class(), layers=(0, 1)),
+            LaneGroup(name="near", page_class=page_class(), layers=(2,), window=64),
+            LaneGroup(name="int8", page_class=page_class("int8"), layers=(3,)),
+        )
+    )
+
+    assert layout.smallest_sequence_bytes == 3 * 65_536 + 33_280
+    assert layout.page_classes == (page_class(), page_class("int8"))
+
+
+# ---- what a lane takes at its peak ---------------------------------------------------------------
+
+
+def window_group(window, tokens_per_page):
+    page = page_class(heads=1, head_dim=2, tokens=tokens_per_page)
+    return LaneGroup(name="kv", page_class=page, layers=(0,), window=window)
+
+
+def peak_slots_and_pages(group, chunks):
+    """Most slots and most pages of a lane while chunks of so many tokens stream through."""
+    memory = KVMemory(CacheLayout((group,)), 64 * 1024, 1)
+    row, table = np.array([memory.start()]), memory.tables["kv"]
+    peaks = []
+    for chunk in chunks:
+        memory.grow(row, np.array([chunk], dtype=np.int32))
+        peaks.append((int(table.num_slots[0, 0]), int(table.num_pages[0, 0])))
+    return tuple(map(max, zip(*peaks, strict=True)))
+
+
+@pytest.mark.parametrize("per_page", [1, 2, 3, 4, 5])
+def test_a_window_lane_never_holds_more_than_its_bound_and_touches_it(per_page):
+    for window, chunk in product(range(1, 11), range(1, 9)):
+        group = window_group(window, per_page)
+        num_chunks = 2 * (window + per_page) + 6  # every alignment of chunks and pages
+        tokens = num_chunks * chunk
+
+        slots, pages = peak_slots_and_pages(group, [chunk] * num_chunks)
+
+        bound = group.slots_at_most(tokens, chunk)
+        assert slots <= bound
+        assert bound - slots < per_page
+        assert pages * group.page_class.page_bytes <= group.bytes_at_most(tokens, chunk)
+        assert group.page_class.pages_for(bound) - pages <= 1
+
+
+@given(
+    window=st.integers(1, 20),
+    per_page=st.integers(1, 6),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)
+def test_ragged_chunks_stay_within_the_bound_of_the_largest(window, per_page, chunks):
+    group = window_group(window, per_page)
+
+    slots, pages = peak_slots_and_pages(group, chunks)
+
+    assert slots <= group.slots_at_most(sum(chunks), max(chunks))
+    assert pages * group.page_class.page_bytes <= group.bytes_at_most(sum(chunks), max(chunks))
+
+
+def test_single_tokens_reach_the_bound_in_pages_exactly():
+    for window, per_page in product(range(1, 30), range(1, 8)):
+        group = window_group(window, per_page)
+
+        slots, pages = peak_slots_and_pages(group, [1] * (window + 2 * per_page))
+
+        assert slots == group.slots_at_most(window + 2 * per_page, 1)
+        assert pages == group.page_class.pages_for(slots)
+
+
+def test_a_lane_without_a_window_holds_every_token():
+    group = window_group(None, 4)
+
+    assert group.slots_at_most(1000, 64) == 1000
+    assert group.bytes_at_most(1000, 64) == 250 * group.page_class.page_bytes
+
+
+def test_a_short_sequence_holds_no_more_than_its_tokens():
+    assert window_group(512, 4).slots_at_most(10, 64) == 10
+
+
+def test_bytes_at_most_count_every_lane():
+    page = page_class(heads=1)
+    group = LaneGroup(name="kv", page_class=page, layers=(0, 1), lanes_per_layer=8, window=64)
+
+    assert group.bytes_at_most(1000, 16) == 6 * 16 * page.page_bytes  # 63 + 16 + 15 = 94 slots
