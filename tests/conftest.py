@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -17,3 +18,5 @@ settings.register_profile(  # a state machine takes max_examples * stateful_step
     suppress_health_check=slow,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+torch.set_num_threads(1)  # pytest-xdist runs one worker on each core

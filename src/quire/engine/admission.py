@@ -19,13 +19,13 @@ class Admission:
     Attributes:
         memory: the pool.
         eviction: how many tokens a lane may hold.
-        step_tokens: largest prefill chunk.
+        chunk_tokens: largest prefill chunk.
         reserve_share: part of the arena kept free while anything is running, 0 to 1.
     """
 
     memory: KVMemory
     eviction: EvictionSpec
-    step_tokens: int
+    chunk_tokens: int
     reserve_share: float
 
     def peak_pages(self, tokens: int) -> dict[PageClass, int]:
@@ -38,7 +38,7 @@ class Admission:
 
     def _peak_slots(self, group: LaneGroup, tokens: int) -> int:
         if group.ordered:
-            return group.slots_at_most(tokens, self.step_tokens)
+            return group.slots_at_most(tokens, self.chunk_tokens)
         return self.eviction.peak_tokens(tokens)
 
     def peak_bytes(self, tokens: int) -> int:

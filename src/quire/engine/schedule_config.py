@@ -17,13 +17,21 @@ class ScheduleConfig:
     step_tokens: int = option(
         2048, help="tokens a step processes at most, decoding rows first", unit="tokens"
     )
+    chunk_tokens: int = option(
+        2048, help="tokens of one prompt a step reads at most", unit="tokens"
+    )
     reserve_share: float = option(
         0.01, help="part of the KV memory kept free when a request is let in, 0 to 1"
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "step_tokens"):
+        for name in ("max_running", "step_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.reserve_share < 1:
             raise ConfigError(f"expected reserve_share in [0, 1), got {self.reserve_share}")
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens one prompt can add in a step."""
+        return min(self.step_tokens, self.chunk_tokens)

@@ -63,7 +63,7 @@ class Scheduler:
         evict: Evictor,
     ) -> None:
         self.memory, self.config, self.eviction = memory, config, eviction
-        self.admission = Admission(memory, eviction, config.step_tokens, config.reserve_share)
+        self.admission = Admission(memory, eviction, config.longest_chunk, config.reserve_share)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
@@ -214,13 +214,14 @@ class Scheduler:
         Where lanes have a cap: up to it while there is room, then one eviction, then `every` tokens
         (or the rest) at once or none, so that who else is in the batch changes nothing.
         """
+        if self.eviction.cap is not None and request.num_computed >= self.eviction.cap:
+            return self._atomic_chunk(request, budget)
+        budget = min(budget, self.config.chunk_tokens)
         if request.params.prompt_logprobs is not None:
-            budget = min(budget, max(SCORED_CHUNK_TOKENS, self.eviction.every))
-        if self.eviction.cap is None:
-            return min(request.num_uncomputed, budget)
-        if request.num_computed < self.eviction.cap:
-            return min(request.num_uncomputed, budget, self.eviction.cap - request.num_computed)
-        return self._atomic_chunk(request, budget)
+            budget = min(budget, SCORED_CHUNK_TOKENS)
+        if self.eviction.cap is not None:
+            budget = min(budget, self.eviction.cap - request.num_computed)
+        return min(request.num_uncomputed, budget)
 
     def _atomic_chunk(self, request: Request, budget: int) -> int:
         assert self.eviction.cap is not None

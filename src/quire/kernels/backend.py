@@ -7,7 +7,7 @@ s sees slots 0 .. s, or with a window W (such lanes never permute) slots s - W +
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -91,6 +91,7 @@ class AttentionMath:
     sinks: Shaped[Tensor, "*batch num_heads"] | None = None
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
     """Computes attention over pages. Holds no state of any sequence."""
 

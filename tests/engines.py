@@ -1,0 +1,110 @@
+"""Engines over tiny random models, and what Transformers itself says about the same prompts."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+import zoo
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.adapter import TransformersDecoder
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
+from torch import Tensor
+
+NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Transformers' greedy answer to one prompt.
+
+    Attributes:
+        prompt, tokens: token ids.
+        logits: [len(tokens), vocab] from one plain forward over prompt and tokens.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+
+    def agrees(self, tokens: list[int], tolerance: float) -> bool:
+        """Whether tokens are equal up to the first step whose two top logits nearly tie."""
+        for i, (ours, theirs) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if ours != theirs:
+                top = self.logits[i].topk(2).values
+                return bool(top[0] - top[1] <= tolerance)
+        return len(tokens) == len(self.tokens)
+
+
+def load(architecture: str) -> LoadedModel:
+    """A zoo model behind Quire's adapter, in float32 on the CPU."""
+    decoder = TransformersDecoder(zoo.build(architecture))
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        spec=decoder.spec,
+        name=architecture,
+        weight_bytes=0,
+    )
+
+
+def make_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    """Ragged prompts of 1 to `longest` random tokens."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+@torch.inference_mode()
+def expect(architecture: str, prompts: list[list[int]]) -> list[Expected]:
+    """Ask Transformers, prompt by prompt."""
+    model = zoo.build(architecture)
+    model.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens = out[0, len(prompt) :].tolist()
+        logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected.append(Expected(prompt, tokens, logits.clone()))
+    return expected
+
+
+def engine_for(
+    model: LoadedModel,
+    *,
+    pages: int,
+    page_tokens: int,
+    chunk_tokens: int = 2048,
+    max_running: int = 64,
+    **kv: object,
+) -> Engine:
+    """An engine whose arena has room for `pages` pages of every lane."""
+    probe = Engine(
+        model,
+        KVConfig(memory="1MiB", page_tokens=page_tokens, **kv),
+        ScheduleConfig(max_running=1),
+    )
+    row_bytes = probe.pool.kv.memory.layout.smallest_sequence_bytes
+    return Engine(
+        model,
+        KVConfig(memory=row_bytes * pages, page_tokens=page_tokens, **kv),
+        ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens),
+    )
+
+
+def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
+    """Greedy, never stopping early."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

@@ -1,0 +1,156 @@
+"""The engine equals Transformers: every architecture, page size, chunk size, with preemption."""
+
+import random
+from collections import defaultdict
+from functools import cache
+
+import pytest
+import torch
+import zoo
+from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
+from quire.engine.core import Engine
+from quire.engine.sampler import SampledToken
+
+TOLERANCE = 1e-4
+NUM_PROMPTS, LONGEST = 64, 40
+PAGE_TOKENS = (1, 4, 16)
+CHUNK_TOKENS = (1, 7, 64, 2048)
+# room in units of the longest request: the tightest holds little more than one
+ARENAS = {"ample": 40.0, "scarce": 6.0, "tight": 1.3}
+
+
+@cache
+def reference(architecture: str) -> list[Expected]:
+    return expect(architecture, make_prompts(NUM_PROMPTS, LONGEST, seed=7))
+
+
+class Forced:
+    """Stands in for the sampler: notes the logits, answers with Transformers' tokens."""
+
+    def __init__(self, expected: dict[str, Expected]) -> None:
+        self.expected = expected
+        self.worst = 0.0
+
+    def sample(self, logits, rows):
+        tokens = []
+        for row_logits, request in zip(logits, rows, strict=True):
+            step = len(request.output_token_ids)
+            wanted = self.expected[request.request_id]
+            self.worst = max(self.worst, float((row_logits - wanted.logits[step]).abs().max()))
+            tokens.append(SampledToken(wanted.tokens[step]))
+        return tokens
+
+
+def drive(engine: Engine, expected: list[Expected], seed: int) -> tuple[dict[str, list[int]], int]:
+    """Submit at random steps, cancel a few; return the answers and how many were cancelled."""
+    rng = random.Random(seed)
+    waiting = list(enumerate(expected))
+    rng.shuffle(waiting)
+    doomed = {f"r{i}" for i, _ in waiting[::13]}
+    answers: dict[str, list[int]] = defaultdict(list)
+    ended = {}
+    while waiting or engine.has_work:
+        for _ in range(rng.randint(0, 12)):
+            if waiting:
+                i, wanted = waiting.pop()
+                engine.submit(wanted.prompt, greedy(), request_id=f"r{i}", priority=i % 3)
+        for delta in engine.step():
+            answers[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                ended[delta.request_id] = delta
+            elif delta.request_id in doomed and rng.random() < 0.5:
+                engine.cancel(delta.request_id)
+    engine.check()
+    assert len(ended) == len(expected)
+    aborted = {key for key, delta in ended.items() if delta.finish_reason == "abort"}
+    for key in aborted:
+        del answers[key]
+    return answers, len(aborted)
+
+
+def pages_of(arena: str, page_tokens: int) -> int:
+    longest = -(-(LONGEST + NEW_TOKENS) // page_tokens)
+    return int(ARENAS[arena] * longest) + 1
+
+
+CASES = [
+    (page, chunk, arena) for page in PAGE_TOKENS for chunk in CHUNK_TOKENS for arena in ARENAS
+]
+# every page size, chunk size and arena, and every pair of them over three architectures
+QUICK = [
+    [(1, 1, "tight"), (4, 7, "scarce"), (16, 64, "ample"), (4, 2048, "tight")],
+    [(4, 1, "ample"), (16, 7, "tight"), (1, 64, "scarce"), (16, 2048, "scarce")],
+    [(16, 1, "scarce"), (1, 7, "ample"), (4, 64, "tight"), (1, 2048, "ample"), (16, 64, "tight")],
+]
+
+
+def check_forced_logits(architecture: str, cases: list[tuple[int, int, str]]) -> None:
+    model, expected = load(architecture), reference(architecture)
+    for page_tokens, chunk_tokens, arena in cases:
+        engine = engine_for(
+            model,
+            pages=pages_of(arena, page_tokens),
+            page_tokens=page_tokens,
+            chunk_tokens=chunk_tokens,
+        )
+        forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+        engine._sampler = forced
+        _, cancelled = drive(engine, expected, seed=page_tokens * 100 + chunk_tokens)
+
+        assert forced.worst <= TOLERANCE, (page_tokens, chunk_tokens, arena)
+        assert engine.scheduler.num_preemptions > 0 or arena != "tight"
+        assert cancelled > 0
+
+
+@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+def test_logits_equal_transformers_with_its_tokens_forced(architecture):
+    check_forced_logits(architecture, QUICK[list(zoo.ARCHITECTURES).index(architecture) % 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+def test_logits_equal_transformers_in_every_combination(architecture):
+    check_forced_logits(architecture, CASES)
+
+
+@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+def test_greedy_tokens_equal_generate_up_to_ties(architecture):
+    model, expected = load(architecture), reference(architecture)
+    page_tokens, chunk_tokens, arena = random.Random(architecture).choice(CASES)
+    engine = engine_for(
+        model, pages=pages_of(arena, page_tokens), page_tokens=page_tokens, chunk_tokens=chunk_tokens
+    )
+    answers, _ = drive(engine, expected, seed=3)
+
+    different = 0
+    for key, tokens in answers.items():
+        wanted = expected[int(key[1:])]
+        if crosses_longrope(architecture, wanted):
+            continue
+        assert wanted.agrees(tokens, TOLERANCE), key
+        different += tokens != wanted.tokens
+    assert different <= 2  # steps where two logits tie are rare
+
+
+def crosses_longrope(architecture: str, wanted: Expected) -> bool:
+    """Transformers changes the frequencies in the middle of such an answer; Quire never does."""
+    length = len(wanted.prompt)
+    limit = zoo.LONGROPE_SHORT_TOKENS
+    return architecture == "phi3_longrope" and length <= limit < length + NEW_TOKENS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+def test_logits_equal_transformers_on_cuda(architecture):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model, expected = load(architecture), reference(architecture)
+    model.decoder.model.to("cuda")
+    engine = engine_for(model, pages=pages_of("scarce", 16), page_tokens=16, chunk_tokens=64)
+    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+    engine._sampler = forced
+    for wanted in expected:
+        wanted.logits.cuda()
+    drive(engine, expected, seed=1)
+
+    assert forced.worst <= 1e-3
