@@ -26,7 +26,7 @@ from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 from unit.kv.host_bytes import HostBytes, vector_bytes
 
 MAX_ROWS = 6
-WINDOW = 7
+WINDOW = 13
 LOAN_GRAIN = 8  # tokens in whole pages of every group that is shared
 
 
@@ -40,6 +40,7 @@ RAGGED = page_class("bfloat16", heads=1, tokens=8, head_dim=4, positions=True)
 INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", value=False, heads=2, tokens=3, head_dim=4)
+SUMS_SLOT_BYTES = 2 * 4 * 4
 LAYOUT = CacheLayout(
     (
         LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
@@ -50,8 +51,7 @@ LAYOUT = CacheLayout(
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
     )
 )
-ROWS = st.integers(0, MAX_ROWS - 1)
-SEEDS = st.integers(0, 2**16)
+SEEDS = st.integers(0, 2**16)  # also picks a row, a lane or a loan, modulo how many there are
 
 
 def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
@@ -89,15 +89,29 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # ---- life ----------------------------------------------------------------------------------
 
-    @rule()
-    def start(self):
-        row = self.attempt(self.memory.start, len(self.rows) < MAX_ROWS)
-        if row is not None:
-            self.add(row, empty_sequence())
+    @precondition(lambda self: len(self.rows) < MAX_ROWS)
+    @rule(tokens=st.integers(0, 30))
+    def start(self, tokens):
+        row = self.memory.start()
+        self.add(row, empty_sequence())
+        self.grow({row: tokens})
 
-    @rule(picks=st.dictionaries(ROWS, st.integers(0, 13), min_size=1, max_size=4))
-    def grow(self, picks):
-        counts = {row: count for row, count in picks.items() if row in self.rows}
+    @precondition(lambda self: len(self.rows) == MAX_ROWS)
+    @rule()
+    def start_without_a_free_row(self):
+        self.attempt(self.memory.start, possible=False)
+
+    @precondition(lambda self: self.rows)
+    @rule(picks=st.lists(st.tuples(SEEDS, st.integers(0, 13)), min_size=1, max_size=4))
+    def prefill(self, picks):
+        self.grow({self.pick_row(pick): count for pick, count in picks})
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def decode(self):
+        self.grow(dict.fromkeys(self.rows, 1))
+
+    def grow(self, counts):
         rows = np.array(list(counts), dtype=np.int64)
         tokens = np.array(list(counts.values()), dtype=np.int32)
         fits = self.memory.can_grow(rows, tokens)
@@ -121,9 +135,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.attempt(lambda: self.memory.grow(rows, tokens), possible=False)
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, others=st.sets(ROWS, max_size=2))
-    def release(self, pick, others):
-        rows = {self.pick_row(pick)} | (others & set(self.rows))
+    @rule(picks=st.lists(SEEDS, min_size=1, max_size=2))
+    def release(self, picks):
+        rows = {self.pick_row(pick) for pick in picks}
         self.memory.release(sorted(rows))
         for row in rows:
             del self.rows[row]
@@ -180,11 +194,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 del tokens[position]
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, back=st.integers(0, 20))
+    @rule(pick=SEEDS, back=st.integers(0, 6) | SEEDS)
     def truncate(self, pick, back):
         row = self.pick_row(pick)
         sequence = self.rows[row]
-        length = sequence.length - back
+        length = sequence.length - back % (sequence.length + 1)
         if not self.may_truncate(sequence, length):
             self.refused(lambda: self.memory.truncate(row, length))
             return
@@ -195,8 +209,6 @@ class MemoryMachine(RuleBasedStateMachine):
                 del lane[position]
 
     def may_truncate(self, sequence, length):
-        if length < 0:
-            return False
         ragged = [lane for (name, _), lane in sequence.lanes.items() if name == "ragged"]
         if any(len(lane) < sequence.length for lane in ragged):
             return False
@@ -219,24 +231,44 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.store.copied_pages - copied == private
             self.add(child, self.rows[row].copy())
 
-    @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, tokens=st.integers(0, 17) | st.sampled_from([LOAN_GRAIN, 2 * LOAN_GRAIN]))
-    def lend(self, pick, tokens):
-        row = self.pick_row(pick)
-        sequence = self.rows[row]
-        shared = {k: lane for k, lane in sequence.lanes.items() if "sums" not in k[0]}
-        whole = all(len(lane) == sequence.length for lane in shared.values())
-        if not whole or tokens % LOAN_GRAIN or not 0 < tokens <= sequence.length:
-            self.refused(lambda: lend(self.memory, row, tokens))
-            return
+    @precondition(lambda self: self.lendable_rows())
+    @rule(pick=SEEDS, pages=SEEDS)
+    def lend(self, pick, pages):
+        lendable = self.lendable_rows()
+        row = lendable[pick % len(lendable)]
+        tokens = LOAN_GRAIN * (1 + pages % (self.rows[row].length // LOAN_GRAIN))
+
+        loan = lend(self.memory, row, tokens)
+
         prefix = empty_sequence()
         prefix.length = tokens
-        for key, lane in shared.items():
-            prefix.lanes[key] = {p: token for p, token in lane.items() if p < tokens}
         for key, lane in prefix.lanes.items():
-            if "sums" in key[0]:
-                lane.update(dict.fromkeys(range(tokens), bytes(SUMS.heads * 16)))
-        self.loans.append((lend(self.memory, row, tokens), prefix))
+            lent = {p: token for p, token in self.rows[row].lanes[key].items() if p < tokens}
+            zeros = dict.fromkeys(range(tokens), bytes(SUMS_SLOT_BYTES))
+            lane.update(zeros if "sums" in key[0] else lent)
+        self.loans.append((loan, prefix))
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=SEEDS, pages=st.integers(0, 9), odd=st.integers(0, LOAN_GRAIN - 1))
+    def lend_what_cannot_be_lent(self, pick, pages, odd):
+        row = self.pick_row(pick)
+        tokens = LOAN_GRAIN * pages + odd
+        beyond = tokens > self.rows[row].length
+        if tokens == 0 or odd or beyond or row not in self.lendable_rows():
+            self.refused(lambda: lend(self.memory, row, tokens))
+
+    def lendable_rows(self):
+        """Rows that hold every token in every lane that is shared, and at least a page of them."""
+        return [
+            row
+            for row, sequence in sorted(self.rows.items())
+            if sequence.length >= LOAN_GRAIN
+            and all(
+                len(lane) == sequence.length
+                for key, lane in sequence.lanes.items()
+                if "sums" not in key[0]
+            )
+        ]
 
     @precondition(lambda self: self.loans)
     @rule(pick=SEEDS)

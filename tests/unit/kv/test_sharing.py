@@ -85,6 +85,20 @@ def test_a_parent_and_its_fork_growing_in_one_step_do_not_write_into_each_other(
     memory.check()
 
 
+def test_growth_that_could_not_copy_the_shared_page_changes_nothing():
+    memory = one_group(total_bytes=4 * 128)
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    with pytest.raises(OutOfPages, match=r"2 pages asked for, 128 B free"):
+        grow(memory, child, 3)
+    assert memory.lengths[[row, child]].tolist() == [10, 10]
+    assert (used_pages(memory), memory.store.copied_pages) == (3, 0)
+    grow(memory, child, 2)
+
+    assert keys(memory, row) == keys(memory, child)[:10]
+
+
 def test_a_fork_outlives_its_parent():
     memory = one_group()
     row = started(memory, 10)

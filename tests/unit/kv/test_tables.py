@@ -74,6 +74,16 @@ def test_drained_changes_name_exactly_the_changed_entries():
     assert changed_by(lambda: memory.release([row])) == 2
 
 
+def test_changes_before_a_table_moved_are_forgotten_as_it_is_copied_whole():
+    memory = one_group()
+    row = started(memory, 4 * INITIAL_PAGES_PER_LANE)
+    table = memory.tables["kv"]
+
+    grow(memory, row, 1)
+
+    assert table.drain_changes().tolist() == [row * table.capacity + INITIAL_PAGES_PER_LANE]
+
+
 def test_untracked_tables_keep_no_changes():
     table = LaneTable(GROUP, 1)
 
