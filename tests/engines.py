@@ -85,24 +85,19 @@ def expect(architecture: str, prompts: list[list[int]]) -> list[Expected]:
 def engine_for(
     model: LoadedModel,
     *,
-    pages: int,
+    room: float,
+    longest: int,
     page_tokens: int,
     chunk_tokens: int = 2048,
     max_running: int = 64,
     **kv: object,
 ) -> Engine:
-    """An engine whose arena has room for `pages` pages of every lane."""
-    probe = Engine(
-        model,
-        KVConfig(memory="1MiB", page_tokens=page_tokens, **kv),
-        ScheduleConfig(max_running=1),
-    )
-    row_bytes = probe.pool.kv.memory.layout.smallest_sequence_bytes
-    return Engine(
-        model,
-        KVConfig(memory=row_bytes * pages, page_tokens=page_tokens, **kv),
-        ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens),
-    )
+    """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
+    schedule = ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens)
+    probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
+    peak_bytes = probe.scheduler.admission.peak_bytes(longest)
+    memory = max(peak_bytes, int(room * peak_bytes))
+    return Engine(model, KVConfig(memory=memory, page_tokens=page_tokens, **kv), schedule)
 
 
 def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:

@@ -10,6 +10,7 @@ import zoo
 from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 from quire.engine.core import Engine
 from quire.engine.sampler import SampledToken
+from quire.models.loader import LoadedModel
 
 TOLERANCE = 1e-4
 NUM_PROMPTS, LONGEST = 64, 40
@@ -36,7 +37,9 @@ class Forced:
         for row_logits, request in zip(logits, rows, strict=True):
             step = len(request.output_token_ids)
             wanted = self.expected[request.request_id]
-            self.worst = max(self.worst, float((row_logits - wanted.logits[step]).abs().max()))
+            self.worst = max(
+                self.worst, float((row_logits.cpu() - wanted.logits[step]).abs().max())
+            )
             tokens.append(SampledToken(wanted.tokens[step]))
         return tokens
 
@@ -68,14 +71,17 @@ def drive(engine: Engine, expected: list[Expected], seed: int) -> tuple[dict[str
     return answers, len(aborted)
 
 
-def pages_of(arena: str, page_tokens: int) -> int:
-    longest = -(-(LONGEST + NEW_TOKENS) // page_tokens)
-    return int(ARENAS[arena] * longest) + 1
+def engine_of(model: LoadedModel, page_tokens: int, chunk_tokens: int, arena: str) -> Engine:
+    return engine_for(
+        model,
+        room=ARENAS[arena],
+        longest=LONGEST + NEW_TOKENS,
+        page_tokens=page_tokens,
+        chunk_tokens=chunk_tokens,
+    )
 
 
-CASES = [
-    (page, chunk, arena) for page in PAGE_TOKENS for chunk in CHUNK_TOKENS for arena in ARENAS
-]
+CASES = [(page, chunk, arena) for page in PAGE_TOKENS for chunk in CHUNK_TOKENS for arena in ARENAS]
 # every page size, chunk size and arena, and every pair of them over three architectures
 QUICK = [
     [(1, 1, "tight"), (4, 7, "scarce"), (16, 64, "ample"), (4, 2048, "tight")],
@@ -87,12 +93,7 @@ QUICK = [
 def check_forced_logits(architecture: str, cases: list[tuple[int, int, str]]) -> None:
     model, expected = load(architecture), reference(architecture)
     for page_tokens, chunk_tokens, arena in cases:
-        engine = engine_for(
-            model,
-            pages=pages_of(arena, page_tokens),
-            page_tokens=page_tokens,
-            chunk_tokens=chunk_tokens,
-        )
+        engine = engine_of(model, page_tokens, chunk_tokens, arena)
         forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
         engine._sampler = forced
         _, cancelled = drive(engine, expected, seed=page_tokens * 100 + chunk_tokens)
@@ -116,10 +117,7 @@ def test_logits_equal_transformers_in_every_combination(architecture):
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
 def test_greedy_tokens_equal_generate_up_to_ties(architecture):
     model, expected = load(architecture), reference(architecture)
-    page_tokens, chunk_tokens, arena = random.Random(architecture).choice(CASES)
-    engine = engine_for(
-        model, pages=pages_of(arena, page_tokens), page_tokens=page_tokens, chunk_tokens=chunk_tokens
-    )
+    engine = engine_of(model, *random.Random(architecture).choice(CASES))
     answers, _ = drive(engine, expected, seed=3)
 
     different = 0
@@ -146,11 +144,9 @@ def test_logits_equal_transformers_on_cuda(architecture):
         pytest.skip("no CUDA device")
     model, expected = load(architecture), reference(architecture)
     model.decoder.model.to("cuda")
-    engine = engine_for(model, pages=pages_of("scarce", 16), page_tokens=16, chunk_tokens=64)
+    engine = engine_of(model, 16, 64, "scarce")
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
     engine._sampler = forced
-    for wanted in expected:
-        wanted.logits.cuda()
     drive(engine, expected, seed=1)
 
     assert forced.worst <= 1e-3

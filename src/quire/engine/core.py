@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.stats import EngineStats, request_bytes
 from quire.engine.stop_rules import OutputText
+from quire.engine.times import StepTimes
 from quire.engine.validation import checked_params, checked_prompt
 from quire.errors import InvariantError, RequestError
 from quire.kv.config import KVConfig
@@ -53,7 +55,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool.kv.memory, self.schedule_config, eviction.spec, evictor
         )
-        self._runner = Runner(model.decoder, self.pool.kv)
+        self.times = StepTimes()
+        self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -126,7 +129,9 @@ class Engine:
         """Process one batch of tokens; return what it added to the answers."""
         deltas = [self._aborted(request) for request in self._cancelled]
         self._cancelled.clear()
+        started_s = time.perf_counter()
         plan = self.scheduler.schedule()
+        self.times.schedule_s += time.perf_counter() - started_s
         for request, error in self.scheduler.failures:
             deltas.append(self._end(request, "error", error=str(error)))
         self.scheduler.failures.clear()
@@ -136,6 +141,7 @@ class Engine:
             return deltas
         results = self._runner.run(plan)
         self.scheduler.commit(plan)
+        self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
         deltas += self._score_prompts(results)
@@ -257,6 +263,7 @@ class Engine:
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
+            times=replace(self.times),
             requests=request_bytes(scheduler.running, memory),
         )
 

@@ -7,7 +7,7 @@ import torch
 
 from quire.engine.activation import measure_activation_peak
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import UnknownName
+from quire.errors import ConfigError, UnknownName
 from quire.kernels.select import select_backend
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
@@ -59,6 +59,7 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     """
     decoder = model.decoder
     eviction = make_eviction(config.evict)
+    _check_chunks(eviction, schedule)
     codec = _codec(config.codec, decoder.dtype)
     layout = layout_for(
         model.spec,
@@ -79,6 +80,15 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     store = PageStore(memory.total_bytes, decoder.device)
     memory.store = store
     return KVPool(PagedKV(memory, store, choice.backend), eviction, codec, choice.reason)
+
+
+def _check_chunks(eviction: Eviction, schedule: ScheduleConfig) -> None:
+    if eviction.policy is not None and eviction.spec.every > schedule.step_tokens:
+        raise ConfigError(
+            f"a step of {schedule.step_tokens} tokens has no room for a chunk of every="
+            f"{eviction.spec.every} tokens, which an evicting prompt reads at once; raise "
+            "--step-tokens or lower every"
+        )
 
 
 def _codec(name: str, dtype: torch.dtype) -> str:

@@ -1,5 +1,6 @@
 """Runs a step: one flat batch through the decoder, attention over the rows' pages."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from quire.engine.request import Request
 from quire.engine.scheduler import StepPlan
+from quire.engine.times import StepTimes
 from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import AttentionCall, Decoder
@@ -30,10 +32,10 @@ class StepLogits:
 
 
 class Runner:
-    """Turns step plans into logits."""
+    """Turns step plans into logits, and notes in `times` what preparing took."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
-        self._decoder, self._kv = decoder, kv
+    def __init__(self, decoder: Decoder, kv: PagedKV, times: StepTimes) -> None:
+        self._decoder, self._kv, self._times = decoder, kv, times
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[StepLogits]:
@@ -57,6 +59,7 @@ class Runner:
         return results
 
     def _run_regime(self, rows: list[tuple[Request, int]], regime: int) -> list[StepLogits]:
+        started_s = time.perf_counter()
         rows.sort(key=lambda row: row[1] != 1)  # rows of one token first: they decode together
         token_ids: list[int] = []
         positions: list[int] = []
@@ -65,21 +68,15 @@ class Runner:
             token_ids += request.token_ids(start, start + tokens)
             positions += range(start, start + tokens)
         wanted = list(_wanted_rows(rows))
-        attention = _StepBridge(
-            StepAttention(
-                self._kv,
-                np.array([request.row for request, _ in rows], dtype=np.int64),
-                np.array([tokens for _, tokens in rows], dtype=np.int32),
-            )
+        attention = StepAttention(
+            self._kv,
+            np.array([request.row for request, _ in rows], dtype=np.int64),
+            np.array([tokens for _, tokens in rows], dtype=np.int32),
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-        logits = self._decoder.forward(
-            self._tensor(token_ids),
-            self._tensor(positions),
-            self._tensor(sample_rows),
-            attention,
-            rope_regime=regime,
-        )
+        flat = [self._tensor(numbers) for numbers in (token_ids, positions, sample_rows)]
+        self._times.prepare_s += time.perf_counter() - started_s
+        logits = self._decoder.forward(*flat, _StepBridge(attention), rope_regime=regime)
         parts = torch.split(logits, [count for _, _, count in wanted])
         return [
             StepLogits(request, positions[first], part)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from quire.engine.request import Request
+from quire.engine.times import StepTimes
 from quire.kv.memory import KVMemory
 
 
@@ -37,6 +38,7 @@ class EngineStats:
         num_preemptions, num_steps: since the start.
         num_processed_tokens: tokens that went through the model, repeated reading included.
         num_generated_tokens: tokens of answers.
+        times: where the steps' time went.
         requests: who holds what.
     """
 
@@ -52,6 +54,7 @@ class EngineStats:
     num_steps: int
     num_processed_tokens: int
     num_generated_tokens: int
+    times: StepTimes
     requests: tuple[RequestBytes, ...]
 
     def as_dict(self) -> dict[str, object]:

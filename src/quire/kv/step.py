@@ -1,5 +1,7 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -59,8 +61,12 @@ class StepAttention:
         self._token_row = self._tensor(row)
         self._token_offset = self._tensor(np.arange(len(row)) - self._shape.starts[row])
         self._tables = {name: table.current() for name, table in kv.tables.items()}
-        # per group, or per layer where lanes are not equally full: (plan, pages, offsets)
-        self._plans: dict[tuple[str, int], tuple[object, Tensor, Tensor]] = {}
+        self._plans = {
+            (group.name, index): plan
+            for group in kv.memory.layout.groups
+            if not group.private
+            for index, plan in enumerate(self._layer_plans(group))
+        }
 
     def attend(
         self,
@@ -80,7 +86,7 @@ class StepAttention:
             value: like key.
         """
         group, index = self._kv.place[layer]
-        plan, pages, offsets = self._plan(group, index)
+        plan, pages, offsets = self._plans[group.name, index]
         views = self._kv.store.views(group.page_class)
         assert views.value is not None, "lanes that attend have a value plane"
         shape = (len(key), group.lanes_per_layer, group.page_class.heads, group.page_class.head_dim)
@@ -98,18 +104,20 @@ class StepAttention:
         )
         return self._kv.backend.attend(plan, layer_pages, math, query, (key, value))
 
-    def _plan(self, group: LaneGroup, index: int) -> tuple[object, Tensor, Tensor]:
-        """The backend's plan, and where the new tokens go: pages and offsets [tokens, lanes]."""
-        if (group.name, index) not in self._plans:
-            slots = self._kv.memory.tables[group.name].num_slots[self._rows]
-            alike = bool((slots == slots[:, :1]).all())
-            for i in range(len(group.layers)) if alike else (index,):
-                first = i * group.lanes_per_layer
-                lanes = slice(first, first + group.lanes_per_layer)
-                made = self._plans.get((group.name, 0)) if alike else None
-                plan = made[0] if made else self._backend_plan(group, slots[:, lanes])
-                self._plans[group.name, i] = (plan, *self._new_slots(group, slots, lanes))
-        return self._plans[group.name, index]
+    def _layer_plans(self, group: LaneGroup) -> Iterator[tuple[object, Tensor, Tensor]]:
+        """For each layer the backend's plan, and pages and offsets [tokens, lanes] to write to.
+
+        Where all lanes of a group are equally full, one plan serves its layers.
+        """
+        slots = self._kv.memory.tables[group.name].num_slots[self._rows]
+        alike = bool((slots == slots[:, :1]).all())
+        plan: object = None
+        for index in range(len(group.layers)):
+            first = index * group.lanes_per_layer
+            lanes = slice(first, first + group.lanes_per_layer)
+            if index == 0 or not alike:
+                plan = self._backend_plan(group, slots[:, lanes])
+            yield plan, *self._new_slots(group, slots, lanes)
 
     def _backend_plan(self, group: LaneGroup, slots: NDArray[np.int32]) -> object:
         page_class = group.page_class
