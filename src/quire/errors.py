@@ -9,6 +9,7 @@
     ├── RequestError (ValueError)       one request is wrong; the others go on
     │   └── NeverFits                   one request needs more KV than the whole pool has
     ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
+    ├── EngineDead                      the step loop has ended; no request is taken any more
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
 
@@ -61,6 +62,10 @@ class NeverFits(RequestError):
 
 class OutOfPages(QuireError):
     """The arena cannot give the pages asked for now. Nothing was changed."""
+
+
+class EngineDead(QuireError):
+    """The engine's step loop has ended, by `close` or by an error. Every open request gets this."""
 
 
 class PolicyError(QuireError):

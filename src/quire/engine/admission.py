@@ -1,5 +1,6 @@
 """Who may enter the KV memory: what can never fit is refused, what cannot fit yet waits."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from quire.engine.request import Request
@@ -45,15 +46,25 @@ class Admission:
         """Bytes of those pages."""
         return sum(c.page_bytes * n for c, n in self.peak_pages(tokens).items())
 
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether the whole pool holds a sequence of `tokens` tokens at its peak."""
+        pages = self.peak_pages(tokens)
+        slabs = sum(-(-n // self.memory.pools[c].pages_per_slab) for c, n in pages.items())
+        return slabs <= self.memory.arena.num_slabs
+
+    def longest_sequence(self, max_positions: int) -> int:
+        """Tokens of the longest sequence that fits alone, up to the model's context."""
+        if self.fits_alone(max_positions):
+            return max_positions
+        return bisect_left(range(max_positions), True, key=lambda n: not self.fits_alone(n)) - 1
+
     def refuse_if_never(self, request: Request) -> None:
         """Refuse a request that could not run even alone.
 
         Raises:
             NeverFits: with the bytes needed and the bytes there.
         """
-        pages = self.peak_pages(request.final_tokens)
-        slabs = sum(-(-n // self.memory.pools[c].pages_per_slab) for c, n in pages.items())
-        if slabs > self.memory.arena.num_slabs:
+        if not self.fits_alone(request.final_tokens):
             raise NeverFits(
                 f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens and "
                 f"{request.params.max_tokens} to generate need "

@@ -1,58 +1,91 @@
 """Many callers, one engine: the step loop in a thread, answers through asyncio queues."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
+from quire.engine.answer_stream import AnswerStream, Submission
 from quire.engine.core import Engine
-from quire.engine.outputs import Answer, AnswerBuilder, Delta
+from quire.engine.outputs import Answer, Delta
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
-from quire.errors import QuireError
+from quire.errors import EngineDead, QuireError
 
 T = TypeVar("T")
 
-IDLE_WAIT_S = 0.5  # how long the idle loop sleeps at most before it looks around
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Subscriber:
-    loop: asyncio.AbstractEventLoop
-    deltas: "asyncio.Queue[Delta | BaseException]"
+class _Command(Generic[T]):
+    """Work for the engine's thread, and where its result goes."""
 
-    def put(self, item: Delta | BaseException) -> None:
-        self.loop.call_soon_threadsafe(self.deltas.put_nowait, item)
+    work: Callable[[], T]
+    future: "Future[T]"
 
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.work()
+        except QuireError as error:  # a refusal: its caller's business only
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+        else:
+            self.future.set_result(result)
 
-class EngineDead(QuireError):
-    """The step loop has ended by an error; every open request gets this."""
+    def refuse(self, error: EngineDead) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class AsyncLLM:
     """Runs an engine in its own thread. Only that thread touches the engine.
 
     Args:
-        engine: idle, and left to this object.
+        engine: idle, and left to this object until it is closed.
 
     Use as an async context manager, or call `close`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._subscribers: dict[str, _Subscriber] = {}
-        self._error: BaseException | None = None
+        self._commands: queue.SimpleQueue[_Command[None]] = queue.SimpleQueue()
+        self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
+        self._state = threading.Lock()  # guards the three below against a last command
         self._closing = False
+        self._ended = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are still taken and steps still run."""
-        return self._error is None and not self._closing
+        return not self._closing and not self._ended
+
+    async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
+        """Submit requests, all of them or none; return once the engine has accepted them.
+
+        Raises:
+            RequestError: the engine refused one of the requests; none runs.
+            EngineDead: the engine has stopped.
+        """
+        answers = AnswerStream(submissions, self._cancel)
+        try:
+            await self._call(partial(self._submit, answers))
+        except asyncio.CancelledError:
+            self._cancel(answers)  # comes after the submission, whether or not that has run
+            raise
+        return answers
 
     async def stream(
         self,
@@ -62,40 +95,27 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[Delta]:
-        """Submit a request and yield its deltas. Leaving the loop early cancels the request.
+        """Submit a request and yield its deltas. Closing the iterator cancels the request.
+
+        Leaving the loop early closes it as soon as nothing refers to it any more; wrap it in
+        `contextlib.aclosing` where that must not wait.
 
         Raises:
             RequestError: the engine refused the request.
             EngineDead: the engine has stopped.
         """
-        loop = asyncio.get_running_loop()
-        subscriber = _Subscriber(loop, asyncio.Queue())
-        submitted: asyncio.Future[str] = loop.create_future()
-
-        def submit() -> None:
-            try:
-                key = self.engine.submit(
-                    prompt_token_ids, params, request_id=request_id, priority=priority
-                )
-            except QuireError as error:
-                loop.call_soon_threadsafe(_fail, submitted, error)
-            else:
-                self._subscribers[key] = subscriber
-                loop.call_soon_threadsafe(_resolve, submitted, key)
-
-        self._command(submit)
-        finished = False
+        submission = Submission(
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            request_id=request_id,
+            priority=priority,
+        )
+        answers = await self.submit([submission])
         try:
-            await submitted
-            while not finished:
-                item = await subscriber.deltas.get()
-                if isinstance(item, BaseException):
-                    raise EngineDead("the engine has stopped") from item
-                finished = item.finish_reason is not None
-                yield item
+            async for delta in answers:
+                yield delta
         finally:
-            if not finished:
-                submitted.add_done_callback(self._cancel_submitted)
+            answers.cancel()
 
     async def generate(
         self,
@@ -106,30 +126,31 @@ class AsyncLLM:
         priority: int = 0,
     ) -> Answer:
         """Submit a request and wait for its whole answer; see `stream`."""
-        builder = AnswerBuilder(request_id or "", tuple(prompt_token_ids))
-        answer = None
-        async for delta in self.stream(
-            prompt_token_ids, params, request_id=request_id, priority=priority
-        ):
-            answer = builder.add(delta)
-        assert answer is not None, "a stream ends with a finish reason"
-        return answer
+        submission = Submission(
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            request_id=request_id,
+            priority=priority,
+        )
+        answers = await self.submit([submission])
+        try:
+            return (await answers.collect())[0]
+        finally:
+            answers.cancel()
 
     async def stats(self) -> EngineStats:
-        """The engine's numbers, read between two steps."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[EngineStats] = loop.create_future()
+        """The engine's numbers, read between two steps.
 
-        def read() -> None:
-            loop.call_soon_threadsafe(_resolve, result, self.engine.stats())
-
-        self._command(read)
-        return await result
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(self.engine.stats)
 
     def close(self) -> None:
-        """Stop the loop after its current step; open requests end as dead."""
-        self._closing = True
-        self._commands.put(lambda: None)
+        """Stop after the current step, and leave the engine idle. Open requests end as dead."""
+        with self._state:
+            self._closing = True
+            self._commands.put(_Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -138,18 +159,33 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    # ---- from the callers' threads -------------------------------------------------------------
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps."""
+        command = _Command(work, Future())
+        with self._state:
+            if not self.is_alive:
+                raise self._dead()
+            self._commands.put(command)  # type: ignore[arg-type]
+        return await asyncio.wrap_future(command.future)
+
+    def _cancel(self, answers: AnswerStream) -> None:
+        with self._state:
+            if self.is_alive:
+                self._commands.put(_Command(partial(self._withdraw, answers), Future()))
+
+    def _dead(self) -> EngineDead:
+        if self._error is None:
+            return EngineDead("the engine was closed")
+        dead = EngineDead(
+            f"the engine has stopped after {type(self._error).__name__}: {self._error}; its log "
+            "says where, and only a new start brings it back"
+        )
+        dead.__cause__ = self._error
+        return dead
+
     # ---- the engine's thread -------------------------------------------------------------------
-
-    def _command(self, command: Callable[[], None]) -> None:
-        if not self.is_alive:
-            raise EngineDead("the engine has stopped") from self._error
-        self._commands.put(command)
-
-    def _cancel_submitted(self, submitted: "asyncio.Future[str]") -> None:
-        if submitted.cancelled() or submitted.exception() is not None or not self.is_alive:
-            return
-        key = submitted.result()
-        self._commands.put(lambda: self.engine.cancel(key))
 
     def _run(self) -> None:
         try:
@@ -157,39 +193,69 @@ class AsyncLLM:
                 self._obey(wait=not self.engine.has_work)
                 if self.engine.has_work:
                     self._publish(self.engine.step())
-        except BaseException as error:
+            self._leave_idle()
+        except BaseException as error:  # open requests get it; nobody waits for this thread
             self._error = error
-            raise
+            logger.critical("the engine has stopped", exc_info=True)
         finally:
-            end = self._error or EngineDead("the engine was closed")
-            for subscriber in self._subscribers.values():
-                subscriber.put(end)
+            self._end()
 
     def _obey(self, *, wait: bool) -> None:
+        """Run the commands that are there; `wait` for one when there is none."""
         try:
-            command = (
-                self._commands.get(timeout=IDLE_WAIT_S) if wait else self._commands.get_nowait()
-            )
+            self._commands.get(block=wait).run()
             while True:
-                command()
-                command = self._commands.get_nowait()
+                self._commands.get_nowait().run()
         except queue.Empty:
             return
 
-    def _publish(self, deltas: list[Delta]) -> None:
+    def _submit(self, answers: AnswerStream) -> None:
+        request_ids: list[str] = []
+        try:
+            for submission in answers.submissions:
+                self._submit_one(submission, request_ids)
+        except QuireError:
+            for request_id in request_ids:  # those before the refused one
+                self.engine.cancel(request_id)
+            raise
+        answers.accept(request_ids)
+        self._streams.update(dict.fromkeys(request_ids, answers))
+
+    def _submit_one(self, submission: Submission, request_ids: list[str]) -> None:
+        request_id = self.engine.submit(
+            submission.prompt_token_ids,
+            submission.params,
+            request_id=submission.request_id,
+            priority=submission.priority,
+        )
+        request_ids.append(request_id)
+
+    def _withdraw(self, answers: AnswerStream) -> None:
+        for request_id in answers.request_ids:
+            if self._streams.get(request_id) is answers:  # else finished, and the id may be reused
+                self.engine.cancel(request_id)
+
+    def _publish(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            subscriber = self._subscribers.get(delta.request_id)
+            answers = self._streams.get(delta.request_id)
+            if answers is None:
+                continue  # refused together with another
             if delta.finish_reason is not None:
-                self._subscribers.pop(delta.request_id, None)
-            if subscriber is not None:
-                subscriber.put(delta)
+                del self._streams[delta.request_id]
+            if not answers.put(delta):
+                self.engine.cancel(delta.request_id)
 
+    def _leave_idle(self) -> None:
+        for request_id in self._streams:
+            self.engine.cancel(request_id)
+        while self.engine.has_work:
+            self.engine.step()
 
-def _resolve(future: "asyncio.Future[T]", value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: "asyncio.Future[str]", error: QuireError) -> None:
-    if not future.done():
-        future.set_exception(error)
+    def _end(self) -> None:
+        with self._state:
+            self._ended = True
+        for answers in set(self._streams.values()):
+            answers.put(self._dead())
+        self._streams.clear()
+        while not self._commands.empty():
+            self._commands.get_nowait().refuse(self._dead())

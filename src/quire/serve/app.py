@@ -1,0 +1,81 @@
+"""The server: an ASGI application over an engine, and how it is run."""
+
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from quire.engine.llm import LLM
+from quire.errors import ConfigError
+from quire.serve.endpoints import Endpoints
+from quire.serve.errors import install_error_handlers
+from quire.serve.service import Service
+from quire.version import __version__
+
+DRAIN_S = 60
+"""How long open requests may go on after SIGTERM or SIGINT; a second SIGINT ends them at once."""
+
+
+def create_app(llm: LLM, *, served_model_name: str | None = None) -> FastAPI:
+    """The application. Its lifespan starts the engine's thread and ends it.
+
+    Args:
+        llm: idle, and left to the application while that runs.
+        served_model_name: what clients call the model; None takes its own name.
+    """
+    service = Service(llm, served_model_name)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(
+        title="Quire", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.include_router(Endpoints(service).router())
+    install_error_handlers(app)
+    return app
+
+
+def run_server(llm: LLM, *, host: str, port: int, served_model_name: str | None) -> None:
+    """Serve until SIGTERM or SIGINT, then finish open requests and return.
+
+    Args:
+        llm: idle.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        served_model_name: what clients call the model; None takes its own name.
+
+    Raises:
+        ConfigError: nobody can listen there.
+    """
+    app = create_app(llm, served_model_name=served_model_name)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_S)
+    with _listen(host, port) as listener:
+        sys.stdout.write(f"Serving {served_model_name or llm.model.name} at {_url(listener)}\n")
+        sys.stdout.flush()
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen before anything is said, so that whoever reads the URL can connect."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or "
+            "--port (0 takes a free port)"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

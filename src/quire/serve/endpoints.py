@@ -1,0 +1,182 @@
+"""The paths of the server, one method each."""
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from quire.engine.sampling_params import SamplingParams
+from quire.serve.errors import FieldError
+from quire.serve.params import chat_params, completion_params, refuse_unsupported
+from quire.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+)
+from quire.serve.responses import Envelope
+from quire.serve.service import Service
+from quire.serve.streaming import Reply
+from quire.serve.text import Prompt
+from quire.serve.writers import ChatWriter, CompletionWriter, Writer
+from quire.version import __version__
+
+
+class Endpoints:
+    """Answers HTTP requests.
+
+    Args:
+        service: started before the first request.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+
+    def router(self) -> APIRouter:
+        """All paths."""
+        router = APIRouter()
+        router.add_api_route("/v1/completions", self.completions, methods=["POST"])
+        router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        router.add_api_route("/v1/models", self.models, methods=["GET"])
+        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/version", self.version, methods=["GET"])
+        router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        return router
+
+    # ---- answers -------------------------------------------------------------------------------
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continue prompts."""
+        self._check(body)
+        service, num_choices = self._service, body.n or 1
+        params = completion_params(body, service.llm.model.generation.temperature)
+        prompts = await service.texts.prompts(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+        service.check_number(len(prompts), num_choices)
+        echoes = [service.texts.shown(prompt) if body.echo else None for prompt in prompts]
+        writers = [
+            CompletionWriter(
+                index=index,
+                pieces=service.pieces,
+                wants_logprobs=body.logprobs is not None,
+                echo=echoes[index // num_choices],
+            )
+            for index in range(len(prompts) * num_choices)
+        ]
+        envelope = Envelope.of_completion(service.model_name)
+        return await self._reply(body, request, prompts, params, writers, envelope)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check(body)
+        service = self._service
+        prompt = await service.texts.chat(
+            body.messages, add_generation_prompt=body.add_generation_prompt is not False
+        )
+        room_tokens = service.room_tokens(len(prompt.token_ids))
+        params = chat_params(body, service.llm.model.generation.temperature, room_tokens)
+        writers = [
+            ChatWriter(index=index, pieces=service.pieces, wants_logprobs=bool(body.logprobs))
+            for index in range(body.n or 1)
+        ]
+        envelope = Envelope.of_chat(service.model_name)
+        return await self._reply(body, request, [prompt], params, writers, envelope)
+
+    def _check(self, body: GenerationBody) -> None:
+        self._service.check_model(body.model)
+        refuse_unsupported(body)
+
+    async def _reply(
+        self,
+        body: GenerationBody,
+        request: Request,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        writers: Sequence[Writer],
+        envelope: Envelope,
+    ) -> Response:
+        answers = await self._service.submit(
+            prompts,
+            params,
+            num_choices=body.n or 1,
+            priority=body.priority or 0,
+            response_id=envelope.id,
+        )
+        reply = Reply(
+            answers=answers,
+            writers=writers,
+            envelope=envelope,
+            choices_per_prompt=body.n or 1,
+            options=body.stream_options or StreamOptions(),
+        )
+        return reply.streamed() if body.stream else await reply.whole(request)
+
+    # ---- text ----------------------------------------------------------------------------------
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text or a conversation."""
+        service = self._service
+        service.check_model(body.model)
+        token_ids = (await self._tokenized(body)).token_ids
+        shown = [service.pieces.text(token) for token in token_ids]
+        return JSONResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": service.max_tokens,
+                "tokens": token_ids,
+                "token_strs": shown if body.return_token_strs else None,
+            }
+        )
+
+    async def _tokenized(self, body: TokenizeBody) -> Prompt:
+        texts = self._service.texts
+        if body.messages is not None and body.prompt is None:
+            wants_opening = body.add_generation_prompt is not False
+            return await texts.chat(body.messages, add_generation_prompt=wants_opening)
+        if body.prompt is None or body.messages is not None:
+            raise FieldError("prompt", "expected either `prompt` or `messages`")
+        adds_special = body.add_special_tokens is not False
+        return (await texts.prompts(body.prompt, add_special_tokens=adds_special))[0]
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        self._service.check_model(body.model)
+        return JSONResponse({"prompt": self._service.texts.decode(body.tokens)})
+
+    # ---- the server itself ---------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """The same, by its name."""
+        self._service.check_model(name)
+        return JSONResponse(self._card())
+
+    async def health(self) -> Response:
+        """200 while requests are taken, else 503."""
+        return Response(status_code=200 if self._service.is_alive else 503)
+
+    async def version(self) -> Response:
+        """The version of Quire."""
+        return JSONResponse({"version": __version__})
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "root": self._service.llm.model.name,
+            "parent": None,
+            "max_model_len": self._service.max_tokens,
+            "permission": [],
+        }

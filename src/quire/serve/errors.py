@@ -1,0 +1,134 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}.
+
+    400 BadRequestError       the request is wrong, or can never fit the KV memory
+    404 NotFoundError         no such model, no such path
+    500 InternalServerError   a bug, or an answer that failed on its way
+    503 ServiceUnavailable    the engine has stopped
+
+What comes back of a client's own input is bounded: a large wrong request has a small answer.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from quire.errors import EngineDead, QuireError, RequestError
+
+MAX_MESSAGE_CHARACTERS = 600
+MAX_VALIDATION_ERRORS = 4
+
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
+}
+
+
+class FieldError(RequestError):
+    """A field of the body is wrong.
+
+    Attributes:
+        param: its name.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(RequestError):
+    """The body names a model that is not served here."""
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(
+            f"The model `{bounded(name, 100)}` does not exist. Served here: `{served}`."
+        )
+
+
+class AnswerFailed(QuireError):
+    """An accepted request ended with an error instead of an answer."""
+
+
+def bounded(text: str, most_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+    """The text, cut where it is too long, and without what UTF-8 cannot say."""
+    if len(text) > most_characters:
+        text = f"{text[:most_characters]}... ({len(text):,} characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def error_body(error: QuireError) -> dict[str, object]:
+    """The body for an error of Quire's own."""
+    return _body(_status(error), str(error), getattr(error, "param", None))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Have every error answered in the one shape."""
+    app.add_exception_handler(QuireError, _answer_own)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(Exception, _answer_bug)
+
+
+def _status(error: QuireError) -> HTTPStatus:
+    match error:
+        case UnknownModel():
+            return HTTPStatus.NOT_FOUND
+        case RequestError():
+            return HTTPStatus.BAD_REQUEST
+        case EngineDead():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, object]:
+    kind = _TYPES.get(status, f"{status.phrase.title().replace(' ', '')}Error")
+    error = {"message": bounded(message), "type": kind, "param": param, "code": int(status)}
+    return {"error": error}
+
+
+def _response(
+    status: HTTPStatus,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    return JSONResponse(_body(status, message, param), int(status), headers)
+
+
+async def _answer_own(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, QuireError)
+    return JSONResponse(error_body(error), int(_status(error)))
+
+
+async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    places = [_place(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
+    parts = [
+        f"{place}: {part['msg']}" if place else str(part["msg"])
+        for place, part in zip(places, errors, strict=False)
+    ]
+    if len(errors) > len(parts):
+        parts.append(f"and {len(errors) - len(parts)} more")
+    return _response(HTTPStatus.BAD_REQUEST, "; ".join(parts), places[0] or None)
+
+
+def _place(location: tuple[object, ...]) -> str:
+    """Where in the body, such as messages.0.content; bounded, for keys are the client's own."""
+    return bounded(".".join(map(str, location[1:])), 100)
+
+
+async def _answer_http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return _response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+
+
+async def _answer_bug(_: Request, error: Exception) -> JSONResponse:
+    message = f"{type(error).__name__} inside the server; its log says where"
+    return _response(HTTPStatus.INTERNAL_SERVER_ERROR, message)

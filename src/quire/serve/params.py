@@ -1,0 +1,119 @@
+"""From a request's fields to `SamplingParams`."""
+
+from dataclasses import replace
+
+from quire.engine.sampling_params import SamplingParams
+from quire.serve.errors import FieldError
+from quire.serve.protocol import ChatBody, CompletionBody, GenerationBody
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+
+OPENAI_TEMPERATURE = 1.0
+"""OpenAI's default, for models that recommend none."""
+
+_SHARED = frozenset(
+    {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    | {"presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "stop"}
+    | {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "seed"}
+)
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Fields that would change the answer and are not acted on, with the values that ask for nothing."""
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Refuse what other servers do and this one does not, rather than answer something else.
+
+    Raises:
+        FieldError: the field, by name.
+    """
+    extra = body.model_extra or {}
+    for name, neutral in (_UNSUPPORTED | {"best_of": (body.n or 1,)}).items():
+        if extra.get(name) is not None and extra[name] not in neutral:
+            raise FieldError(name, f"`{name}` is not supported by this server: leave it out")
+    if body.stream_options is not None and not body.stream:
+        raise FieldError("stream_options", "`stream_options` needs `stream` to be true")
+
+
+def completion_params(body: CompletionBody, temperature: float | None) -> SamplingParams:
+    """Options of a completion.
+
+    Args:
+        body: what was sent.
+        temperature: what the model recommends.
+
+    Raises:
+        RequestError: an option lies outside its range, or two do not go together.
+    """
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo and body.logprobs is not None and body.stream:
+        raise FieldError(
+            "echo",
+            "`echo` with `logprobs` cannot be streamed: the prompt is scored as a whole; leave "
+            "out one of `echo`, `logprobs` and `stream`",
+        )
+    scores_prompt = body.echo and (body.logprobs is not None or max_tokens == 0)
+    return _params(
+        body,
+        temperature,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=(body.logprobs or 0) if scores_prompt else None,
+    )
+
+
+def chat_params(body: ChatBody, temperature: float | None, room_tokens: int) -> SamplingParams:
+    """Options of a chat.
+
+    Args:
+        body: what was sent.
+        temperature: what the model recommends.
+        room_tokens: what the prompt leaves, for an answer whose length is not said.
+
+    Raises:
+        RequestError: an option lies outside its range, or two do not go together.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise FieldError("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
+    said = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _params(
+        body,
+        temperature,
+        max_tokens=room_tokens if said is None else said,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
+    """Options of one of several answers to a prompt: each draws with a seed of its own."""
+    return params if params.seed is None else replace(params, seed=params.seed + choice)
+
+
+def _params(
+    body: GenerationBody, temperature: float | None, **options: int | None
+) -> SamplingParams:
+    said = body.model_dump(include=_SHARED, exclude_none=True)
+    if temperature is None:
+        said.setdefault("temperature", OPENAI_TEMPERATURE)
+    return SamplingParams(**said, **options)

@@ -1,0 +1,94 @@
+"""What clients get: the bodies of completions and chats around their choices, and their usage."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.engine.outputs import Usage
+from quire.serve.writers import Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What is around the choices, the same in all chunks of a response.
+
+    Attributes:
+        id: unique.
+        model: the name the client asked for.
+        whole, chunk: names of the two kinds of body.
+        created: seconds since 1970.
+    """
+
+    id: str
+    model: str
+    whole: str
+    chunk: str
+    created: int
+
+    @classmethod
+    def of_completion(cls, model: str) -> "Envelope":
+        """For /v1/completions."""
+        return cls._new("cmpl", model, "text_completion", "text_completion")
+
+    @classmethod
+    def of_chat(cls, model: str) -> "Envelope":
+        """For /v1/chat/completions."""
+        return cls._new("chatcmpl", model, "chat.completion", "chat.completion.chunk")
+
+    @classmethod
+    def _new(cls, prefix: str, model: str, whole: str, chunk: str) -> "Envelope":
+        new_id = f"{prefix}-{uuid.uuid4().hex}"
+        return cls(id=new_id, model=model, whole=whole, chunk=chunk, created=int(time.time()))
+
+    def body(self, choices: Sequence[Choice], usage: dict[str, object]) -> dict[str, object]:
+        """A whole response."""
+        return self._around(self.whole, choices) | {"usage": usage}
+
+    def chunk_body(
+        self, choices: Sequence[Choice], usage: dict[str, object] | None
+    ) -> dict[str, object]:
+        """One chunk of a stream; without `usage` the key is left out."""
+        body = self._around(self.chunk, choices)
+        return body if usage is None else body | {"usage": usage}
+
+    def _around(self, kind: str, choices: Sequence[Choice]) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+            "system_fingerprint": None,
+        }
+
+
+def usage_body(usages: Iterable[Usage], choices_per_prompt: int) -> dict[str, object]:
+    """What a response took.
+
+    `kv_peak_bytes` is Quire's own: the sum of the answers' peaks, each while it ran.
+
+    Args:
+        usages: of all answers, those to one prompt side by side.
+        choices_per_prompt: answers to each prompt; a prompt is counted once.
+    """
+    listed = list(usages)
+    prompts = listed[::choices_per_prompt]
+    body = token_counts(
+        sum(usage.prompt_tokens for usage in prompts),
+        sum(usage.completion_tokens for usage in listed),
+    )
+    cached_tokens = sum(usage.cached_tokens for usage in prompts)
+    return body | {
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "kv_peak_bytes": sum(usage.kv_peak_bytes for usage in listed),
+    }
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
+    """The part of `usage` that is known all the time."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,117 @@
+"""The engine as the server uses it: names, limits, and answers that end when their client goes."""
+
+import asyncio
+from collections.abc import Sequence
+
+from quire.engine.answer_stream import AnswerStream, Submission
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.llm import LLM
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import EngineDead
+from quire.serve.errors import FieldError, UnknownModel
+from quire.serve.params import choice_params
+from quire.serve.pieces import TokenPieces
+from quire.serve.text import Prompt, Texts
+
+MAX_ANSWERS = 2048
+"""Answers one HTTP request may ask for: its prompts times its choices."""
+
+
+class Service:
+    """One model behind HTTP.
+
+    Args:
+        llm: idle; its engine runs in a thread between `start` and `stop`.
+        model_name: what clients call it; None takes the model's own name.
+
+    Attributes:
+        llm: see above.
+        model_name: see above.
+        texts, pieces: its tokenizer.
+    """
+
+    def __init__(self, llm: LLM, model_name: str | None) -> None:
+        self.llm = llm
+        self.model_name = model_name or llm.model.name
+        self.texts = Texts(llm.model)
+        self.pieces = TokenPieces(llm.model.tokenizer)
+        self._engine: AsyncLLM | None = None
+        self._max_tokens = llm.engine.scheduler.admission.longest_sequence(
+            llm.model.spec.max_positions
+        )
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._engine = AsyncLLM(self.llm.engine)
+
+    async def stop(self) -> None:
+        """End the threads; what is still open ends with an error."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        self.texts.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken."""
+        return self._engine is not None and self._engine.is_alive
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence: the model's context, or what the whole pool holds."""
+        return self._max_tokens
+
+    def room_tokens(self, prompt_tokens: int) -> int:
+        """Tokens an answer may have; 1 where the prompt leaves none, and the engine says why."""
+        return max(1, self._max_tokens - prompt_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served here; None is any.
+
+        Raises:
+            UnknownModel: with the name that is served.
+        """
+        if name is not None and name != self.model_name:
+            raise UnknownModel(name, self.model_name)
+
+    def check_number(self, num_prompts: int, num_choices: int) -> None:
+        """Refuse more answers than one HTTP request may ask for.
+
+        Raises:
+            FieldError: with the number.
+        """
+        if num_prompts * num_choices > MAX_ANSWERS:
+            raise FieldError(
+                "prompt",
+                f"{num_prompts} prompts x n={num_choices} are more than {MAX_ANSWERS} answers: "
+                "send several requests",
+            )
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        num_choices: int,
+        priority: int,
+        response_id: str,
+    ) -> AnswerStream:
+        """Have every prompt answered `num_choices` times; answer prompt * num_choices + choice.
+
+        Raises:
+            RequestError: any of them is refused; then none runs.
+            EngineDead: the engine has stopped.
+        """
+        if self._engine is None:
+            raise EngineDead("the server has not started yet")
+        return await self._engine.submit(
+            [
+                Submission(
+                    prompt_token_ids=prompt.token_ids,
+                    params=choice_params(params, choice),
+                    request_id=f"{response_id}-{number * num_choices + choice}",
+                    priority=priority,
+                )
+                for number, prompt in enumerate(prompts)
+                for choice in range(num_choices)
+            ]
+        )

@@ -1,0 +1,126 @@
+"""Sends answers back: whole, or as server-sent events, each chunk as soon as its delta is there."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.answer_stream import AnswerStream
+from quire.engine.outputs import Delta, Usage
+from quire.errors import QuireError
+from quire.serve.errors import AnswerFailed, error_body
+from quire.serve.protocol import StreamOptions
+from quire.serve.responses import Envelope, token_counts, usage_body
+from quire.serve.writers import Writer
+
+DONE = "data: [DONE]\n\n"
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
+
+
+class _Events(StreamingResponse):
+    """Cancels the answers however its sending ends, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], answers: AnswerStream) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """The answers of one HTTP request. They are cancelled when its client goes.
+
+    Attributes:
+        answers: accepted by the engine.
+        writers: one for each answer.
+        envelope: around the choices.
+        choices_per_prompt: answers to each prompt.
+        options: what a stream carries besides the text.
+    """
+
+    answers: AnswerStream
+    writers: Sequence[Writer]
+    envelope: Envelope
+    choices_per_prompt: int
+    options: StreamOptions
+    _usages: dict[str, Usage] = field(default_factory=dict)
+    _num_tokens: int = 0
+
+    async def whole(self, request: Request) -> JSONResponse:
+        """One body, when all answers are there.
+
+        Raises:
+            AnswerFailed: one of them ended with an error.
+            EngineDead: the engine has stopped.
+        """
+        watcher = asyncio.create_task(self._cancel_when_gone(request))
+        try:
+            collected = await self.answers.collect()
+        finally:
+            self.answers.cancel()
+            watcher.cancel()
+        for answer in collected:
+            _raise_if_failed(answer.error)
+        choices = [
+            writer.whole(answer) for writer, answer in zip(self.writers, collected, strict=True)
+        ]
+        usage = usage_body([answer.usage for answer in collected], self.choices_per_prompt)
+        return JSONResponse(self.envelope.body(choices, usage))
+
+    def streamed(self) -> StreamingResponse:
+        """Events, from the first delta on."""
+        return _Events(self._events(), self.answers)
+
+    async def _cancel_when_gone(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.answers.cancel()
+
+    async def _events(self) -> AsyncIterator[str]:
+        writers = dict(zip(self.answers.request_ids, self.writers, strict=True))
+        try:
+            async for delta in self.answers:
+                self._count(delta)
+                for choice in writers[delta.request_id].chunks(delta):
+                    yield _event(self.envelope.chunk_body([choice], self._usage_so_far()))
+            if self.options.include_usage:
+                yield _event(self.envelope.chunk_body([], self._usage()))
+        except QuireError as error:
+            yield _event(error_body(error))
+        yield DONE
+
+    def _count(self, delta: Delta) -> None:
+        _raise_if_failed(delta.error)
+        self._num_tokens += len(delta.token_ids)
+        if delta.usage is not None:
+            self._usages[delta.request_id] = delta.usage
+
+    def _usage_so_far(self) -> dict[str, object] | None:
+        if not self.options.continuous_usage_stats:
+            return None
+        prompts = self.answers.submissions[:: self.choices_per_prompt]
+        prompt_tokens = sum(len(submission.prompt_token_ids) for submission in prompts)
+        return token_counts(prompt_tokens, self._num_tokens)
+
+    def _usage(self) -> dict[str, object]:
+        in_order = [self._usages[request_id] for request_id in self.answers.request_ids]
+        return usage_body(in_order, self.choices_per_prompt)
+
+
+def _raise_if_failed(error: str | None) -> None:
+    if error is not None:
+        raise AnswerFailed(error)
+
+
+def _event(body: dict[str, object]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"

@@ -1,0 +1,155 @@
+"""Writes choices: from whole answers, and piece by piece from deltas, in OpenAI's two shapes.
+
+A delta that has nothing to show yet makes no chunk; its log-probabilities wait for the next one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.engine.outputs import Answer, Delta
+from quire.engine.sampler import SampledToken
+from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
+from quire.serve.pieces import TokenPieces
+
+Choice = dict[str, object]
+
+
+class Writer(Protocol):
+    """Writes one choice."""
+
+    def whole(self, answer: Answer) -> Choice:
+        """The choice of a whole response."""
+        ...
+
+    def chunks(self, delta: Delta) -> list[Choice]:
+        """What a delta adds; nothing while there is nothing to show."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionWriter:
+    """A choice of /v1/completions.
+
+    Attributes:
+        index: of the choice.
+        pieces: texts of tokens.
+        wants_logprobs: whether they were asked for.
+        echo: the prompt's text, where it is to be shown before the answer.
+    """
+
+    index: int
+    pieces: TokenPieces
+    wants_logprobs: bool
+    echo: str | None = None
+    _held: list[SampledToken] = field(default_factory=list)
+    _shown_characters: int = 0
+
+    def whole(self, answer: Answer) -> Choice:
+        """The choice of a whole response."""
+        logprobs = None
+        if self.wants_logprobs:
+            scores: list[Scored] = list(answer.logprobs or ())
+            token_ids = answer.token_ids
+            if self.echo is not None:
+                scores = [*(answer.prompt_logprobs or ()), *scores]
+                token_ids = answer.prompt_token_ids + token_ids
+            logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
+        return self._choice((self.echo or "") + answer.text, logprobs, answer)
+
+    def chunks(self, delta: Delta) -> list[Choice]:
+        """What a delta adds; nothing while there is nothing to show."""
+        text = (self.echo or "") + delta.text
+        self.echo = None
+        self._held += delta.logprobs or ()
+        if not text and delta.finish_reason is None:
+            return []
+        logprobs = None
+        if self.wants_logprobs:
+            token_ids = [score.token_id for score in self._held]
+            logprobs = completion_logprobs(
+                self.pieces, token_ids, self._held, self._shown_characters
+            )
+            self._shown_characters += sum(len(self.pieces.text(token)) for token in token_ids)
+            self._held = []
+        return [self._choice(text, logprobs, delta)]
+
+    def _choice(
+        self, text: str, logprobs: dict[str, object] | None, source: Answer | Delta
+    ) -> Choice:
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": source.finish_reason,
+            "stop_reason": source.stop_reason,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatWriter:
+    """A choice of /v1/chat/completions.
+
+    Attributes:
+        index: of the choice.
+        pieces: texts of tokens.
+        wants_logprobs: whether they were asked for.
+    """
+
+    index: int
+    pieces: TokenPieces
+    wants_logprobs: bool
+    _held: list[SampledToken] = field(default_factory=list)
+    _began: bool = False
+
+    def whole(self, answer: Answer) -> Choice:
+        """The choice of a whole response."""
+        message = {
+            "role": "assistant",
+            "content": answer.text,
+            "refusal": None,
+            "tool_calls": None,
+        }
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._logprobs(answer.logprobs or ()),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+    def chunks(self, delta: Delta) -> list[Choice]:
+        """The role first, then content, then an empty delta with the reason of the end."""
+        self._held += delta.logprobs or ()
+        chunks = []
+        if not self._began:
+            self._began = True
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        if delta.text:
+            chunks.append(self._chunk({"content": delta.text}, logprobs=self._take_held()))
+        if delta.finish_reason is not None:
+            last = self._chunk({}, logprobs=self._take_held() if self._held else None)
+            chunks.append(last | _ending(delta))
+        return chunks
+
+    def _chunk(
+        self, content: dict[str, object], *, logprobs: dict[str, object] | None = None
+    ) -> Choice:
+        return {
+            "index": self.index,
+            "delta": content,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def _take_held(self) -> dict[str, object] | None:
+        held, self._held = self._held, []
+        return self._logprobs(held)
+
+    def _logprobs(self, scores: Sequence[SampledToken]) -> dict[str, object] | None:
+        return chat_logprobs(self.pieces, scores) if self.wants_logprobs else None
+
+
+def _ending(delta: Delta) -> Choice:
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
