@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 import zoo
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
@@ -12,7 +14,6 @@ from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from torch import Tensor
 
 NEW_TOKENS = 8
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+
 import zoo
 from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 from quire.engine.core import Engine

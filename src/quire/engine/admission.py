@@ -1,6 +1,7 @@
 """Who may enter the KV memory: what can never fit is refused, what cannot fit yet waits."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.engine.request import Request
@@ -73,18 +74,28 @@ class Admission:
                 "--kv-memory or cap it with --evict"
             )
 
-    def may_enter(self, request: Request, *, alone: bool) -> bool:
+    def may_enter(self, request: Request, running: Sequence[Request]) -> bool:
         """Whether a waiting request may start now.
 
-        Args:
-            request: not yet in the memory.
-            alone: nothing else is running: the reserve does not count.
+        Its known tokens must fit beside what running requests still have to read; a reserve stays
+        free unless nothing is running.
         """
         if not self.memory.num_free_rows:
             return False
-        if alone:
+        if not running:
             return True
         pages = self.peak_pages(request.num_tokens)
+        for reader in running:
+            if reader.num_uncomputed > 1:
+                for page_class, owed in self._owed_pages(reader).items():
+                    pages[page_class] += owed
         reserve = int(self.reserve_share * self.memory.arena.num_slabs)
         slabs = sum(self.memory.pools[c].slabs_needed(n) for c, n in pages.items())
         return slabs + reserve <= self.memory.arena.num_free_slabs
+
+    def _owed_pages(self, reader: Request) -> dict[PageClass, int]:
+        """Pages a running request will still take to hold the tokens it knows."""
+        owed = self.peak_pages(reader.num_tokens)
+        for table in self.memory.tables.values():
+            owed[table.group.page_class] -= int(table.num_pages[reader.row].sum())
+        return {page_class: max(0, pages) for page_class, pages in owed.items()}

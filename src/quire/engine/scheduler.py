@@ -247,7 +247,7 @@ class Scheduler:
         if not self._waiting or len(self.running) >= self.config.max_running:
             return None
         request = self._waiting[0][1]
-        return request if self.admission.may_enter(request, alone=not self.running) else None
+        return request if self.admission.may_enter(request, self.running) else None
 
     def _enter(self, request: Request) -> None:
         heapq.heappop(self._waiting)

@@ -57,7 +57,9 @@ class PageStore:
             ConfigError: a codec whose numbers are not a plain tensor type.
         """
         if page_class not in self._views:
-            self._views[page_class] = self._make_views(page_class)
+            # views made inside inference mode could not be written outside of it
+            with torch.inference_mode(mode=False):
+                self._views[page_class] = self._make_views(page_class)
         return self._views[page_class]
 
     def _make_views(self, page_class: PageClass) -> PageViews:

@@ -6,6 +6,7 @@ Torch-free: a memory without bytes, and an evictor that keeps slots by number.
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from quire.engine.request import Request, RequestState
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference import attend_reference
@@ -64,6 +65,12 @@ def make_kv(page_tokens: int, backend, dtype: str = "float32") -> PagedKV:
     return PagedKV(memory, store, backend)
 
 
+def start_rows(kvs: list[PagedKV], count: int) -> list[int]:
+    for kv in kvs:
+        rows = [kv.memory.start() for _ in range(count)]
+    return rows
+
+
 def run_step(kv: PagedKV, tokens: dict[int, int], tensors, math: AttentionMath):
     """Grow the rows, then attend in every layer; returns [layers, tokens, heads, dim]."""
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
@@ -105,7 +112,7 @@ def test_gathered_equals_reference(seed, page_tokens, softcap, sinks, scratch_by
     ]
     logits = torch.randn(NUM_HEADS, generator=generator) if sinks else None
     math = AttentionMath(scale=0.4, softcap=softcap, sinks=logits)
-    rows = [[kv.memory.start() for kv in kvs][0] for _ in range(4)]
+    rows = start_rows(kvs, 4)
     for _ in range(5):
         chosen = [row for row in rows if rng.random() < 0.8] or rows
         tokens = {row: int(rng.choice([1, 1, 2, 7, 20])) for row in chosen}
@@ -123,7 +130,7 @@ def test_half_precision_pages_stay_near_the_float32_reference(dtype):
     torch_dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
     kvs = [make_kv(4, b, dtype) for b in (ReferenceAttention(), GatheredAttention(CPU))]
-    rows = [[kv.memory.start() for kv in kvs][0] for _ in range(3)]
+    rows = start_rows(kvs, 3)
     math = AttentionMath(scale=HEAD_DIM**-0.5)
     for counts in ([9, 1, 30], [1, 1, 1], [1, 5, 1]):
         tokens = dict(zip(rows, counts, strict=True))

@@ -1,0 +1,169 @@
+"""Eviction end to end: the cap holds, memory is freed, and nothing but the rule decides."""
+
+import pytest
+import torch
+
+import zoo
+from engines import greedy, load, make_prompts
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+CAP, EVERY, SINKS = 24, 6, 2
+EVICT = f"recent:cap={CAP},every={EVERY},sinks={SINKS}"
+NEW_TOKENS = 30
+
+
+class Recorder:
+    """Wraps a sampler and keeps the logits of every request's every step."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.logits: dict[str, list[torch.Tensor]] = {}
+
+    def sample(self, logits, rows):
+        for row_logits, request in zip(logits, rows, strict=True):
+            self.logits.setdefault(request.request_id, []).append(row_logits.clone())
+        return self.sampler.sample(logits, rows)
+
+
+def run(
+    model: LoadedModel,
+    prompts: list[list[int]],
+    *,
+    evict: str = EVICT,
+    page_tokens: int = 4,
+    rows: float = 64,
+    **schedule: int,
+) -> tuple[Engine, dict[str, list[torch.Tensor]], dict[str, object]]:
+    probe = Engine(model, KVConfig(memory="4MiB", page_tokens=page_tokens, evict=evict))
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    memory = int(rows * probe.scheduler.admission.peak_bytes(longest))
+    engine = Engine(
+        model,
+        KVConfig(memory=memory, page_tokens=page_tokens, evict=evict),
+        ScheduleConfig(**schedule),
+    )
+    recorder = Recorder(engine._sampler)
+    engine._sampler = recorder
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=f"r{i}")
+    usages = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.usage is not None:
+                assert delta.finish_reason == "length", delta.error
+                usages[delta.request_id] = delta.usage
+    engine.check()
+    return engine, recorder.logits, usages
+
+
+def largest_difference(ours, theirs) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((a - b).abs().max())
+        for key in ours
+        for a, b in zip(ours[key], theirs[key], strict=True)
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+def model(request):
+    return load(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [*make_prompts(11, 10 * CAP, seed=5), [3, 5, 7] * (10 * CAP // 3)]
+
+
+def test_a_cap_above_the_length_changes_nothing(model):
+    short = make_prompts(12, 20, seed=1)
+    _, full, _ = run(model, short, evict="full")
+    _, capped, _ = run(model, short, evict="recent:cap=100,every=10,sinks=2")
+
+    assert largest_difference(full, capped) <= 1e-4
+
+
+def test_peak_bytes_are_those_of_the_cap_for_prompts_ten_times_as_long(model, prompts):
+    engine, _, usages = run(model, prompts, chunk_tokens=EVERY)
+    cap_bytes = engine.scheduler.admission.peak_bytes(CAP)
+
+    assert max(usage.kv_peak_bytes for usage in usages.values()) <= cap_bytes
+    assert max(len(prompt) for prompt in prompts) == 10 * CAP
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_answers_do_not_depend_on_the_page_size(model, prompts, page_tokens):
+    _, expected, _ = run(model, prompts)
+    _, got, _ = run(model, prompts, page_tokens=page_tokens)
+
+    assert largest_difference(expected, got) <= 1e-4
+
+
+def test_answers_do_not_depend_on_companions_or_chunks(model, prompts):
+    _, together, _ = run(model, prompts)
+    _, alone, _ = run(model, prompts, max_running=1)
+    _, chunked, _ = run(model, prompts, chunk_tokens=7, step_tokens=40)
+
+    assert largest_difference(together, alone) <= 1e-4
+    assert largest_difference(together, chunked) <= 1e-4
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(model):
+    # short prompts enter together and outgrow the pool; long ones hold their cap from the start
+    growing = make_prompts(12, 12, seed=2)
+    _, expected, _ = run(model, growing)
+    engine, got, usages = run(model, growing, rows=2.5, reserve_share=0.0)
+
+    assert engine.scheduler.num_preemptions > 0
+    assert sum(usage.preemptions for usage in usages.values()) > 0
+    assert largest_difference(expected, got) <= 1e-4
+
+
+def test_the_kept_positions_are_sinks_and_the_newest():
+    """Prompt of 100, cap 24, every 6: 24, then chunks of 6 up to 96, then 4 more: 18 + 4 kept.
+
+    After the chunk that ends at 96 a lane holds 24; it gives up 6 and takes positions 96 to 99:
+    two sinks and the newest 20 positions, 80 to 99.
+    """
+    model = load("llama")
+    engine = Engine(model, KVConfig(memory="1MiB", page_tokens=4, evict=EVICT))
+    engine.submit(list(range(2, 102)), greedy(4), request_id="r")
+    while not engine.step():
+        pass
+    row = engine.scheduler.running[0].row
+    memory, table = engine.pool.kv.memory, engine.pool.kv.memory.tables["full"]
+    views = engine.pool.kv.store.views(table.group.page_class)
+    for lane in range(table.group.num_lanes):
+        held = int(table.num_slots[row, lane])
+        pages = torch.from_numpy(table.pages[row, lane, : table.num_pages[row, lane]]).long()
+        positions = sorted(views.positions[pages].flatten()[:held].tolist())
+
+        assert memory.lengths[row] == 100
+        assert positions == [0, 1, *range(80, 100)]
+
+
+def test_what_a_policy_text_gets_wrong_is_said(model):
+    for text, hint in {
+        "recant:cap=9": "recent",
+        "recent": "needs a cap",
+        "recent:cap=9,every=9": "every < cap",
+        "recent:cap=9,every=4,sinks=5": "the rule needs 6",
+        "recent:cap=9,every=4,sink=5": "sinks",
+        "recent:cap=many": "whole number",
+        "recent:cap=100,every=90": "step of 64 tokens",
+        "full:cap=3": "no options",
+    }.items():
+        with pytest.raises(ConfigError, match=hint):
+            Engine(model, KVConfig(memory="1MiB", evict=text), ScheduleConfig(step_tokens=64))
+
+
+def test_zoo_windows_stay_ordered_when_other_layers_evict():
+    model = load("gemma2")
+    engine = Engine(model, KVConfig(memory="1MiB", evict=EVICT))
+    groups = {g.name: g.ordered for g in engine.pool.kv.memory.layout.groups}
+
+    assert groups == {"full": False, f"window_{zoo.WINDOW_TOKENS}": True}
