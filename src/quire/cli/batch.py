@@ -1,0 +1,188 @@
+"""`quire batch`: a file of requests answered into a file of records, whatever happens meanwhile."""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.batch_io import BatchTask, LineFormat
+from quire.cli.batch_output import BatchOutput, RunState
+from quire.cli.batch_records import BatchTally
+from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+from quire.plan.sizes import format_size
+
+if TYPE_CHECKING:
+    from quire.engine.stats import EngineStats
+
+_SEED_BITS = 62
+
+
+@with_settings(defaults={"max-tokens": 128}, model_as="option")
+def batch(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.", show_default=False)
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="OUT.jsonl", help="Records, in the order they finish."),
+    ],
+    prompt_key: Annotated[
+        str,
+        typer.Option(help="Where the prompt stands in a plain line; other keys are left alone."),
+    ] = "prompt",
+    prefix: Annotated[
+        str, typer.Option(help="Text put before every text prompt, such as '<|doc|>'.")
+    ] = "",
+    with_prompt: Annotated[
+        bool, typer.Option("--with-prompt", help="Repeat the prompt in records of plain lines.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Throw away what is in OUT.jsonl.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Answer a file of requests, each exactly once.
+
+    A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
+    sampling options. A broken line gets an error record and the others run. Killed at any moment
+    and started again with the same arguments, it goes on where it was.
+    """
+    task = BatchTask(
+        source=source,
+        form=LineFormat(prompt_key=prompt_key, prefix=prefix),
+        sampling=settings.sampling,
+        with_prompt=with_prompt,
+    )
+    survey = _survey(source, target)
+    with BatchOutput(target, _state(settings, task, survey), overwrite=overwrite) as output:
+        left = survey.requests - len(output.answered)
+        result = _run(settings, task, output, left) if left else _Result(BatchTally(), None, 0.0)
+    claims = {"requests_answered_before": survey.requests - left} | _claims(result)
+    _show(target, claims)
+    if as_json:
+        arms = {"finish_reasons": result.tally.finish_reasons}
+        config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
+        typer.echo(json.dumps(envelope("batch", claims, arms, config)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What one pass over the input tells: its hash, all lines, and those that are not blank."""
+
+    sha256: str
+    lines: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a run did, the engine's numbers (None where nothing was left), and how long it took."""
+
+    tally: BatchTally
+    stats: "EngineStats | None"
+    seconds: float
+
+
+def _survey(source: Path, target: Path) -> _Survey:
+    digest, lines, requests = hashlib.sha256(), 0, 0
+    try:
+        if target.exists() and target.samefile(source):
+            raise ConfigError(f"{target} is the input; give another file for the records")
+        if not source.is_file():
+            raise ConfigError(f"expected a file of requests, got {source}: there is no such file")
+        with source.open("rb") as file:
+            for line in file:
+                digest.update(line)
+                lines += 1
+                requests += bool(line.strip())
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+    return _Survey(digest.hexdigest(), lines, requests)
+
+
+def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
+    folder = Path(settings.model)
+    seed = task.sampling.seed
+    return RunState(
+        input_sha256=survey.sha256,
+        input_lines=survey.lines,
+        config={
+            "model": str(folder.resolve()) if folder.is_dir() else settings.model,
+            "dtype": settings.loading.dtype,
+            "kv-codec": settings.kv.codec,
+            "evict": settings.kv.evict,
+            "with-prompt": task.with_prompt,
+            **asdict(task.form),
+            **asdict(task.sampling),
+        },
+        seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+    )
+
+
+def _run(settings: Settings, task: BatchTask, output: BatchOutput, left: int) -> _Result:
+    # loaded here: they bring torch
+    from quire.cli.batch_run import BatchRun
+    from quire.cli.progress import LiveProgress
+
+    llm = settings.open_llm()
+    start_s = time.monotonic()
+    with LiveProgress("batch", left) as progress:
+        run = BatchRun(llm, task, output, lambda tally: progress.show(tally.answered, llm.stats))
+        try:
+            run.run()
+        except KeyboardInterrupt:
+            typer.echo(
+                f"{left - run.tally.answered} requests are left: run the same command to go on",
+                err=True,
+            )
+            raise
+    return _Result(run.tally, llm.stats(), time.monotonic() - start_s)
+
+
+def _claims(result: _Result) -> dict[str, int | float]:
+    tally, stats = result.tally, result.stats
+    claims: dict[str, int | float] = {
+        "requests_answered": tally.answered,
+        "requests_with_errors": tally.errors,
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "run_s": result.seconds,
+    }
+    if stats is not None:
+        claims |= {
+            "completion_tokens_per_s": tally.completion_tokens / max(result.seconds, 1e-9),
+            "kv_total_bytes": stats.kv_total_bytes,
+            "kv_peak_bytes": stats.kv_peak_bytes,
+            "preemptions": stats.num_preemptions,
+        }
+    return claims
+
+
+def _show(target: Path, claims: Mapping[str, int | float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=str(target), show_header=False, title_justify="left")
+    for name, value in claims.items():
+        table.add_row(name.replace("_", " "), _shown(name, value))
+    Console().print(table)
+    if claims["requests_with_errors"]:
+        typer.echo(f"{claims['requests_with_errors']} requests have an error record", err=True)
+
+
+def _shown(name: str, value: int | float) -> str:
+    if name.endswith("_bytes"):
+        return format_size(int(value))
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

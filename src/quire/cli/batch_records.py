@@ -1,0 +1,130 @@
+"""The records of `quire batch`: what is written for an answer or an error, and a count of both."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.batch_io import BatchLine, LineHead
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import Answer
+
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class BatchTally:
+    """What a run has done so far.
+
+    Attributes:
+        answered: records of this run, errors included.
+        errors: of them.
+        prompt_tokens, completion_tokens, preemptions: summed over its answers.
+        finish_reasons: how often each.
+    """
+
+    answered: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+    def add(self, record: Record, answer: "Answer | None") -> None:
+        """Count a record."""
+        self.answered += 1
+        self.errors += is_error(record)
+        reason = "error" if answer is None else answer.finish_reason
+        self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
+        if answer is not None:
+            self.prompt_tokens += answer.usage.prompt_tokens
+            self.completion_tokens += answer.usage.completion_tokens
+            self.preemptions += answer.usage.preemptions
+
+
+def answer_record(
+    line: BatchLine, answer: "Answer", *, model: str, with_prompt: bool = False
+) -> Record:
+    """What is written for an answered line.
+
+    Args:
+        line: what was asked.
+        answer: of the engine.
+        model: name of the model, for OpenAI's format.
+        with_prompt: repeat the prompt of a plain line.
+    """
+    if answer.error is not None:
+        return error_record(line.head, answer.error)
+    if line.head.kind != "plain":
+        return _openai_record(line.head, 200, _body(line.head, answer, model), None)
+    asked: Record = {}
+    if with_prompt:
+        asked = {"messages": line.messages} if line.messages else {"prompt": line.prompt}
+    return {
+        "id": _name(line.head),
+        "line": line.head.number,
+        **asked,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "usage": asdict(answer.usage),
+        "error": None,
+    }
+
+
+def error_record(head: LineHead, message: str) -> Record:
+    """What is written for a line that has no answer."""
+    if head.kind != "plain":
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        return _openai_record(
+            head, 400, {"error": error}, {"code": "invalid_request", "message": message}
+        )
+    return {
+        "id": _name(head),
+        "line": head.number,
+        "text": None,
+        "finish_reason": "error",
+        "usage": None,
+        "error": message,
+    }
+
+
+def is_error(record: Record) -> bool:
+    """Whether a record tells of an error."""
+    return record["error"] is not None
+
+
+def _name(head: LineHead) -> str:
+    return head.name if head.name is not None else f"line-{head.number}"
+
+
+def _openai_record(head: LineHead, status: int, body: Record, error: Record | None) -> Record:
+    return {
+        "id": f"batch_req_{head.number}",
+        "line": head.number,
+        "custom_id": head.name,
+        "response": {"status_code": status, "request_id": f"req_{head.number}", "body": body},
+        "error": error,
+    }
+
+
+def _body(head: LineHead, answer: "Answer", model: str) -> Record:
+    chat = head.kind == "chat"
+    choice: Record = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+    else:
+        choice["text"] = answer.text
+    usage = answer.usage
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{head.number}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+    }

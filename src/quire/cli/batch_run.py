@@ -1,0 +1,110 @@
+"""The loop of `quire batch`: unanswered lines of the input go in, records go out.
+
+Loads torch through the engine: the command imports this module when it runs.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
+from quire.cli.batch_output import BatchOutput
+from quire.cli.batch_records import BatchTally, Record, answer_record, error_record
+from quire.cli.drive import Driver, Job
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answer
+from quire.errors import RequestError
+
+GROUP_RECORDS = 32
+GROUP_S = 0.5
+"""A group is written when it has so many records, or when so much time has passed."""
+
+WINDOW_PER_RUNNING = 4
+_SEED_RANGE = 2**63
+
+
+class BatchRun:
+    """Answers the lines of one input that have no record yet.
+
+    Args:
+        llm: idle.
+        task: what is to be run.
+        output: where records go, and which lines have one.
+        on_step: called after every step with what is done.
+    """
+
+    def __init__(
+        self, llm: LLM, task: BatchTask, output: BatchOutput, on_step: Callable[[BatchTally], None]
+    ) -> None:
+        self._llm, self._task, self._output = llm, task, output
+        self._lines: dict[int, BatchLine] = {}
+        self._written_s = time.monotonic()
+        self.tally = BatchTally()
+        self._driver = Driver(
+            llm,
+            window=WINDOW_PER_RUNNING * llm.engine.schedule_config.max_running,
+            on_step=lambda: self._after_step(on_step),
+        )
+
+    def run(self) -> BatchTally:
+        """Run to the end; every line has a record on the disk then.
+
+        Raises:
+            ConfigError: the output cannot be written any more.
+        """
+        for job, result in self._driver.run(self._jobs()):
+            line = self._lines.pop(job.key)
+            if isinstance(result, RequestError):
+                self._put(error_record(line.head, str(result)), None)
+                continue
+            record = answer_record(
+                line,
+                result,
+                model=self._llm.model.name,
+                with_prompt=self._task.with_prompt,
+            )
+            self._put(record, result)
+        self._output.flush()
+        return self.tally
+
+    def _jobs(self) -> Iterator[Job]:
+        with self._task.source.open("rb") as lines:
+            for number, raw in enumerate(lines, start=1):
+                if not raw.strip() or number in self._output.answered:
+                    continue
+                try:
+                    line = parse_line(raw, number, self._task.form)
+                    job = self._job(line)
+                except BatchError as error:
+                    self._put(error_record(error.head, str(error)), None)
+                except RequestError as error:
+                    self._put(error_record(line.head, str(error)), None)
+                else:
+                    self._lines[number] = line
+                    yield job
+
+    def _job(self, line: BatchLine) -> Job:
+        number = line.head.number
+        own = {"seed": (self._output.seed + number) % _SEED_RANGE} | dict(line.sampling)
+        return Job(
+            key=number,
+            prompt=line.prompt,
+            messages=line.messages,
+            params=replace(self._task.sampling, **own),
+        )
+
+    def _put(self, record: Record, answer: Answer | None) -> None:
+        self.tally.add(record, answer)
+        self._output.write([record])
+        waited_s = time.monotonic() - self._written_s
+        if self._output.num_held >= GROUP_RECORDS or waited_s >= GROUP_S:
+            self._flush()
+
+    def _after_step(self, on_step: Callable[[BatchTally], None]) -> None:
+        if self._output.num_held and time.monotonic() - self._written_s >= GROUP_S:
+            self._flush()
+        on_step(self.tally)
+
+    def _flush(self) -> None:
+        self._output.flush()
+        self._written_s = time.monotonic()

@@ -1,0 +1,105 @@
+"""The TOML file of `--config`: the same names as the flags, flat or in tables.
+
+model = "quire-tiny"
+kv-memory = "64MiB"        # flat: the flag's name
+
+[kv]
+codec = "none"             # in a table: the flag's name or the field's
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from quire.cli.options import SECTIONS, OptionField, options_of
+from quire.errors import ConfigError, UnknownName
+
+MODEL_KEY = "model"
+
+
+def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
+    """Read a file of options.
+
+    Returns:
+        The model it names, or None; and its values by `OptionField.parameter`.
+
+    Raises:
+        ConfigError: no such file, not TOML, a value of the wrong type, an option given twice.
+        UnknownName: a key that is no option; offers the nearest ones.
+    """
+    content = _read_toml(path)
+    model: str | None = None
+    values: dict[str, object] = {}
+    tables = {section.name: tuple(section.options()) for section in SECTIONS}
+    for key, value in content.items():
+        if key == MODEL_KEY and isinstance(value, str):
+            model = value
+        elif key in tables and isinstance(value, Mapping):
+            for name, inner in value.items():
+                _put(values, path, _find(name, tables[key], f"option of [{key}] in {path}"), inner)
+        else:
+            _put(values, path, _find_flat(key, path), value)
+    return model, values
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+
+
+def _find(name: str, options: Iterable[OptionField], kind: str) -> OptionField:
+    known: dict[str, OptionField] = {}
+    for found in options:
+        known[found.name] = known[_underscored(found.flag)] = found
+    if _underscored(name) not in known:
+        raise UnknownName(kind, name, known)
+    return known[_underscored(name)]
+
+
+def _find_flat(name: str, path: Path) -> OptionField:
+    known = {_underscored(found.flag): found for found in options_of(SECTIONS)}
+    if _underscored(name) not in known:
+        tables = [section.name for section in SECTIONS]
+        raise UnknownName(f"option in {path}", name, [*known, *tables, MODEL_KEY])
+    return known[_underscored(name)]
+
+
+def _underscored(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _put(values: dict[str, object], path: Path, found: OptionField, value: object) -> None:
+    if found.parameter in values:
+        raise ConfigError(f"{path} gives {found.flag!r} twice; leave one out")
+    values[found.parameter] = _checked(path, found, value)
+
+
+def _checked(path: Path, found: OptionField, value: object) -> object:
+    expected = {
+        str: "a text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+    }.get(found.kind, "a text or a list of texts")
+    if found.sized:
+        expected = "a number of bytes or a size such as '64MiB'"
+    if not _fits(found, value):
+        raise ConfigError(f"{path}: {found.flag!r} must be {expected}, got {value!r}")
+    return value
+
+
+def _fits(found: OptionField, value: object) -> bool:
+    if isinstance(value, bool) or found.kind is bool:
+        return isinstance(value, bool) and found.kind is bool
+    if found.sized:
+        return isinstance(value, int | str)
+    if found.kind is float:
+        return isinstance(value, int | float)
+    if found.kind in (str, int):
+        return isinstance(value, found.kind)
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) for text in texts)

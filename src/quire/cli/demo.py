@@ -1,0 +1,62 @@
+"""`quire demo`: the main job on real prompts in a small KV memory, in less than a minute."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from quire.cli.demo_work import demo_prompts
+from quire.cli.options import ModelConfig
+from quire.cli.report import envelope
+from quire.cli.settings import Settings
+from quire.kv.config import KVConfig
+
+_CHECKED = 8  # answers compared with Transformers: seven questions and one checkable prompt
+
+
+def demo(
+    *,
+    kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="KV memory.")] = "8MiB",
+    requests: Annotated[int, typer.Option(help="Prompts, 1 to 64.")] = 56,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 48,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads; so small a model is quickest with 1.")
+    ] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Answer real prompts in a small KV memory and show what that took.
+
+    Runs quire-tiny, a small model inside this package that continues text and finds records in it;
+    it knows no arithmetic. Exit code 1 where an answer differs from Transformers'.
+    """
+    # loaded here: they bring torch
+    from quire.cli.demo_run import DemoRun
+    from quire.cli.demo_view import show_demo
+    from quire.cli.exactness import compare_with_generate
+
+    settings = Settings(
+        loading=ModelConfig(dtype="float32", device="cpu", threads=threads),
+        kv=KVConfig(memory=kv_memory),
+    )
+    typer.echo("loading quire-tiny ...", err=True)
+    llm = settings.open_llm()
+    prompts = demo_prompts(requests, max_tokens, lambda text: len(llm.encode(text)))
+    typer.echo(f"answering {requests} prompts in {kv_memory} of KV ...", err=True)
+    result = DemoRun(llm, prompts).run()
+    typer.echo("asking Transformers the same ...", err=True)
+    exactness = compare_with_generate(settings.model, result.answers[:_CHECKED])
+    claims = result.claims() | {
+        "exactness_checked": exactness.checked,
+        "exactness_equal": exactness.equal,
+        "exactness_ties": exactness.ties,
+    }
+    show_demo(result, claims, exactness)
+    if as_json:
+        arms = {"answers": [asdict(answer.usage) for answer in result.answers]}
+        config = settings.as_dict() | {"requests": requests, "max_tokens": max_tokens}
+        typer.echo(json.dumps(envelope("demo", claims, arms, config)))
+    if not exactness.passed:
+        raise typer.Exit(1)

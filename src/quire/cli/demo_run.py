@@ -1,0 +1,160 @@
+"""The run of `quire demo`: all prompts through one small KV memory, measured on the way.
+
+Loads torch through the engine: the command imports this module when it runs.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.cli.demo_work import DemoPrompt
+from quire.cli.drive import Driver, Job
+from quire.cli.progress import LiveProgress
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answer
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.stats import EngineStats
+from quire.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """The moment when most requests ran at once.
+
+    Attributes:
+        running: requests with KV.
+        used_bytes: of pages then.
+        reserved_bytes: the same requests with prompt and max_tokens reserved ahead.
+        contiguous_bytes: the same requests with the whole context reserved.
+    """
+
+    running: int = 0
+    used_bytes: int = 0
+    reserved_bytes: int = 0
+    contiguous_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What the demo measured.
+
+    Attributes:
+        prompts: what was asked.
+        answers: in the prompts' order.
+        crowd: the fullest moment.
+        stats: the engine's numbers at the end.
+        seconds: of the run, loading not counted.
+    """
+
+    prompts: Sequence[DemoPrompt]
+    answers: Sequence[Answer]
+    crowd: Crowd
+    stats: EngineStats
+    seconds: float
+
+    @property
+    def facts(self) -> list[bool]:
+        """Whether each checkable answer is right."""
+        pairs = zip(self.prompts, self.answers, strict=True)
+        return [a.text.startswith(p.answer) for p, a in pairs if p.answer is not None]
+
+    def claims(self) -> dict[str, int | float]:
+        """The numbers, flat."""
+        new_tokens = sum(a.usage.completion_tokens for a in self.answers)
+        first_s = [a.usage.first_token_s for a in self.answers]
+        token_s = [_token_s(a) for a in self.answers if a.usage.completion_tokens > 1]
+        return {
+            "requests": len(self.answers),
+            "prompt_tokens": sum(a.usage.prompt_tokens for a in self.answers),
+            "completion_tokens": new_tokens,
+            "run_s": self.seconds,
+            "completion_tokens_per_s": new_tokens / self.seconds,
+            "first_token_p50_s": _percentile(first_s, 50),
+            "first_token_p99_s": _percentile(first_s, 99),
+            "token_p50_s": _percentile(token_s, 50),
+            "token_p99_s": _percentile(token_s, 99),
+            "kv_total_bytes": self.stats.kv_total_bytes,
+            "kv_peak_bytes": self.stats.kv_peak_bytes,
+            "most_running": self.crowd.running,
+            "crowd_used_bytes": self.crowd.used_bytes,
+            "crowd_reserved_bytes": self.crowd.reserved_bytes,
+            "crowd_contiguous_bytes": self.crowd.contiguous_bytes,
+            "preemptions": self.stats.num_preemptions,
+            "facts_asked": len(self.facts),
+            "facts_right": sum(self.facts),
+        }
+
+
+def _token_s(answer: Answer) -> float:
+    usage = answer.usage
+    return (usage.total_s - usage.first_token_s) / (usage.completion_tokens - 1)
+
+
+def _percentile(values: list[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0
+
+
+class DemoRun:
+    """Runs prompts and watches the engine.
+
+    Args:
+        llm: idle.
+        prompts: all submitted at once.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
+        self._llm, self._prompts = llm, prompts
+        self._answers: dict[int, Answer] = {}
+        self._crowd = Crowd()
+
+    def run(self) -> DemoResult:
+        """Answer all prompts.
+
+        Raises:
+            RequestError: a prompt that this memory or model cannot take.
+        """
+        start_s = time.monotonic()
+        with LiveProgress("demo", len(self._prompts)) as progress:
+
+            def on_step() -> None:
+                self._watch()
+                progress.show(len(self._answers), self._llm.stats)
+
+            driver = Driver(self._llm, window=len(self._prompts), on_step=on_step)
+            for job, answer in driver.run(iter(self._jobs())):
+                if isinstance(answer, QuireError):
+                    raise answer
+                self._answers[job.key] = answer
+        return DemoResult(
+            prompts=self._prompts,
+            answers=[self._answers[key] for key in range(len(self._prompts))],
+            crowd=self._crowd,
+            stats=self._llm.stats(),
+            seconds=time.monotonic() - start_s,
+        )
+
+    def _jobs(self) -> list[Job]:
+        return [
+            Job(
+                key=key,
+                prompt=prompt.text,
+                params=SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0),
+            )
+            for key, prompt in enumerate(self._prompts)
+        ]
+
+    def _watch(self) -> None:
+        running = self._llm.engine.scheduler.running
+        if len(running) <= self._crowd.running:
+            return
+        spec = self._llm.model.spec
+        value_bytes = self._llm.model.decoder.dtype.itemsize
+        reserved = [len(r.prompt_token_ids) + r.params.max_tokens for r in running]
+        self._crowd = Crowd(
+            running=len(running),
+            used_bytes=self._llm.stats().kv_used_bytes,
+            reserved_bytes=sum(spec.kv_bytes(tokens, value_bytes) for tokens in reserved),
+            contiguous_bytes=len(running) * spec.kv_bytes(spec.max_positions, value_bytes),
+        )

@@ -1,0 +1,85 @@
+"""What `quire demo` prints: two answers, a table, and the comparison with Transformers."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from quire.cli.demo_run import DemoResult
+from quire.cli.demo_work import DemoPrompt
+from quire.cli.exactness import TIE_LOGITS, Exactness
+from quire.engine.outputs import Answer
+from quire.plan.sizes import format_size
+
+_SHOWN_CHARACTERS = 60
+
+
+def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: Exactness) -> None:
+    """Print all of it on standard output."""
+    console = Console()
+    for prompt, answer in _examples(result):
+        console.print(_example(prompt, answer))
+    table = Table(show_header=False)
+    for name, value in _rows(claims):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(_comparison(exactness))
+
+
+def _examples(result: DemoResult) -> Iterator[tuple[DemoPrompt, Answer]]:
+    pairs = list(zip(result.prompts, result.answers, strict=True))
+    yield pairs[0]
+    yield from [pair for pair in pairs[1:] if pair[0].answer is not None][:1]
+
+
+def _example(prompt: DemoPrompt, answer: Answer) -> str:
+    end = escape(repr(prompt.text[-_SHOWN_CHARACTERS:]))
+    text = escape(repr(answer.text[:_SHOWN_CHARACTERS]))
+    if prompt.answer is None:
+        return f"...{end} -> {text}"
+    right = answer.text.startswith(prompt.answer)
+    verdict = "[green]right[/]" if right else f"[red]wrong, it is {prompt.answer}[/]"
+    return f"...{end} -> {text} ({verdict})"
+
+
+def _rows(claims: Mapping[str, int | float]) -> Iterator[tuple[str, str]]:
+    most = claims["most_running"]
+    yield "requests", f"{claims['requests']} in {claims['run_s']:.1f} s"
+    yield (
+        "tokens",
+        f"{claims['prompt_tokens']:,} read, {claims['completion_tokens']:,} generated, "
+        f"{claims['completion_tokens_per_s']:,.0f} generated a second",
+    )
+    yield (
+        "to the first token, waiting included",
+        f"p50 {claims['first_token_p50_s']:.2f} s, p99 {claims['first_token_p99_s']:.2f} s",
+    )
+    yield (
+        "from token to token",
+        f"p50 {1000 * claims['token_p50_s']:.0f} ms, p99 {1000 * claims['token_p99_s']:.0f} ms",
+    )
+    yield "KV memory", f"{_size(claims['kv_total_bytes'])}, peak {_size(claims['kv_peak_bytes'])}"
+    yield "most requests at once", f"{most}, in {_size(claims['crowd_used_bytes'])} of pages"
+    yield (
+        f"  the same {most}, prompt + max_tokens reserved",
+        _size(claims["crowd_reserved_bytes"]),
+    )
+    yield (
+        f"  the same {most}, whole context reserved",
+        _size(claims["crowd_contiguous_bytes"]),
+    )
+    yield "preemptions", f"{claims['preemptions']}"
+    yield "records found", f"{claims['facts_right']} of {claims['facts_asked']}"
+
+
+def _size(size_bytes: float) -> str:
+    return format_size(int(size_bytes))
+
+
+def _comparison(exactness: Exactness) -> str:
+    same = f"{exactness.equal} of {exactness.checked} answers are the same, token for token"
+    if exactness.ties:
+        same += f", {exactness.ties} but for a tie (two logits within {TIE_LOGITS:g})"
+    style = "green" if exactness.passed else "bold red"
+    return f"[{style}]against plain Transformers, float32: {same}[/]"

@@ -1,0 +1,112 @@
+"""`quire eval`: measures of quality. The gate asks whether a model may judge eviction rules."""
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.options import KV, MODEL, SCHEDULE
+from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+from quire.evals.gate import GATE_CASES, GateCase, GateReport, run_gate
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+QUICK_CASES = (
+    GateCase(task="lines", tokens=256, n=5),
+    GateCase(task="kv", tokens=256, n=5),
+    GateCase(task="niah", tokens=512, n=5),
+)
+
+eval_app = typer.Typer(no_args_is_help=True, help="Measure quality.")
+
+
+@eval_app.callback()
+def _group() -> None:
+    # a callback keeps `quire eval gate` a command of its own while it is the only one
+    pass
+
+
+@eval_app.command()
+@with_settings(MODEL, KV, SCHEDULE)
+def gate(
+    settings: Settings,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Ask whether a model reads its context, and only its context; exit code 1 where not."""
+    if settings.kv.evict != "full":
+        raise ConfigError("the gate chooses what stays itself: leave --evict out")
+    judge = Judge(settings)
+    cases = QUICK_CASES if quick else GATE_CASES
+    report = run_gate(judge.answer, measure=judge.measure, cases=cases, seed=seed)
+    _show(report)
+    if as_json:
+        config = settings.as_dict() | {"seed": seed, "cases": [asdict(case) for case in cases]}
+        arms = {"rows": [asdict(row) for row in report.rows]}
+        typer.echo(json.dumps(envelope("gate", report.claims(), arms, config)))
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+class Judge:
+    """A model that answers the gate's prompts under any policy; its weights are loaded once.
+
+    Args:
+        settings: of the model and its KV memory; `evict` is replaced.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._llm = settings.open_llm()
+        self._evicting: tuple[str, LLM] | None = None
+
+    def answer(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
+        """Greedy continuations, in the prompts' order.
+
+        Raises:
+            RequestError: a prompt is longer than the model's context or the KV memory.
+        """
+        from quire.engine.sampling_params import SamplingParams
+
+        llm = self._llm if evict == "full" else self._llm_with(evict)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return [answer.text for answer in llm.generate(prompts, params)]
+
+    def measure(self, text: str) -> int:
+        """Tokens of a text; an empty one has none."""
+        return len(self._llm.encode(text)) if text else 0
+
+    def _llm_with(self, evict: str) -> "LLM":
+        # one at a time: each takes a KV memory of its own
+        from quire.engine.llm import LLM
+
+        if self._evicting is None or self._evicting[0] != evict:
+            self._evicting = None
+            kv = replace(self._settings.kv, evict=evict)
+            llm = LLM(self._llm.model, kv=kv, schedule=self._settings.schedule)
+            self._evicting = (evict, llm)
+        return self._evicting[1]
+
+
+def _show(report: GateReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "tokens", "all kept", "old records, recent half kept", "verdict")
+    for verdict in report.verdicts:
+        table.add_row(
+            verdict.task,
+            str(verdict.tokens),
+            f"{verdict.full:.0%}",
+            f"{verdict.evicted:.0%}",
+            "passed" if verdict.passed else "failed",
+        )
+    Console().print(table)

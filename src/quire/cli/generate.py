@@ -1,0 +1,87 @@
+"""`quire generate`: one prompt, its answer as it is made."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.settings import Settings, with_settings
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import Answer, Usage
+
+
+@with_settings(defaults={"max-tokens": 128})
+def generate(
+    settings: Settings,
+    *,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt. Without it, standard input is read."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Answer one prompt; the text goes to standard output, what it took to standard error."""
+    text = _standard_input() if prompt is None else prompt
+    if not text:
+        raise RequestError("the prompt is empty: give some text with --prompt or standard input")
+    answer = _stream(settings, text)
+    typer.echo(usage_line(answer.usage), err=True)
+    if as_json:
+        typer.echo(json.dumps(_object(settings, answer)))
+    if answer.error is not None:
+        raise RequestError(answer.error)
+
+
+def usage_line(usage: "Usage") -> str:
+    """What an answer took, on one line."""
+    return (
+        f"[{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, first after "
+        f"{usage.first_token_s:.2f} s, all in {usage.total_s:.2f} s, "
+        f"{usage.kv_peak_bytes:,} B of KV]"
+    )
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise RequestError("no prompt: give --prompt TEXT or pipe one into standard input")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text: {error}") from error
+    return text.removesuffix("\n").removesuffix("\r")  # what echo and editors add
+
+
+def _stream(settings: Settings, text: str) -> "Answer":
+    llm = settings.open_llm()
+    from quire.engine.outputs import AnswerBuilder  # with torch, which is loaded by now
+
+    token_ids = llm.encode(text)
+    builder = AnswerBuilder("generate", tuple(token_ids))
+    for delta in llm.stream(token_ids, settings.sampling):
+        typer.echo(delta.text, nl=False)
+        sys.stdout.flush()
+        answer = builder.add(delta)
+        if answer is not None:
+            break
+    typer.echo()
+    assert answer is not None, "a stream ends with a finish reason"
+    return answer
+
+
+def _object(settings: Settings, answer: "Answer") -> dict[str, object]:
+    return {
+        "name": "generate",
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "error": answer.error,
+        "usage": asdict(answer.usage),
+        "config": settings.as_dict(),
+    }

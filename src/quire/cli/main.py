@@ -1,0 +1,94 @@
+"""`quire`: the command line. Every command loads what it needs when it runs, not for `--help`."""
+
+import inspect
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from quire.cli.batch import batch
+from quire.cli.chat import chat
+from quire.cli.demo import demo
+from quire.cli.doctor import doctor
+from quire.cli.evaluate import eval_app
+from quire.cli.generate import generate
+from quire.cli.listings import codecs, policies
+from quire.cli.plan import plan
+from quire.cli.serve import serve
+from quire.cli.settings import VERBOSE_KEY
+from quire.errors import QuireError
+from quire.version import __version__
+
+ERROR_EXIT = 2
+INTERRUPT_EXIT = 130  # 128 + SIGINT, as shells count
+
+
+class QuireGroup(TyperGroup):
+    """Turns what Quire raises on purpose into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            typer.Exit: with 2 for an error of Quire's own, 130 for Ctrl-C.
+        """
+        try:
+            return super().invoke(ctx)
+        except QuireError as error:
+            if ctx.meta.get(VERBOSE_KEY):
+                traceback.print_exc()
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(ERROR_EXIT) from error
+        except KeyboardInterrupt as interrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPT_EXIT) from interrupt
+
+
+def reflowed(docstring: str) -> str:
+    """A docstring with its paragraphs on one line each, for `--help` to wrap."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+app = typer.Typer(
+    name="quire",
+    cls=QuireGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (generate, chat, batch, serve, plan, demo, doctor, policies, codecs):
+    app.command(help=reflowed(_command.__doc__ or ""))(_command)
+app.add_typer(eval_app, name="eval")
+
+
+def _show_version(value: bool) -> None:  # noqa: FBT001 - click calls it
+    if value:
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    ctx: typer.Context,
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")] = False,
+) -> None:
+    """Large language models in a KV memory that you fix in bytes."""
+    ctx.meta[VERBOSE_KEY] = verbose
+
+
+def run() -> None:
+    """The entry point `quire`."""
+    # answers may hold any character, whatever the terminal's encoding can show
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()

@@ -1,0 +1,77 @@
+"""A live line about a running engine: how far, how fast, how full. Silent where nobody looks."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from quire.engine.stats import EngineStats
+
+_REFRESH_S = 0.2
+
+
+class LiveProgress:
+    """A progress line on standard error; nothing is shown where that is no terminal.
+
+    Args:
+        title: what is being done.
+        total: how many requests.
+    """
+
+    def __init__(self, title: str, total: int) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
+        self._task = self._progress.add_task(title, total=total, numbers="")
+        self._start_s = self._shown_s = time.monotonic()
+
+    def __enter__(self) -> "LiveProgress":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, read: Callable[[], EngineStats]) -> None:
+        """Show where the engine is; cheap enough for every step.
+
+        Args:
+            done: requests that are answered.
+            read: gives the engine's numbers; called a few times a second at most.
+        """
+        now_s = time.monotonic()
+        if self._progress.disable or now_s - self._shown_s < _REFRESH_S:
+            return
+        self._shown_s = now_s
+        stats = read()
+        speed = stats.num_generated_tokens / (now_s - self._start_s)
+        used = 100 * stats.kv_used_bytes / stats.kv_total_bytes
+        self._progress.update(
+            self._task,
+            completed=done,
+            numbers=f"{speed:,.0f} tokens/s, KV {used:.0f}%, "
+            f"{stats.num_running} running, {stats.num_waiting} waiting",
+        )

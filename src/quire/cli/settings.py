@@ -1,0 +1,227 @@
+"""What a command was told, resolved: the command line over the TOML file over the defaults."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from quire.cli.config_file import read_config_file
+from quire.cli.options import (
+    KV,
+    MODEL,
+    SAMPLING,
+    SCHEDULE,
+    ModelConfig,
+    OptionField,
+    Section,
+    options_of,
+)
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+PACKAGED_MODEL = "quire-tiny"
+VERBOSE_KEY = "quire.cli.verbose"
+"""Where the command line's context keeps whether tracebacks are wanted."""
+
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a command needs to make an LLM, and how it samples.
+
+    Attributes:
+        model: "quire-tiny", a folder or a hub name.
+        loading: how it is loaded.
+        kv: its KV memory.
+        schedule: its steps and queues.
+        sampling: of every request that says nothing else.
+        verbose: say more on standard error.
+    """
+
+    model: str = PACKAGED_MODEL
+    loading: ModelConfig = field(default_factory=ModelConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    verbose: bool = False
+
+    def as_dict(self) -> dict[str, object]:
+        """All options as JSON values, for the config of a result."""
+        return {
+            "model": self.model,
+            "loading": asdict(self.loading),
+            "kv": asdict(self.kv),
+            "schedule": asdict(self.schedule),
+            "sampling": asdict(self.sampling),
+        }
+
+    def open_llm(self) -> "LLM":
+        """Load the model and take its KV memory.
+
+        Raises:
+            ConfigError: options that cannot be.
+            ModelError: a model that cannot be read.
+        """
+        from quire.engine.llm import LLM  # torch and transformers: never for --help
+
+        self.set_threads()
+        llm = LLM(
+            self.model,
+            dtype=self.loading.dtype,
+            device=self.loading.device,
+            kv=self.kv,
+            schedule=self.schedule,
+            trust_remote_code=self.loading.trust_remote_code,
+            verify=self.loading.verify,
+        )
+        if self.verbose:
+            typer.echo(llm.engine.pool.explanation, err=True)
+        return llm
+
+    def set_threads(self) -> None:
+        """Give torch as many threads as was said.
+
+        Raises:
+            ConfigError: a negative number.
+        """
+        import torch
+
+        if self.loading.threads < 0:
+            raise ConfigError(f"expected threads >= 0, got {self.loading.threads}")
+        if self.loading.threads:
+            torch.set_num_threads(self.loading.threads)
+
+
+def with_settings(
+    *sections: Section,
+    defaults: Mapping[str, object] | None = None,
+    model_as: Literal["argument", "option"] = "argument",
+) -> Callable[[Command], Command]:
+    """Give a command a model and the options of some sections.
+
+    The command declares a parameter `settings: Settings` and its own options after it.
+
+    Args:
+        sections: whose options it takes; all of them by default.
+        defaults: flag to this command's own default.
+        model_as: whether the model is an argument or `--model`.
+    """
+    options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
+
+    def decorate(command: Command) -> Command:
+        own = [
+            parameter
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "settings"
+        ]
+
+        def run(ctx: typer.Context, **given: Any) -> None:
+            settings = _resolve(ctx, given, options)
+            command(settings=settings, **{p.name: given[p.name] for p in own})
+
+        parameters = [
+            _keyword("ctx", typer.Context, inspect.Parameter.empty),
+            _model_parameter(model_as),
+            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
+            *map(_parameter, options),
+            *_shared_parameters(),
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _model_parameter(model_as: Literal["argument", "option"]) -> inspect.Parameter:
+    about = (
+        "A model folder in Hugging Face format, a hub name, or quire-tiny, which is inside this "
+        "package and the default."
+    )
+    if model_as == "option":
+        shown: Any = typer.Option("--model", "-m", help=about, show_default=False)
+    else:
+        shown = typer.Argument(metavar="[MODEL]", help=about, show_default=False)
+    return _keyword("model", Annotated[str | None, shown], None)
+
+
+def _shared_parameters() -> Iterator[inspect.Parameter]:
+    config = typer.Option("--config", metavar="FILE.toml", help="Options from a file; flags win.")
+    verbose = typer.Option(
+        "--verbose", "-v", help="Say more; show tracebacks.", callback=_remember_verbose
+    )
+    yield _keyword("config", Annotated[Path | None, config], None)
+    yield _keyword("verbose", Annotated[bool, verbose], False)
+
+
+def _remember_verbose(ctx: typer.Context, value: bool) -> bool:  # noqa: FBT001 - click calls it
+    ctx.meta[VERBOSE_KEY] = value or ctx.meta.get(VERBOSE_KEY, False)
+    return value
+
+
+def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
+
+def _parameter(found: OptionField) -> inspect.Parameter:
+    declaration = f"--{found.flag}"
+    if found.kind is bool and found.default:
+        declaration += f"/--no-{found.flag}"
+    default = list(found.default) if isinstance(found.default, tuple) else found.default
+    shown = typer.Option(
+        declaration,
+        help=_sentence(found),
+        metavar="SIZE" if found.sized else None,
+        show_default=default is not None and default != [],
+        rich_help_panel=_TITLES[found.section],
+    )
+    kind: Any = found.kind if default is not None else found.kind | None
+    return _keyword(found.parameter, Annotated[kind, shown], default)
+
+
+def _sentence(found: OptionField) -> str:
+    text = found.help[:1].upper() + found.help[1:].rstrip(".") + "."
+    return text + " May be given several times." if found.kind == list[str] else text
+
+
+_TITLES = {section.name: section.title for section in (MODEL, KV, SCHEDULE, SAMPLING)}
+
+
+def _resolve(
+    ctx: typer.Context, given: Mapping[str, Any], options: tuple[OptionField, ...]
+) -> Settings:
+    file_model: str | None = None
+    values: dict[str, object] = {}
+    if given["config"] is not None:
+        file_model, values = read_config_file(given["config"])
+    parts: dict[str, dict[str, Any]] = {MODEL.name: {}, KV.name: {}}
+    parts |= {SCHEDULE.name: {}, SAMPLING.name: {}}
+    for found in options:
+        said = _is_said(ctx, found.parameter) or found.parameter not in values
+        value = given[found.parameter] if said else values[found.parameter]
+        parts[found.section][found.name] = value
+    return Settings(
+        model=given["model"] or file_model or PACKAGED_MODEL,
+        loading=ModelConfig(**parts[MODEL.name]),
+        kv=KVConfig(**parts[KV.name]),
+        schedule=ScheduleConfig(**parts[SCHEDULE.name]),
+        sampling=SamplingParams(**parts[SAMPLING.name]),
+        verbose=given["verbose"],
+    )
+
+
+def _is_said(ctx: typer.Context, parameter: str) -> bool:
+    source = ctx.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
