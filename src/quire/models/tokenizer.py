@@ -50,8 +50,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself.
 
     Raises:
-        RequestError: the text has no tokens.
+        RequestError: the text has no tokens, or is no Unicode text.
     """
+    _check_unicode(text)
     token_ids = tokenizer(text, verbose=False).input_ids
     if not token_ids:
         raise RequestError("expected a prompt of at least one token, got an empty text")
@@ -89,6 +90,7 @@ def render_chat(
         )
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+    _check_unicode(str(text))
     return str(text)
 
 
@@ -108,3 +110,14 @@ def encode_chat(
     if not token_ids:
         raise RequestError("expected a chat of at least one token, got an empty text")
     return [int(token) for token in token_ids]
+
+
+def _check_unicode(text: str) -> None:
+    # JSON can write half of a surrogate pair; tokenizers answer that with a TypeError
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not Unicode at character {error.start}: {text[error.start]!r} is half of "
+            "a surrogate pair"
+        ) from error
