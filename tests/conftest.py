@@ -6,7 +6,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=slow)
+settings.register_profile(
+    "dev", max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=slow
+)
 settings.register_profile(
     "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow
 )
