@@ -3,7 +3,7 @@
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -45,7 +45,9 @@ def create_app(llm: LLM, *, served_model_name: str | None = None) -> FastAPI:
 
 
 def run_server(llm: LLM, *, host: str, port: int, served_model_name: str | None) -> None:
-    """Serve until SIGTERM or SIGINT, then finish open requests and return.
+    """Serve until SIGTERM or SIGINT, then finish open requests.
+
+    After SIGINT this returns; after SIGTERM the process ends by that signal, as others expect.
 
     Args:
         llm: idle.
@@ -61,7 +63,8 @@ def run_server(llm: LLM, *, host: str, port: int, served_model_name: str | None)
     with _listen(host, port) as listener:
         sys.stdout.write(f"Serving {served_model_name or llm.model.name} at {_url(listener)}\n")
         sys.stdout.flush()
-        uvicorn.Server(config).run(sockets=[listener])
+        with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
+            uvicorn.Server(config).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -121,7 +121,8 @@ async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
 
 def _place(location: tuple[object, ...]) -> str:
     """Where in the body, such as messages.0.content; bounded, for keys are the client's own."""
-    return bounded(".".join(map(str, location[1:])), 100)
+    names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's word for a key
+    return bounded(".".join(names), 100)
 
 
 async def _answer_http(_: Request, error: Exception) -> JSONResponse:

@@ -1,6 +1,7 @@
 """From a request's fields to `SamplingParams`."""
 
 from dataclasses import replace
+from typing import Any
 
 from quire.engine.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
@@ -12,7 +13,7 @@ COMPLETION_MAX_TOKENS = 16
 OPENAI_TEMPERATURE = 1.0
 """OpenAI's default, for models that recommend none."""
 
-_SHARED = frozenset(
+_SHARED = (
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "stop"}
     | {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "seed"}
@@ -39,7 +40,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Fields that would change the answer and are not acted on, with the values that ask for nothing."""
+"""Fields that would change the answer and are not acted on, with values that ask for nothing."""
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
@@ -113,7 +114,7 @@ def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
 def _params(
     body: GenerationBody, temperature: float | None, **options: int | None
 ) -> SamplingParams:
-    said = body.model_dump(include=_SHARED, exclude_none=True)
+    said: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
     if temperature is None:
         said.setdefault("temperature", OPENAI_TEMPERATURE)
-    return SamplingParams(**said, **options)
+    return SamplingParams(**said | options)

@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts and chats in, text out. The engine detokenizes answers itself."""
+"""Between text and tokens: prompts and chats in, text out. The engine detokenizes answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Texts:
         if isinstance(prompts, str):
             listed: list[str | list[int]] = [prompts]
         elif isinstance(prompts[0], int):
-            listed = [prompts]  # type: ignore[list-item]
+            listed = [prompts]
         else:
             listed = prompts  # type: ignore[assignment]
         return await self._in_thread(

@@ -5,7 +5,6 @@ A delta that has nothing to show yet makes no chunk; its log-probabilities wait 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.engine.outputs import Answer, Delta
 from quire.engine.sampler import SampledToken
@@ -13,18 +12,6 @@ from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
 from quire.serve.pieces import TokenPieces
 
 Choice = dict[str, object]
-
-
-class Writer(Protocol):
-    """Writes one choice."""
-
-    def whole(self, answer: Answer) -> Choice:
-        """The choice of a whole response."""
-        ...
-
-    def chunks(self, delta: Delta) -> list[Choice]:
-        """What a delta adds; nothing while there is nothing to show."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,6 +136,9 @@ class ChatWriter:
 
     def _logprobs(self, scores: Sequence[SampledToken]) -> dict[str, object] | None:
         return chat_logprobs(self.pieces, scores) if self.wants_logprobs else None
+
+
+Writer = CompletionWriter | ChatWriter
 
 
 def _ending(delta: Delta) -> Choice:

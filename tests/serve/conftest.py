@@ -1,0 +1,99 @@
+"""The shipped model behind the server: loaded once, a few tokens an answer."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from quire.engine.llm import LLM
+from quire.kv.config import KVConfig
+from quire.serve.app import create_app
+
+PATIENCE_S = 30.0
+PROMPT = "<|doc|>Once upon a time"
+
+
+@pytest.fixture(scope="session")
+def llm():
+    return LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
+
+
+@pytest.fixture
+def serve(llm):
+    """Runs `main(client)` against a fresh application; fails when that hangs or leaks."""
+
+    def run(main, **options):
+        async def with_client():
+            async with client_of(llm, **options) as client:
+                return await main(client)
+
+        result = asyncio.run(asyncio.wait_for(with_client(), PATIENCE_S))
+        assert not llm.engine.has_work
+        llm.engine.check()
+        return result
+
+    return run
+
+
+@pytest.fixture
+def post(serve):
+    """Sends one request to a fresh application."""
+
+    def send(path, **body):
+        content = json.dumps(body)  # in ASCII: httpx itself cannot write half a surrogate pair
+        headers = {"content-type": "application/json"}
+        return serve(lambda client: client.post(path, content=content, headers=headers))
+
+    return send
+
+
+@pytest.fixture
+def complete(post):
+    """The body of a completion that must succeed."""
+
+    def send(**body):
+        response = post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 4} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return send
+
+
+@pytest.fixture
+def chat(post):
+    """The body of a chat that must succeed."""
+
+    def send(**body):
+        messages = [{"role": "user", "content": "Once upon a time"}]
+        response = post("/v1/chat/completions", **{"messages": messages, "max_tokens": 4} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return send
+
+
+@pytest.fixture
+def stream(post):
+    """The chunks of a stream, without the [DONE] that must end it."""
+
+    def send(path, **body):
+        response = post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, done, rest = response.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    return send
+
+
+@asynccontextmanager
+async def client_of(llm, **options):
+    """A client of an application whose lifespan has started."""
+    app = create_app(llm, **options)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+            yield client

@@ -1,0 +1,102 @@
+"""When a client goes, its requests end and their KV returns."""
+
+import asyncio
+import json
+
+import pytest
+
+from quire.serve.app import create_app
+
+MAX_TOKENS = 400
+PATIENCE_S = 30.0
+
+
+class LeavingClient:
+    """One ASGI call whose client goes when `leave` is set."""
+
+    def __init__(self, path, body):
+        self.leave = asyncio.Event()
+        self.sent = []
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        self._body = json.dumps(body).encode()
+
+    async def receive(self):
+        if self._body:
+            body, self._body = self._body, b""
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_stops_its_requests(llm, path, stream):
+    body = {
+        "prompt": "<|doc|>A",
+        "messages": [{"role": "user", "content": "A"}],
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "n": 2,
+        "stream": stream,
+    }
+    before = llm.engine.num_generated_tokens
+
+    async def main():
+        client = LeavingClient(path, body)
+        app = create_app(llm)
+        async with app.router.lifespan_context(app):
+            call = asyncio.create_task(app(client.scope, client.receive, client.send))
+            await until(lambda: llm.engine.num_generated_tokens > before + 2)
+            client.leave.set()
+            await call
+            await until(lambda: not llm.engine.has_work)
+        return client.sent
+
+    sent = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    assert llm.engine.num_generated_tokens - before < MAX_TOKENS
+    assert (len(sent) > 2) == stream
+    llm.engine.check()
+
+
+def test_a_client_that_goes_before_the_first_event_stops_its_request(llm):
+    """Its stream is never iterated, so nothing in it could cancel anything."""
+    body = {"prompt": "<|doc|>A", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+    before = llm.engine.num_generated_tokens
+
+    async def main():
+        client = LeavingClient("/v1/completions", body)
+
+        async def refuse(_message):
+            client.leave.set()
+            await asyncio.Event().wait()
+
+        app = create_app(llm)
+        async with app.router.lifespan_context(app):
+            await app(client.scope, client.receive, refuse)
+            await until(lambda: not llm.engine.has_work)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    assert llm.engine.num_generated_tokens - before < MAX_TOKENS

@@ -1,0 +1,173 @@
+"""What is refused, with which status, and in which shape."""
+
+import httpx
+import pytest
+
+from quire.errors import InvariantError
+
+PROMPT = "<|doc|>Once upon a time"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, object]:
+    """The error, after checking its shape and that the answer is small."""
+    assert response.status_code == status, response.text
+    assert len(response.content) < 2_000
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "a text, a list of texts"),
+        ({"prompt": []}, "prompt", "a text, a list of texts"),
+        ({"prompt": ["a", 1]}, "prompt", "a text, a list of texts"),
+        ({"prompt": [True]}, "prompt", "a text, a list of texts"),
+        ({"prompt": [[1], []]}, "prompt", "a text, a list of texts"),
+        ({"prompt": [["x"] * 5]}, "prompt", "a text, a list of texts"),
+        ({"prompt": ""}, None, "at least one token"),
+        ({"prompt": "\ud800"}, None, "Unicode"),
+        ({"prompt": "\ud800", "add_special_tokens": False}, None, "Unicode"),
+        ({"prompt": [5_000]}, None, "from 0 to 2047"),
+        ({"prompt": [-1], "echo": True}, None, "2047"),
+        ({"prompt": [3] * 5_000}, None, "context"),
+        ({"max_tokens": 1_000}, None, "B of KV, the whole pool has"),
+        ({"max_tokens": 0}, None, "max_tokens=0"),
+        ({"max_tokens": "many"}, "max_tokens", "integer"),
+        ({"temperature": -1}, None, "temperature"),
+        ({"top_p": 0}, None, "top_p"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 1_000}, "n", "less than or equal to 128"),
+        ({"n": 128, "prompt": [[3]] * 17}, "prompt", "more than 2048 answers"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        ({"logit_bias": {"5000": 1}}, None, "vocabulary ends at 2047"),
+        ({"stop": [""]}, None, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"suffix": "the end"}, "suffix", "not supported"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ],
+)
+def test_a_wrong_completion_is_refused(post, options, param, message):
+    body = {"prompt": PROMPT} | options
+
+    error = error_of(post(COMPLETIONS, **body), 400)
+
+    assert error["type"] == "BadRequestError"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ],
+)
+def test_a_wrong_chat_is_refused(post, options, param, message):
+    error = error_of(post(CHATS, **{"messages": MESSAGES} | options), 400)
+
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_pictures_are_refused(post):
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+    error = error_of(post(CHATS, messages=[{"role": "user", "content": [picture]}]), 400)
+
+    assert "messages.0.content" in error["message"]
+
+
+def test_a_refusal_is_no_stream(post):
+    response = post(COMPLETIONS, prompt=PROMPT, max_tokens=1_000, stream=True)
+
+    assert "whole pool" in error_of(response, 400)["message"]
+
+
+def test_an_unknown_model_is_not_found(post):
+    for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHATS, {"messages": MESSAGES})):
+        error = error_of(post(path, model="gpt-9", **body), 404)
+
+        assert error["type"] == "NotFoundError"
+        assert error["message"].startswith("The model `gpt-9` does not exist.")
+
+
+def test_a_large_wrong_request_has_a_small_answer(post):
+    error_of(post(COMPLETIONS, prompt=PROMPT, model="\ud800" * 100_000), 404)
+    error_of(post(COMPLETIONS, prompt=[["x"]] * 50_000), 400)
+    error_of(post(COMPLETIONS, prompt=PROMPT, stop=[1] * 10_000), 400)
+    error_of(post(COMPLETIONS, prompt=PROMPT, logit_bias={"k" * 50_000: "x"}), 400)
+    error_of(post(COMPLETIONS, prompt=PROMPT, seed=10**400), 400)
+    error_of(post(CHATS, messages=[{"role": 1}] * 10_000), 400)
+
+
+def test_what_is_no_json_is_refused(serve):
+    async def main(client):
+        headers = {"content-type": "application/json"}
+        return await client.post(COMPLETIONS, content=b"{prompt", headers=headers)
+
+    assert "JSON" in error_of(serve(main), 400)["message"]
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_shape(serve):
+    async def main(client):
+        return await client.get("/v1/embeddings"), await client.get(COMPLETIONS)
+
+    missing, wrong_method = serve(main)
+
+    assert error_of(missing, 404)["type"] == "NotFoundError"
+    assert error_of(wrong_method, 405)["message"] == "Method Not Allowed"
+
+
+def test_an_answer_that_fails_is_an_error_of_the_server(post, llm):
+    eos = list(llm.model.generation.eos_token_ids)
+
+    response = post(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
+
+    assert "no token to choose" in error_of(response, 500)["message"]
+
+
+def test_a_bug_is_not_told_in_detail(serve, llm, monkeypatch):
+    monkeypatch.setattr(llm.model.generation.__class__, "temperature", property(lambda _: 1 / 0))
+
+    response = serve(lambda client: client.post(COMPLETIONS, json={"prompt": PROMPT}))
+
+    assert "ZeroDivisionError" in error_of(response, 500)["message"]
+    assert "division by zero" not in response.text
+
+
+def test_a_dead_engine_is_unhealthy_and_refuses(serve, llm, monkeypatch):
+    def broken_step():
+        llm.engine.__class__.step(llm.engine)  # so that the fixture finds it idle
+        raise InvariantError("off by one page")
+
+    async def main(client):
+        before = await client.get("/health")
+        monkeypatch.setattr(llm.engine, "step", broken_step)
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        during = await client.post(COMPLETIONS, json=body)
+        after = await client.post(COMPLETIONS, json=body)
+        health = await client.get("/health")
+        monkeypatch.undo()
+        return before, during, after, health
+
+    before, during, after, health = serve(main)
+
+    assert (before.status_code, before.content) == (200, b"")
+    assert (health.status_code, health.content) == (503, b"")
+    for response in (during, after):
+        error = error_of(response, 503)
+        assert error["type"] == "ServiceUnavailable"
+        assert "off by one page" in error["message"]

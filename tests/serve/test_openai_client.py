@@ -1,0 +1,174 @@
+"""The unmodified `openai` client over a real socket."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from quire.errors import ConfigError
+from quire.serve.app import create_app, run_server
+
+PROMPT = "<|doc|>Once upon a time"
+MESSAGES = [{"role": "user", "content": "Once upon a time"}]
+PATIENCE_S = 30.0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(llm), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    wait_until(lambda: server.started)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+    server.should_exit = True
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_the_client_finds_the_model(client):
+    [model] = client.models.list().data
+
+    assert client.models.retrieve(model.id).id == model.id == "quire-tiny"
+
+
+def test_the_client_completes(client):
+    options = {"model": "quire-tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+
+    whole = client.completions.create(**options, logprobs=1)
+    chunks = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+
+    choice = whole.choices[0]
+    assert choice.finish_reason == "length"
+    assert len(choice.logprobs.token_logprobs) == 5
+    assert whole.usage.completion_tokens == 5
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == choice.text
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.kv_peak_bytes > 0
+
+
+def test_the_client_chats(client):
+    options = {"model": "quire-tiny", "messages": MESSAGES, "max_tokens": 5}
+
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=1)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+
+    choice = whole.choices[0]
+    assert choice.message.role == "assistant"
+    assert len(choice.logprobs.content) == 5
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason == "length"
+
+
+def test_the_client_passes_our_own_options(client):
+    answer = client.completions.create(
+        model="quire-tiny",
+        prompt=PROMPT,
+        max_tokens=3,
+        extra_body={"allowed_token_ids": [352], "top_k": 3, "ignore_eos": True},
+    )
+
+    assert answer.usage.completion_tokens == 3
+    assert len(set(answer.choices[0].text.split())) == 1
+
+
+def test_the_client_raises_its_own_errors(client):
+    with pytest.raises(openai.BadRequestError, match="top_p") as bad:
+        client.completions.create(model="quire-tiny", prompt=PROMPT, top_p=2)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+
+    assert bad.value.type == "BadRequestError"
+
+
+def test_the_client_sees_an_error_in_the_middle_of_a_stream(client, llm):
+    eos = list(llm.model.generation.eos_token_ids)
+    stream = client.completions.create(
+        model="quire-tiny",
+        prompt=PROMPT,
+        stream=True,
+        extra_body={"allowed_token_ids": eos, "min_tokens": 2},
+    )
+
+    with pytest.raises(openai.APIError, match="no token to choose"):
+        list(stream)
+
+
+def test_closing_the_stream_stops_the_request(client, llm):
+    before = llm.engine.num_generated_tokens
+    with client.completions.create(
+        model="quire-tiny",
+        prompt=PROMPT,
+        stream=True,
+        max_tokens=400,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))
+
+    wait_until(lambda: not llm.engine.has_work)
+    assert llm.engine.num_generated_tokens - before < 400
+
+
+def test_a_port_in_use_is_named(llm):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}.*--port"):
+            run_server(llm, host="127.0.0.1", port=port, served_model_name=None)
+
+
+SERVER = """
+import torch
+from quire.engine.llm import LLM
+from quire.kv.config import KVConfig
+from quire.serve.app import run_server
+torch.set_num_threads(1)
+llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
+run_server(llm, host="127.0.0.1", port=0, served_model_name="tiny")
+"""
+
+
+def test_a_server_that_is_stopped_finishes_what_it_has_begun():
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        url = line.split()[-1]
+        body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        code = process.wait(PATIENCE_S)
+        remaining = process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+    assert line.startswith("Serving tiny at http://127.0.0.1:")
+    assert '"text"' in first
+    assert '"finish_reason": "length"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    assert code == -signal.SIGTERM
+    assert remaining == ""

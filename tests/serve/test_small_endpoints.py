@@ -1,0 +1,106 @@
+"""Models, health, version, and text to tokens and back."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.version import __version__
+
+
+def get(serve, path, **options):
+    return serve(lambda client: client.get(path), **options)
+
+
+def test_the_model_is_listed_with_the_length_that_fits(serve, llm):
+    [card] = get(serve, "/v1/models").json()["data"]
+
+    longest = llm.engine.scheduler.admission.longest_sequence(llm.model.spec.max_positions)
+    assert card["id"] == card["root"] == "quire-tiny"
+    assert card["object"] == "model"
+    assert card["max_model_len"] == longest == 512  # 4 MiB of 8,192 B a token
+
+
+def test_the_model_is_served_under_another_name(serve):
+    options = {"served_model_name": "org/mine"}
+
+    [card] = get(serve, "/v1/models", **options).json()["data"]
+
+    assert (card["id"], card["root"]) == ("org/mine", "quire-tiny")
+    assert get(serve, "/v1/models/org/mine", **options).json() == card | {"created": ANY_TIME}
+    assert get(serve, "/v1/models/quire-tiny", **options).status_code == 404
+
+
+class _AnyTime:
+    def __eq__(self, other):
+        return isinstance(other, int)
+
+    __hash__ = None
+
+
+ANY_TIME = _AnyTime()
+
+
+def test_the_version_is_the_packages(serve):
+    assert get(serve, "/version").json() == {"version": __version__}
+
+
+def test_text_becomes_tokens_and_tokens_text(post, llm):
+    text = "Hello é wörld 你"
+
+    body = post("/tokenize", prompt=text, return_token_strs=True).json()
+
+    assert body["tokens"] == llm.encode(text)
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["token_strs"][0] == "H"
+    assert body["max_model_len"] == 512
+    assert post("/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
+
+
+def test_a_chat_becomes_tokens_under_its_template(post, llm):
+    messages = [{"role": "user", "content": "Hello"}]
+
+    body = post("/tokenize", messages=messages, add_generation_prompt=False).json()
+
+    assert body["tokens"] == llm.encode_chat(messages)
+    assert body["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}),
+        ("/detokenize", {"tokens": [2048]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "text"}),
+    ],
+)
+def test_wrong_text_and_tokens_are_refused(post, path, body):
+    response = post(path, **body)
+
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "BadRequestError"
+
+
+def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypatch):
+    ids = llm.encode("<|doc|>Once upon a time")
+    bare = replace(llm.model, tokenizer=None)
+    monkeypatch.setattr(llm, "model", bare)
+    monkeypatch.setattr(llm.engine, "model", bare)
+
+    async def main(client):
+        by_ids = {"prompt": ids, "max_tokens": 2, "logprobs": 0}
+        return [
+            await client.post("/v1/completions", json=by_ids),
+            await client.post("/v1/completions", json={"prompt": "text"}),
+            await client.post("/tokenize", json={"prompt": "text"}),
+        ]
+
+    by_ids, by_text, tokenized = serve(main)
+
+    choice = by_ids.json()["choices"][0]
+    assert choice["text"] == ""
+    assert [token.split(":")[0] for token in choice["logprobs"]["tokens"]] == ["token_id"] * 2
+    for refused in (by_text, tokenized):
+        assert refused.status_code == 400
+        assert "has no tokenizer" in refused.json()["error"]["message"]

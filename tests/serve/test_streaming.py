@@ -1,0 +1,128 @@
+"""Server-sent events of completions and chats: the same as whole bodies, in pieces."""
+
+import pytest
+
+PROMPT = "<|doc|>Once upon a time"
+CHAT = {"messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 6}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def joined(chunks, index=0):
+    choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(choice["text"] for choice in choices), choices
+
+
+def test_the_pieces_of_a_completion_make_the_whole(stream, complete):
+    whole = complete(max_tokens=6)["choices"][0]
+
+    chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=6)
+
+    text, choices = joined(chunks)
+    assert text == whole["text"]
+    assert len(choices) > 1
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [
+        "length"
+    ]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_a_chat_begins_with_the_role_and_ends_with_the_reason(stream, chat):
+    whole = chat(**CHAT)["choices"][0]
+
+    chunks = stream(CHATS, **CHAT)
+
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert choices[-1]["delta"] == {}
+    assert choices[-1]["finish_reason"] == "length"
+    middle = [choice["delta"] for choice in choices[1:-1]]
+    assert all(set(delta) == {"content"} and delta["content"] for delta in middle)
+    assert "".join(delta["content"] for delta in middle) == whole["message"]["content"]
+
+
+def test_several_choices_share_one_stream(stream, complete):
+    options = {"prompt": [PROMPT, "<|doc|>The sea"], "n": 2, "temperature": 1.0, "seed": 4}
+    options["ignore_eos"] = True
+    whole = complete(**options, max_tokens=5)["choices"]
+
+    chunks = stream(COMPLETIONS, **options, max_tokens=5)
+
+    for choice in whole:
+        text, choices = joined(chunks, choice["index"])
+        assert text == choice["text"]
+        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+
+
+def test_the_echoed_prompt_comes_first(stream, complete):
+    whole = complete(max_tokens=5, echo=True)["choices"][0]["text"]
+
+    chunks = stream(COMPLETIONS, prompt=PROMPT, max_tokens=5, echo=True)
+
+    assert chunks[0]["choices"][0]["text"].startswith(PROMPT)
+    assert joined(chunks)[0] == whole
+
+
+def test_usage_comes_in_a_last_chunk_without_choices(stream, complete, chat):
+    options = {"include_usage": True}
+
+    completion = stream(COMPLETIONS, prompt=PROMPT, max_tokens=4, stream_options=options)
+    chatted = stream(CHATS, **CHAT, stream_options=options)
+
+    assert completion[-1]["choices"] == chatted[-1]["choices"] == []
+    assert completion[-1]["usage"] == complete()["usage"]
+    assert chatted[-1]["usage"] == chat(**CHAT)["usage"]
+    assert all("usage" not in chunk for chunk in completion[:-1] + chatted[:-1])
+
+
+def test_usage_is_counted_along_on_request(stream):
+    chunks = stream(
+        COMPLETIONS,
+        prompt=PROMPT,
+        max_tokens=5,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 5
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+
+
+def test_the_logprobs_of_the_pieces_make_the_whole(stream, complete):
+    whole = complete(max_tokens=6, logprobs=1)["choices"][0]["logprobs"]
+
+    _, choices = joined(stream(COMPLETIONS, prompt=PROMPT, max_tokens=6, logprobs=1))
+
+    for column in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [v for c in choices for v in c["logprobs"][column]] == whole[column]
+
+
+@pytest.mark.parametrize("text", ["é", "你", "😀"])
+def test_split_characters_are_held_back_with_their_logprobs(stream, llm, text):
+    """The bytes of one character, forced one by one: no chunk shows half of it."""
+    ids = llm.encode(text)
+    assert len(ids) > 1
+
+    chunks = stream(CHATS, **CHAT | {"max_tokens": 4}, logprobs=True, allowed_token_ids=ids)
+
+    contents = [c["choices"][0]["delta"].get("content", "") for c in chunks]
+    logprobs = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    tokens = [entry for part in logprobs for entry in part["content"]]
+    raw = b"".join(bytes(entry["bytes"]) for entry in tokens)
+    assert len(tokens) == 4
+    assert len(raw) == 4
+    assert "".join(contents) == raw.decode(errors="replace")
+
+
+def test_an_answer_that_fails_ends_the_stream_with_an_error(stream, llm):
+    """min_tokens holds back the end tokens, and they are all that is allowed."""
+    eos = list(llm.model.generation.eos_token_ids)
+
+    chunks = stream(COMPLETIONS, prompt=PROMPT, allowed_token_ids=eos, min_tokens=2)
+
+    assert [list(chunk) for chunk in chunks] == [["error"]]
+    assert chunks[0]["error"]["code"] == 500
+    assert "no token to choose" in chunks[0]["error"]["message"]
