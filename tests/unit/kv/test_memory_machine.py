@@ -151,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
         slots = table.num_slots[row].copy()
         random = np.random.default_rng(seed)
         keep = random.random((len(slots), int(slots.max()) + seed % 2)) < share
-        before = [self.read("ragged", row, lane) for lane in range(len(slots))]
+        before = self.read("ragged", row)
         plan = plan_compaction(self.memory, "ragged", row, keep)
         self.check_plan(plan, slots)
         fits = self.memory.fits({RAGGED: plan.needed_pages})
@@ -342,12 +342,13 @@ class MemoryMachine(RuleBasedStateMachine):
         for row, sequence in self.rows.items():
             assert self.memory.lengths[row] == sequence.length
             assert self.memory.peak_bytes[row] >= self.memory.row_bytes(row)
-            for (name, lane), tokens in sequence.lanes.items():
-                table = self.memory.tables[name]
-                found = self.read(name, row, lane)
-                assert (found if table.group.ordered else sorted(found)) == sorted(tokens.items())
-                pages = table.group.page_class.pages_for(len(tokens))
-                assert table.num_pages[row, lane] == pages
+            for name, table in self.memory.tables.items():
+                for lane, found in enumerate(self.read(name, row)):
+                    tokens = sequence.lanes[name, lane]
+                    in_order = found if table.group.ordered else sorted(found)
+                    assert in_order == sorted(tokens.items())
+                    pages = table.group.page_class.pages_for(len(tokens))
+                    assert table.num_pages[row, lane] == pages
 
     @invariant()
     def a_mirror_fed_with_the_changes_stays_equal(self):
@@ -471,20 +472,22 @@ class MemoryMachine(RuleBasedStateMachine):
             planes.pop()
         tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
 
-    def read(self, name, row, lane):
-        """[(position, bytes)] of a lane, in slot order."""
+    def read(self, name, row):
+        """[(position, bytes)] of each lane, in slot order."""
         table = self.memory.tables[name]
-        page_class, slots = table.group.page_class, np.arange(table.num_slots[row, lane])
-        places = (
-            table.pages[row, lane, slots // page_class.tokens],
-            slots % page_class.tokens,
-        )
-        key, value, positions = self.store.read_slots(page_class, places)
+        page_class, num_slots = table.group.page_class, table.num_slots[row]
+        lane = np.repeat(np.arange(len(num_slots)), num_slots)
+        ends = np.cumsum(num_slots)
+        slot = np.arange(len(lane)) - np.repeat(ends - num_slots, num_slots)
+        page = table.pages[row, lane, slot // page_class.tokens]
+        key, value, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
         if table.group.ordered:
-            by_table = table.slot_positions(row, lane)
+            first = table.page_positions[row, lane, slot // page_class.tokens]
+            by_table = first + slot % page_class.tokens
             assert not page_class.positions or (by_table == positions).all()
             positions = by_table
-        return list(zip(positions.tolist(), rows_of_bytes([key, value]), strict=True))
+        tokens = list(zip(positions.tolist(), rows_of_bytes([key, value]), strict=True))
+        return [tokens[end - count : end] for end, count in zip(ends, num_slots, strict=True)]
 
 
 def rows_of_bytes(planes):
