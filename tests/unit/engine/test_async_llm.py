@@ -243,6 +243,22 @@ def test_a_request_refused_for_its_id_does_not_cancel_the_one_that_has_it(engine
     assert run(main()).finish_reason == "length"
 
 
+def test_cancelling_late_does_not_hit_a_new_request_with_the_same_id(engine):
+    def submission(max_tokens):
+        params = engines.greedy(max_tokens)
+        return Submission(prompt_token_ids=[3], params=params, request_id="same")
+
+    async def main():
+        async with AsyncLLM(engine) as llm:
+            unread = await llm.submit([submission(1)])
+            await idle(llm)
+            answers = await llm.submit([submission(30)])
+            unread.cancel()
+            return (await answers.collect())[0]
+
+    assert run(main()).finish_reason == "length"
+
+
 def test_lower_priorities_go_first(model):
     engine = small_engine(model, max_running=1)
     ended = []
