@@ -1,0 +1,227 @@
+"""Regenerates what the documents repeat of the code: `make docs`; with `--check` only compares.
+
+Whole files are written to docs/reference; in other documents the text between two marks is:
+
+    <!-- generated: NAME -->  ...  <!-- end -->
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "quire"
+REFERENCE = Path("docs/reference")
+HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
+HELP_COLUMNS = "100"
+FLOORS = ("cli", "serve", "bench", "evals", "engine", "models", "policies", "kv", "kernels")
+FLOORS += ("plan", "spec")
+
+
+def main(arguments: list[str]) -> int:
+    """Write the documents, or with `--check` say which are stale; the exit code."""
+    stale = [path for path, text in documents() if _read(path) != text]
+    for path, text in documents() if "--check" not in arguments else ():
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+    verb = "stale, run `make docs`" if "--check" in arguments else "written"
+    for path in stale:
+        sys.stdout.write(f"{path}: {verb}\n")
+    return int("--check" in arguments and bool(stale))
+
+
+def documents() -> Iterator[tuple[Path, str]]:
+    """Every document this script has a part in, with its text as it should be."""
+    yield REFERENCE / "cli.md", HEADER + cli()
+    yield REFERENCE / "options.md", HEADER + options()
+    yield REFERENCE / "policies.md", HEADER + policies()
+    yield REFERENCE / "codecs.md", HEADER + codecs()
+    yield REFERENCE / "models.md", HEADER + models()
+    for name in ("architecture.md", "add-a-policy.md"):
+        yield Path("docs") / name, fill(_read(Path("docs") / name))
+
+
+def fill(text: str) -> str:
+    """A document with the parts between its marks made new."""
+    parts: dict[str, Callable[[], str]] = {
+        "modules": modules,
+        "torch-free": torch_free,
+        "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
+    }
+
+    def made(match: "re.Match[str]") -> str:
+        return f"{match[1]}\n{parts[match[2]]()}\n<!-- end -->"
+
+    return re.sub(r"(<!-- generated: (\S+) -->)\n.*?<!-- end -->", made, text, flags=re.DOTALL)
+
+
+# ---- parts of documents ------------------------------------------------------------------------
+
+
+def modules() -> str:
+    """A table of each package's modules with the first sentence of their docstrings."""
+    return "\n".join(
+        f"\n`{folder}`: {first_sentence(SOURCE / folder / '__init__.py')}\n\n"
+        "| module | what it is |\n|---|---|\n"
+        + "\n".join(
+            f"| `{path.relative_to(SOURCE / folder).with_suffix('')}` | {first_sentence(path)} |"
+            for path in sorted((SOURCE / folder).rglob("*.py"))
+            if path != SOURCE / folder / "__init__.py"
+        )
+        for folder in FLOORS
+    ).strip("\n")
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring, fit for a table."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n", maxsplit=1)[0].split())
+    sentence = re.split(r"(?<=\w\.) (?=[A-Z])", paragraph, maxsplit=1)[0]
+    return sentence.replace("|", "\\|")
+
+
+def torch_free() -> str:
+    """The modules that import-linter keeps free of torch."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (names,) = [c["source_modules"] for c in contracts if c["id"] == "no-torch"]
+    return ", ".join(f"`{name.removeprefix('quire.')}`" for name in sorted(names))
+
+
+def code_block(path: Path) -> str:
+    """A file as Markdown."""
+    return f"```python\n{path.read_text(encoding='utf-8')}```"
+
+
+# ---- whole documents ---------------------------------------------------------------------------
+
+
+def cli() -> str:
+    """`--help` of the program and of every command."""
+    from click import unstyle
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    from quire.cli.main import app
+
+    runner = CliRunner(env={"COLUMNS": HELP_COLUMNS, "TERM": "dumb"})
+    parts = ["# Commands\n"]
+    for words in _commands(get_command(app), ()):
+        shown = unstyle(runner.invoke(app, [*words, "--help"], catch_exceptions=False).output)
+        text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
+        parts.append(f"## {' '.join(('quire', *words))}\n\n```text\n{text.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, child in getattr(command, "commands", {}).items():
+        yield from _commands(child, (*words, name))
+
+
+def options() -> str:
+    """The fields of the config dataclasses."""
+    from dataclasses import fields
+
+    from quire.cli.options import SECTIONS, documented_attributes
+
+    parts = [
+        "# Options\n\n"
+        "The same names stand in Python, in a TOML file and, with dashes, on the command line. A\n"
+        "field without a flag is set in Python or in a request. `None` means not said: the\n"
+        "model's own default holds, where it has one.\n"
+    ]
+    for section in SECTIONS:
+        flags = {option.name: f"`--{option.flag}`" for option in section.options()}
+        documented = documented_attributes(section.config.__doc__ or "")
+        parts.append(f"\n## {section.title}: `{section.config.__name__}`, `[{section.name}]`\n\n")
+        parts.append("| field | flag | default | unit | meaning |\n|---|---|---|---|---|\n")
+        for field in fields(section.config):
+            info = field.metadata.get("option")
+            meaning = info.help if info else documented[field.name].removesuffix(".")
+            cells = (
+                f"`{field.name}`",
+                flags.get(field.name, ""),
+                f"`{field.default!r}`",
+                info.unit if info else "",
+                meaning.replace("|", "\\|"),
+            )
+            parts.append("| " + " | ".join(cells) + " |\n")
+    return "".join(parts)
+
+
+def policies() -> str:
+    """`full` and every registered rule."""
+    from quire.cli.listings import policy_rows
+    from quire.spec.eviction import DEFAULT_EVERY_TOKENS
+
+    rows = [
+        f"| `{row.name}` | {_named(row.options)} | {row.summary} | {row.source} |"
+        for row in policy_rows()
+    ]
+    return (
+        "# Eviction policies\n\n"
+        "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
+        "policy but `full` also takes `cap` (tokens a lane holds at most; must be given) and\n"
+        f"`every` (tokens that leave at a time, {DEFAULT_EVERY_TOKENS} by default).\n\n"
+        "| policy | options | what stays | source |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _named(options: dict[str, object]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in options.items()) or "none"
+
+
+def codecs() -> str:
+    """Every format with byte arithmetic, and whether KV can be stored in it."""
+    from quire.kv.store import DTYPES
+    from quire.spec.pages import CODECS
+
+    rows = [
+        f"| `{codec.name}` | {codec.code_bits} | {codec.metadata_bytes} "
+        f"| {codec.block_bytes(1, 128)} | {'yes' if codec.name in DTYPES else 'planned'} |"
+        for codec in CODECS.values()
+    ]
+    return (
+        "# KV codecs\n\n"
+        "How the numbers of a page are stored. `--kv-codec none`, the default and today the only\n"
+        "choice, stores KV in the model's own format.\n\n"
+        "| codec | bits of a number | bytes beside a vector | bytes of 128 numbers | stored now |\n"
+        "|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def models() -> str:
+    """The architectures that are refused, and why."""
+    from quire.models.support import REFUSED
+
+    rows = [
+        "| "
+        + ", ".join(f"`{name}`" for name, found in REFUSED.items() if found is refusal)
+        + f" | {refusal.reason} | {refusal.instead} |"
+        for refusal in dict.fromkeys(REFUSED.values())
+    ]
+    return (
+        "# Models\n\n"
+        "Any decoder-only model of Transformers runs whose layers go through its attention\n"
+        "interface. When a model is loaded, a short prompt runs through Quire and through\n"
+        "Transformers' own attention, and a model whose logits differ is refused.\n\n"
+        "Refused by `model_type`, before a weight is read:\n\n"
+        "| model_type | because | use instead |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "Refused by what a config or a class says: an encoder or a second modality, ALiBi, latent\n"
+        "attention, an indexer, chunked attention, layers that share keys and values or carry a\n"
+        "state, rotary frequencies of type `dynamic`, attention outside the interface, and models\n"
+        "that take no `position_ids`.\n"
+    )
+
+
+def _read(path: Path) -> str:
+    found = ROOT / path
+    return found.read_text(encoding="utf-8") if found.is_file() else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

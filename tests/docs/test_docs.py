@@ -1,0 +1,110 @@
+"""Documents that repeat the code say what the code says; their examples run; their links lead."""
+
+import doctest
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from snippets import ROOT, snippets
+
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "training" / "README.md"])
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_documents_are_current(
+    generate: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = generate.main(["--check"])
+
+    assert stale == 0, capsys.readouterr().out
+
+
+def test_a_changed_document_is_stale(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("docs/reference/codecs.md")
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(generate.HEADER + generate.codecs() + "more\n")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        generate, "documents", lambda: [(path, generate.HEADER + generate.codecs())]
+    )
+
+    assert generate.main(["--check"]) == 1
+    assert generate.main([]) == 0
+    assert generate.main(["--check"]) == 0
+
+
+def test_only_the_text_between_marks_is_generated(generate: ModuleType) -> None:
+    text = "before\n<!-- generated: recent -->\nold\n<!-- end -->\nafter\n"
+
+    filled = generate.fill(text)
+
+    source = (ROOT / "src/quire/policies/recent.py").read_text(encoding="utf-8")
+    assert filled == (
+        f"before\n<!-- generated: recent -->\n```python\n{source}```\n<!-- end -->\nafter\n"
+    )
+
+
+def test_every_command_has_its_help_in_the_reference() -> None:
+    from quire.cli.main import app
+
+    reference = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    names = [command.callback.__name__ for command in app.registered_commands]
+
+    assert len(names) >= 5
+    assert [name for name in names if f"\n## quire {name}\n" not in reference] == []
+
+
+def test_the_memory_arithmetic_runs() -> None:
+    results = doctest.testfile(str(DOCS / "memory.md"), module_relative=False, encoding="utf-8")
+
+    assert results.attempted > 20
+    assert results.failed == 0
+
+
+def test_the_policy_of_the_tutorial_keeps_what_it_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.policies import registry
+
+    monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
+    [snippet] = snippets(DOCS / "add-a-policy.md")
+    tutorial = ModuleType("tutorial")  # a dataclass looks its module up
+    monkeypatch.setitem(sys.modules, "tutorial", tutorial)
+
+    exec(snippet.code, tutorial.__dict__)
+
+    assert capsys.readouterr().out == snippet.output
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{path}: {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"{path}: {link}"
+
+
+def _anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

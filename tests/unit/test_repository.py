@@ -1,0 +1,123 @@
+"""Rules about the repository itself that no other tool checks."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.options import SECTIONS, documented_attributes
+from quire.policies.registry import FULL, registered
+from quire.spec.pages import CODECS
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src" / "quire").rglob("*.py"))
+MOST_LINES, QUESTIONED_LINES = 500, 300
+LONG_FILES = {
+    "src/quire/kv/memory.py": "the life of a row and its proof: each method needs the others",
+}
+PLACES_OF_ONE_MACHINE = re.compile(r"/work/|/root/|/home/|/tmp/|\.\./shared")
+
+
+def shipped_texts() -> list[Path]:
+    """What readers and users get; tests may name data beside the checkout."""
+    suffixes = {".py", ".md", ".json", ".toml", ".txt", ".sh", ".svg", ".jinja", ".yaml"}
+    folders = [ROOT / name for name in ("src", "docs", "training", "runs", "changelog.d", ".ci")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+    top = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in suffixes]
+    return sorted(p for p in [*found, *top, ROOT / "Makefile"] if ".egg-info" not in str(p))
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    def kind_then_name(name: str) -> tuple[bool, bool, str]:  # the order ruff asks for
+        return not name.isupper(), not name[0].isupper(), name
+
+    assert list(quire.__all__) == sorted(quire.__all__, key=kind_then_name)
+    assert dir(quire) == sorted(quire.__all__)
+    for name in quire.__all__:
+        assert getattr(quire, name) is not None
+
+
+def test_every_public_name_can_be_seen_by_type_checkers() -> None:
+    tree = ast.parse((ROOT / "src/quire/__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert set(quire.__all__) <= imported
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCES
+    }
+
+    assert {name for name, lines in lengths.items() if lines > MOST_LINES} == set()
+    assert {name for name, lines in lengths.items() if lines > QUESTIONED_LINES} == set(LONG_FILES)
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text("utf-8")))]
+
+    assert silent == []
+
+
+def test_every_policy_has_a_row_with_its_source() -> None:
+    table = (ROOT / "docs/reference/policies.md").read_text(encoding="utf-8")
+
+    for name in (FULL, *registered()):
+        [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+        assert all(cell.strip() for cell in row.strip("|").split("|")), row
+
+
+def test_every_codec_has_a_row() -> None:
+    table = (ROOT / "docs/reference/codecs.md").read_text(encoding="utf-8")
+
+    for name in CODECS:
+        assert f"\n| `{name}` | " in table
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_every_option_says_what_it_is_for(section) -> None:
+    documented = documented_attributes(section.config.__doc__ or "")
+
+    for field in fields(section.config):
+        info = field.metadata.get("option")
+        assert info.help if info else documented.get(field.name, ""), field.name
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_every_option_has_a_row(section) -> None:
+    table = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
+    _, _, after = table.partition(f"`[{section.name}]`\n")
+    rows = after.split("\n## ")[0]
+
+    for field in fields(section.config):
+        assert f"\n| `{field.name}` |" in rows
+
+
+def test_nothing_shipped_names_a_place_of_one_machine() -> None:
+    found = {
+        str(path.relative_to(ROOT)): place[0]
+        for path in shipped_texts()
+        if (place := PLACES_OF_ONE_MACHINE.search(path.read_text(encoding="utf-8")))
+    }
+
+    assert len(shipped_texts()) > 100
+    assert found == {}
+
+
+def test_license_and_notice_name_what_is_shipped() -> None:
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    shipped = sorted((ROOT / "src/quire/assets").iterdir())
+
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    for path in shipped:
+        covered = path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice
+        assert covered, path.name
