@@ -82,6 +82,7 @@ def test_the_policy_of_the_tutorial_keeps_what_it_says(
 ) -> None:
     from quire.policies import registry
 
+    registry.registered()  # modules register once: not into the copy that is thrown away
     monkeypatch.setattr(registry, "_POLICIES", dict(registry._POLICIES))
     [snippet] = snippets(DOCS / "add-a-policy.md")
     tutorial = ModuleType("tutorial")  # a dataclass looks its module up
