@@ -209,8 +209,8 @@ class BatchOutput:
         except ValueError:
             record = None
         number = record.get("line") if isinstance(record, dict) else None
-        known = isinstance(number, int) and 1 <= number <= self._state.input_lines
-        if not isinstance(number, int) or not known or number in answered:
+        last = self._state.input_lines
+        if not isinstance(number, int) or not 1 <= number <= last or number in answered:
             raise ConfigError(
                 f"{self.path} is damaged: its line {count} is no record of a line that has none "
                 f"before; remove that line to have it answered again, or {_START_OVER}"

@@ -78,13 +78,16 @@ def _put(values: dict[str, object], path: Path, found: OptionField, value: objec
     values[found.parameter] = _checked(path, found, value)
 
 
+_EXPECTED: Mapping[object, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
 def _checked(path: Path, found: OptionField, value: object) -> object:
-    expected = {
-        str: "a text",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-    }.get(found.kind, "a text or a list of texts")
+    expected = _EXPECTED.get(found.kind, "a text or a list of texts")
     if found.sized:
         expected = "a number of bytes or a size such as '64MiB'"
     if not _fits(found, value):
@@ -99,7 +102,9 @@ def _fits(found: OptionField, value: object) -> bool:
         return isinstance(value, int | str)
     if found.kind is float:
         return isinstance(value, int | float)
-    if found.kind in (str, int):
-        return isinstance(value, found.kind)
+    if found.kind is int:
+        return isinstance(value, int)
+    if found.kind is str:
+        return isinstance(value, str)
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) for text in texts)

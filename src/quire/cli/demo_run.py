@@ -92,7 +92,7 @@ def _token_s(answer: Answer) -> float:
     return (usage.total_s - usage.first_token_s) / (usage.completion_tokens - 1)
 
 
-def _percentile(values: list[float], percent: float) -> float:
+def _percentile(values: list[float], percent: int) -> float:
     return float(np.percentile(values, percent)) if values else 0.0
 
 

@@ -73,7 +73,7 @@ def _rows(claims: Mapping[str, int | float]) -> Iterator[tuple[str, str]]:
     yield "records found", f"{claims['facts_right']} of {claims['facts_asked']}"
 
 
-def _size(size_bytes: float) -> str:
+def _size(size_bytes: int | float) -> str:
     return format_size(int(size_bytes))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,7 +87,7 @@ def _policy_row(name: str, policy: "type[EvictionPolicy]") -> PolicyRow:
     )
 
 
-def _default(field: Any) -> object:
+def _default(field: "Field[Any]") -> object:
     if field.default is not MISSING:
         default = field.default
         return default if isinstance(default, int | float | str | bool) else str(default)

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated, Any, no_type_check
 
 import typer
 from typer.core import TyperGroup
@@ -72,6 +72,7 @@ def _show_version(value: bool) -> None:  # noqa: FBT001 - click calls it
 
 
 @app.callback()
+@no_type_check  # what comes is click's Context, of which typer.Context is only the marker
 def options(
     ctx: typer.Context,
     *,

@@ -50,7 +50,7 @@ class OptionField:
     section: str
     name: str
     flag: str
-    kind: type
+    kind: type | types.GenericAlias
     sized: bool
     default: Any
     help: str
@@ -151,7 +151,7 @@ def _option_field(section: str, field: "Field[Any]", documented: Mapping[str, st
     )
 
 
-def _kind(annotation: Any) -> tuple[type, bool]:
+def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
     """What the command line reads for a field, and whether it is a size in bytes."""
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
@@ -159,6 +159,6 @@ def _kind(annotation: Any) -> tuple[type, bool]:
             return str, True
         (annotation,) = members
     if get_origin(annotation) is tuple:
-        return list[str], False
+        return types.GenericAlias(list, (str,)), False
     assert annotation in (str, int, float, bool), f"no option can be made from {annotation}"
     return annotation, False

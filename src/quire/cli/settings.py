@@ -124,7 +124,8 @@ def with_settings(
             if name != "settings"
         ]
 
-        def run(ctx: typer.Context, **given: Any) -> None:
+        def run(ctx: Any, **given: Any) -> None:
+            ctx.meta[VERBOSE_KEY] = given["verbose"] or ctx.meta.get(VERBOSE_KEY, False)
             settings = _resolve(ctx, given, options)
             command(settings=settings, **{p.name: given[p.name] for p in own})
 
@@ -151,22 +152,15 @@ def _model_parameter(model_as: Literal["argument", "option"]) -> inspect.Paramet
     if model_as == "option":
         shown: Any = typer.Option("--model", "-m", help=about, show_default=False)
     else:
-        shown = typer.Argument(metavar="[MODEL]", help=about, show_default=False)
+        shown = typer.Argument(metavar="MODEL", help=about, show_default=False)
     return _keyword("model", Annotated[str | None, shown], None)
 
 
 def _shared_parameters() -> Iterator[inspect.Parameter]:
     config = typer.Option("--config", metavar="FILE.toml", help="Options from a file; flags win.")
-    verbose = typer.Option(
-        "--verbose", "-v", help="Say more; show tracebacks.", callback=_remember_verbose
-    )
+    verbose = typer.Option("--verbose", "-v", help="Say more; show tracebacks.")
     yield _keyword("config", Annotated[Path | None, config], None)
     yield _keyword("verbose", Annotated[bool, verbose], False)
-
-
-def _remember_verbose(ctx: typer.Context, value: bool) -> bool:  # noqa: FBT001 - click calls it
-    ctx.meta[VERBOSE_KEY] = value or ctx.meta.get(VERBOSE_KEY, False)
-    return value
 
 
 def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
@@ -199,9 +193,7 @@ def _sentence(found: OptionField) -> str:
 _TITLES = {section.name: section.title for section in (MODEL, KV, SCHEDULE, SAMPLING)}
 
 
-def _resolve(
-    ctx: typer.Context, given: Mapping[str, Any], options: tuple[OptionField, ...]
-) -> Settings:
+def _resolve(ctx: Any, given: Mapping[str, Any], options: tuple[OptionField, ...]) -> Settings:
     file_model: str | None = None
     values: dict[str, object] = {}
     if given["config"] is not None:
@@ -222,6 +214,6 @@ def _resolve(
     )
 
 
-def _is_said(ctx: typer.Context, parameter: str) -> bool:
+def _is_said(ctx: Any, parameter: str) -> bool:
     source = ctx.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"

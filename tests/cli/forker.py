@@ -1,0 +1,48 @@
+"""Runs `quire` command lines, each in a forked process of its own; torch is loaded only once.
+
+Reads a JSON list of arguments from each line of standard input; writes the process id, and when the
+process has ended, its wait status.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+from quire.cli import batch_run
+from quire.cli.main import run
+
+GROUP_RECORDS = 4  # written often, so that kills find many states of the file
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    batch_run.GROUP_RECORDS = GROUP_RECORDS
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            become_quire(json.loads(line))
+        say(child)
+        say(os.waitpid(child, 0)[1])
+
+
+def say(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
+
+
+def become_quire(arguments: list[str]) -> None:
+    sys.argv = ["quire", *arguments]
+    os.dup2(2, 1)  # standard output belongs to the conversation with the test
+    status = 99
+    try:
+        run()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 98
+    finally:
+        os._exit(status)  # never back into the loop above, whatever happened
+
+
+if __name__ == "__main__":
+    main()

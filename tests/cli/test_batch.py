@@ -1,0 +1,271 @@
+"""`quire batch` on a random model: every line once, whatever stands in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command_line import last_json, read_records, write_lines
+from quire.cli import batch_run
+
+OPTIONS = ("--kv-memory", "64KiB", "--max-tokens", "6", "--no-verify")
+BAD = [
+    "{",
+    '{"prompt": [1, 2], "temperature": NaN}',
+    {"prompt": []},
+    {"prompt": [1, 999]},
+    {"prompt": [1], "max_token": 3},
+    {"prompt": "text, but there is no tokenizer"},
+    {"prompt": [5] * 600},  # more than the context
+    {"prompt": [5] * 300},  # more KV than there is
+]
+
+
+def prompts(count: int) -> list[object]:
+    return [{"id": f"p{i}", "prompt": [2 + i % 100, 7, 9]} for i in range(count)]
+
+
+@pytest.fixture
+def batch(quire, zoo_folder: Path, tmp_path: Path):
+    """Runs lines into tmp_path/out.jsonl."""
+
+    def run(lines: list[object] | None, *arguments: object):
+        source = tmp_path / "in.jsonl"
+        if lines is not None:
+            write_lines(source, lines)
+        target = tmp_path / "out.jsonl"
+        result = quire("batch", source, target, "--model", zoo_folder, *OPTIONS, *arguments)
+        return result, target
+
+    return run
+
+
+def test_every_line_is_answered_once(batch):
+    result, target = batch(prompts(20), "--max-running", "2")
+
+    records = read_records(target)
+    assert result.exit_code == 0, result.output
+    assert sorted(record["line"] for record in records) == list(range(1, 21))
+    assert {record["id"] for record in records} == {f"p{i}" for i in range(20)}
+    assert all(record["error"] is None for record in records)
+    assert all(record["usage"]["completion_tokens"] <= 6 for record in records)
+
+
+def test_bad_lines_get_an_error_record_and_the_others_run(batch):
+    mixed = [line for pair in zip(prompts(len(BAD)), BAD, strict=True) for line in pair]
+
+    result, target = batch(mixed)
+
+    records = {record["line"]: record for record in read_records(target)}
+    assert result.exit_code == 0
+    assert f"{len(BAD)} requests have an error record" in result.stderr
+    assert sorted(records) == list(range(1, 2 * len(BAD) + 1))
+    for number, record in records.items():
+        assert (record["error"] is None) == (number % 2 == 1), record
+
+
+def test_blank_lines_are_no_requests(batch):
+    result, target = batch(["", *prompts(2), "   ", ""])
+
+    assert sorted(record["line"] for record in read_records(target)) == [2, 3]
+    assert result.exit_code == 0
+
+
+def test_both_formats_may_stand_in_one_file(batch):
+    body = {"prompt": [3, 4], "max_tokens": 2}
+    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+
+    _, target = batch([asked, *prompts(1)])
+
+    by_line = {record["line"]: record for record in read_records(target)}
+    assert by_line[1]["response"]["body"]["usage"]["completion_tokens"] == 2
+    assert by_line[2]["usage"]["completion_tokens"] == 6
+
+
+def test_options_of_a_line_win_over_those_of_the_command(batch):
+    _, target = batch([{"prompt": [3], "max_tokens": 2}, {"prompt": [3]}])
+
+    counts = {r["line"]: r["usage"]["completion_tokens"] for r in read_records(target)}
+    assert counts == {1: 2, 2: 6}
+
+
+def test_a_second_start_answers_nothing_again(batch):
+    batch(prompts(5))
+    result, target = batch(None, "--json")
+
+    assert last_json(result)["claims"]["requests_answered_before"] == 5
+    assert last_json(result)["claims"]["requests_answered"] == 0
+    assert len(read_records(target)) == 5
+
+
+def test_a_cut_output_is_completed_with_the_same_answers(batch):
+    _, target = batch(prompts(8))
+    whole = {r["line"]: r["text"] for r in read_records(target)}
+    target.write_bytes(target.read_bytes()[:-100])
+
+    result, _ = batch(None)
+
+    assert result.exit_code == 0
+    assert {r["line"]: r["text"] for r in read_records(target)} == whole
+    assert len(read_records(target)) == 8
+
+
+def test_sampled_answers_of_a_continued_run_are_those_of_an_undisturbed_one(batch):
+    _, target = batch(prompts(8), "--temperature", "1.5")
+    whole = {r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)}
+    lines = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(lines[:3]))
+
+    batch(None, "--temperature", "1.5")
+
+    again = {r["line"]: (r["text"], r["usage"]["completion_tokens"]) for r in read_records(target)}
+    assert again == whole
+
+
+def test_another_input_or_other_options_are_refused_until_told_to_start_over(batch):
+    _, target = batch(prompts(3))
+    before = target.read_bytes()
+
+    refused, _ = batch(prompts(4))
+    assert refused.exit_code == 2
+    assert "another input" in refused.stderr
+    refused, _ = batch(prompts(3), "--temperature", "1")
+    assert refused.exit_code == 2
+    assert "temperature: None then, 1.0 now" in refused.stderr
+    assert target.read_bytes() == before
+
+    result, _ = batch(prompts(4), "--overwrite")
+    assert result.exit_code == 0
+    assert len(read_records(target)) == 4
+
+
+def test_options_that_change_no_answer_may_change(batch):
+    _, target = batch(prompts(3))
+    target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
+
+    result, _ = batch(None, "--kv-memory", "512KiB", "--max-running", "3")
+
+    assert result.exit_code == 0
+    assert len(read_records(target)) == 3
+
+
+def test_the_input_is_never_overwritten(quire, zoo_folder: Path, tmp_path: Path):
+    source = write_lines(tmp_path / "in.jsonl", prompts(2))
+    before = source.read_bytes()
+
+    result = quire("batch", source, source, "--model", zoo_folder, "--overwrite")
+
+    assert result.exit_code == 2
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
+def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
+    result = quire("batch", tmp_path / name, tmp_path / "out.jsonl")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused(quire, tmp_path: Path):
+    source = write_lines(tmp_path / "in.jsonl", prompts(1))
+
+    result = quire("batch", source, tmp_path / "nowhere" / "out.jsonl")
+
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+def test_an_empty_input_is_done_at_once(batch):
+    result, target = batch([])
+
+    assert result.exit_code == 0
+    assert read_records(target) == []
+
+
+def test_data_rows_are_answered_by_their_key(batch):
+    rows = [{"tokens": [3, 4], "answer": "x", "max_tokens": "no option here"}]
+
+    _, target = batch(rows, "--prompt-key", "tokens", "--with-prompt")
+
+    (record,) = read_records(target)
+    assert (record["error"], record["prompt"]) == (None, [3, 4])
+
+
+def test_text_gets_the_prefix_and_a_chat_its_template(quire, tmp_path: Path):
+    lines = [
+        {"question": "The king", "answer": "?"},
+        {"question": "The queen"},
+    ]
+    source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    quick = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "4", "--dtype", "float32")
+
+    quire("batch", source, target, "--prompt-key", "question", "--prefix", "<|doc|>", *quick)
+
+    chat = {"messages": [{"role": "user", "content": "The king"}]}  # its template adds <|doc|>
+    write_lines(source, [chat, {"prompt": "<|doc|>The queen"}])
+    by_template = tmp_path / "chat.jsonl"
+    quire("batch", source, by_template, *quick)
+    texts = [{r["line"]: r["text"] for r in read_records(path)} for path in (target, by_template)]
+    assert texts[0] == texts[1]
+    assert texts[0][1]
+
+
+def test_few_lines_are_submitted_at_a_time(batch, monkeypatch):
+    waiting = []
+    monkeypatch.setattr(batch_run, "WINDOW_PER_RUNNING", 2)
+    step = batch_run.BatchRun._after_step
+
+    def watch(self, on_step):
+        stats = self._llm.stats()
+        waiting.append(stats.num_running + stats.num_waiting)
+        step(self, on_step)
+
+    monkeypatch.setattr(batch_run.BatchRun, "_after_step", watch)
+
+    result, target = batch(prompts(40), "--max-running", "3")
+
+    assert result.exit_code == 0
+    assert len(read_records(target)) == 40
+    assert max(waiting) <= 6
+
+
+def test_the_last_line_is_the_whole_envelope(batch):
+    result, _ = batch([*prompts(3), "{"], "--json")
+
+    answer = last_json(result)
+    assert answer["name"] == "batch"
+    assert answer["claims"]["requests_answered"] == 4
+    assert answer["claims"]["requests_with_errors"] == 1
+    assert answer["arms"]["finish_reasons"]["error"] == 1
+    assert {"config", "commit", "versions", "hardware", "seconds"} <= answer.keys()
+
+
+def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkeypatch):
+    step = batch_run.BatchRun._after_step
+
+    def interrupt(self, on_step):
+        step(self, on_step)
+        if self.tally.answered >= 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch_run.BatchRun, "_after_step", interrupt)
+    result, target = batch(prompts(12), "--max-running", "1")
+    monkeypatch.undo()
+
+    assert result.exit_code == 130
+    assert "run the same command to go on" in result.stderr
+    done = len(read_records(target))
+    assert 3 <= done < 12
+
+    batch(None, "--max-running", "1")
+    assert len(read_records(target)) == 12
+
+
+def test_answers_of_a_state_file_are_readable(batch):
+    _, target = batch(prompts(1))
+
+    state = json.loads(Path(f"{target}.state").read_text())
+    assert state["input_lines"] == 1
+    assert state["config"]["max_tokens"] == 6

@@ -1,0 +1,157 @@
+"""`quire batch` under SIGKILL: whenever it dies, the next start answers the rest, once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import zoo
+from command_line import read_records, write_lines
+
+KILLS = 6
+NUM_LINES = 120
+BROKEN_EVERY = 40
+PATIENCE_S = 30.0
+
+
+class Forker:
+    """A process that runs `quire` in children which may be killed."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forker.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self, *arguments: object, kill_when: Callable[[], bool] | None = None) -> int:
+        """The exit status, negative for the signal that ended it."""
+        self._process.stdin.write(json.dumps([str(a) for a in arguments]) + "\n")
+        self._process.stdin.flush()
+        child = int(self._process.stdout.readline())
+        if kill_when is not None:
+            while not kill_when():
+                time.sleep(0.002)
+            with suppress(ProcessLookupError):  # it was quicker than us
+                os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture
+def forker():
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    running = Forker()
+    yield running
+    running.close()
+
+
+def moments(rng: random.Random, target: Path, patience_s: float) -> Iterator[Callable[[], bool]]:
+    """When to kill: at the start and while loading, and then a little after more was written."""
+    for index in range(KILLS):
+        size = target.stat().st_size if target.exists() else 0
+        wanted = size + rng.randrange(1, 4000) if index % 3 else 0
+        end_s = time.monotonic() + (patience_s if index % 3 else rng.uniform(0.0, 0.5))
+        late_s = rng.uniform(0.0, 0.1)
+        yield partial(is_over, target, wanted, late_s, end_s)
+
+
+def is_over(path: Path, size: int, late_s: float, end_s: float) -> bool:
+    if size and path.exists() and path.stat().st_size >= size:
+        time.sleep(late_s)
+        return True
+    return time.monotonic() > end_s
+
+
+def requests() -> list[object]:
+    lines: list[object] = [
+        {"prompt": [2 + i % 120, 7, 9 + i % 11], "max_tokens": 4 + i % 12, "temperature": 1.0}
+        for i in range(NUM_LINES)
+    ]
+    lines[BROKEN_EVERY - 1 :: BROKEN_EVERY] = ["{"] * (NUM_LINES // BROKEN_EVERY)
+    return lines
+
+
+def answers_of(path: Path) -> dict[int, tuple[object, ...]]:
+    records = read_records(path)
+    answers = {
+        r["line"]: (r["id"], r["text"], r["finish_reason"], r["usage"], r["error"]) for r in records
+    }
+    assert len(answers) == len(records), "a line was answered twice"
+    return {line: without_times(answer) for line, answer in answers.items()}
+
+
+def without_times(answer: tuple[object, ...]) -> tuple[object, ...]:
+    name, text, reason, usage, error = answer
+    tokens = usage and (usage["prompt_tokens"], usage["completion_tokens"])
+    return name, text, reason, tokens, error
+
+
+def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp_path: Path):
+    rng = random.Random(2026)
+    model = zoo.save("llama", tmp_path / "model")
+    source = write_lines(tmp_path / "in.jsonl", requests())
+    options = (
+        "--model",
+        model,
+        "--kv-memory",
+        "32KiB",
+        "--max-running",
+        "4",
+        "--seed",
+        "11",
+        "--no-verify",
+    )
+    calm, target = tmp_path / "calm.jsonl", tmp_path / "out.jsonl"
+
+    assert forker.run("batch", source, calm, *options) == 0
+
+    sizes = set()
+    for kill_when in moments(rng, target, PATIENCE_S):
+        status = forker.run("batch", source, target, *options, kill_when=kill_when)
+        size = target.stat().st_size if target.exists() else 0
+        sizes.add(size)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        if size and rng.random() < 0.5:  # as if the machine had died in the middle of a write
+            os.truncate(target, rng.randrange(max(0, size - 300), size))
+
+    assert forker.run("batch", source, target, *options) == 0
+    assert answers_of(target) == answers_of(calm)
+    assert answers_of(target).keys() == set(range(1, NUM_LINES + 1))
+    assert len(sizes - {0}) >= 3, "too few kills hit the middle"
+
+
+@pytest.mark.slow
+def test_the_installed_program_survives_a_kill(tmp_path: Path):
+    program = Path(sys.executable).with_name("quire")
+    if not program.is_file():
+        pytest.skip("quire is not installed here as a script")
+    model = zoo.save("llama", tmp_path / "model")
+    source, target = write_lines(tmp_path / "in.jsonl", requests()), tmp_path / "out.jsonl"
+    command = [program, "batch", source, target, "--model", model, "--kv-memory", "32KiB"]
+    command += ["--max-running", "2", "--threads", "1"]
+
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (target.exists() and target.stat().st_size) and first.poll() is None:
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    subprocess.run(command, check=True, capture_output=True)
+
+    assert answers_of(target).keys() == set(range(1, NUM_LINES + 1))

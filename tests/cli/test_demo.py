@@ -1,0 +1,141 @@
+"""`quire demo`, `quire doctor` and `quire eval gate`, small."""
+
+import json
+
+import pytest
+
+from command_line import last_json
+from quire.cli import doctor as doctor_module
+from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
+from quire.cli.exactness import Exactness, compare_with_generate
+from quire.engine.llm import LLM
+from quire.errors import ConfigError, ModelError
+from quire.evals.tasks import rough_measure
+from quire.kv.config import KVConfig
+
+
+@pytest.fixture(scope="module")
+def demo_result():
+    from typer.testing import CliRunner
+
+    from quire.cli.main import app
+
+    arguments = ["demo", "--requests", "16", "--max-tokens", "8", "--kv-memory", "4MiB", "--json"]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_demo_answers_everything_exactly(demo_result):
+    claims = last_json(demo_result)["claims"]
+
+    assert demo_result.exit_code == 0
+    assert claims["requests"] == 16
+    assert claims["exactness_equal"] + claims["exactness_ties"] == claims["exactness_checked"] == 8
+    assert claims["facts_asked"] == 2
+
+
+def test_the_demo_measures_memory_and_time(demo_result):
+    claims = last_json(demo_result)["claims"]
+
+    assert claims["kv_total_bytes"] <= 4 * 2**20
+    assert 0 < claims["kv_peak_bytes"] <= claims["kv_total_bytes"]
+    assert claims["crowd_contiguous_bytes"] == claims["most_running"] * 4096 * 8192
+    assert claims["crowd_used_bytes"] < claims["crowd_reserved_bytes"] * 1.2
+    assert 0 < claims["first_token_p50_s"] <= claims["first_token_p99_s"] <= claims["run_s"]
+    assert 0 < claims["token_p50_s"] <= claims["token_p99_s"]
+
+
+def test_the_demo_shows_a_table_and_the_comparison(demo_result):
+    for text in ("most requests at once", "whole context reserved", "against plain Transformers"):
+        assert text in demo_result.stdout
+
+
+def test_a_different_answer_is_seen():
+    llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="2MiB"), verify=False)
+    (right,) = llm.generate("<|doc|>The king said")
+    wrong_ids = (*right.token_ids[:3], right.token_ids[3] + 1, *right.token_ids[4:])
+    wrong = type(right)(
+        **{n: getattr(right, n) for n in right.__slots__} | {"token_ids": wrong_ids}
+    )
+
+    assert compare_with_generate("quire-tiny", [right]) == Exactness(1, 1, 0)
+    assert not compare_with_generate("quire-tiny", [right, wrong]).passed
+
+
+def test_a_demo_of_no_requests_or_too_many_is_refused(quire):
+    for count in (0, NUM_QUESTIONS + 1):
+        with pytest.raises(ConfigError, match="64"):
+            demo_prompts(count, 8, rough_measure)
+
+
+def test_the_questions_are_whole_and_different():
+    asked = questions()
+
+    assert len(set(asked)) == NUM_QUESTIONS
+    assert asked[0].startswith("Janet")
+    assert all(len(question) > 40 for question in asked)
+
+
+def test_a_healthy_machine_passes(quire):
+    result = quire("doctor", "--json")
+
+    answer = last_json(result)
+    assert result.exit_code == 0, result.output
+    assert answer["claims"] == {"healthy": 1}
+    names = {finding["name"] for finding in answer["arms"]["findings"]}
+    assert {"torch", "threads", "memory", "attention auto", "packaged model"} <= names
+
+
+def test_a_fault_is_shown_and_counted(quire, monkeypatch):
+    def broken(*arguments: object, **options: object) -> None:
+        raise ModelError("the weights are gone")
+
+    monkeypatch.setattr("quire.models.loader.load_model", broken)
+
+    result = quire("doctor", "--json")
+
+    assert result.exit_code == 1
+    assert "the weights are gone" in json.dumps(last_json(result))
+    assert last_json(result)["claims"] == {"healthy": 0}
+
+
+def test_a_wrong_trial_answer_is_a_fault(monkeypatch):
+    monkeypatch.setattr(
+        "quire.cli.exactness.compare_with_generate", lambda *arguments: Exactness(1, 0, 0)
+    )
+
+    findings = {finding.name: finding for finding in doctor_module.examine()}
+
+    assert not findings["trial answer"].ok
+    assert findings["packaged model"].ok
+
+
+def test_the_gate_reports_its_cases(quire, monkeypatch):
+    from quire.cli import evaluate
+    from quire.evals.gate import GateCase
+
+    monkeypatch.setattr(evaluate, "QUICK_CASES", (GateCase(task="kv", tokens=96, n=5),))
+
+    result = quire(
+        "eval",
+        "gate",
+        "--quick",
+        "--json",
+        "--no-verify",
+        "--kv-memory",
+        "8MiB",
+        "--dtype",
+        "float32",
+    )
+
+    answer = last_json(result)
+    assert result.exit_code == (0 if "passed" in result.stdout else 1)
+    assert answer["claims"].keys() == {"kv_96_full", "kv_96_evicted"}
+    assert answer["claims"]["kv_96_full"] > answer["claims"]["kv_96_evicted"]
+    assert len(answer["arms"]["rows"]) == 10
+
+
+def test_the_gate_refuses_a_policy_of_the_caller(quire):
+    result = quire("eval", "gate", "--quick", "--evict", "recent:cap=64,every=8")
+
+    assert result.exit_code == 2
+    assert "--evict" in result.stderr

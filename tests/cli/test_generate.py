@@ -1,0 +1,185 @@
+"""`quire generate` and `quire chat` on the packaged model, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zoo
+from command_line import last_json
+from quire import LLM, KVConfig, SamplingParams
+
+QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
+PROMPT = "<|doc|>The king said"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="2MiB"), verify=False)
+    return llm.generate(PROMPT, SamplingParams(max_tokens=5))[0]
+
+
+def test_the_answer_goes_to_standard_output_and_its_cost_beside(quire, expected):
+    result = quire("generate", "--prompt", PROMPT, *QUICK)
+
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    assert "5 new tokens" in result.stderr
+
+
+def test_standard_input_is_the_prompt_without_its_last_line_end(quire, expected):
+    assert quire("generate", *QUICK, input=PROMPT + "\n").stdout == expected.text + "\n"
+
+
+def test_the_last_line_is_json_when_asked(quire, expected):
+    answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
+
+    assert answer["text"] == expected.text
+    assert answer["token_ids"] == list(expected.token_ids)
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 5
+    assert answer["config"]["kv"]["memory"] == "2MiB"
+
+
+def test_options_of_a_file_reach_the_model(quire, tmp_path: Path):
+    config = tmp_path / "quire.toml"
+    config.write_text("kv-memory = '2MiB'\nverify = false\n[sampling]\nmax_tokens = 2\n")
+
+    answer = last_json(quire("generate", "-p", PROMPT, "--json", "--config", config))
+
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_verbose_says_what_the_memory_is(quire):
+    assert "2,097,152 B of KV" in quire("generate", "-p", PROMPT, "-v", *QUICK).stderr
+
+
+def assert_refused(result, *parts: str) -> None:
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    for part in parts:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--dtype", "float31"), ("float32",)),
+        (("--device", "abacus"), ("abacus",)),
+        (("--device", "cuda:99"), ("cuda",)),
+        (("--attention", "gatherd"), ("gathered",)),
+        (("--evict", "recnt:cap=9"), ("recent",)),
+        (("--evict", "recent"), ("cap",)),
+        (("--kv-codec", "int3"), ("int3",)),
+        (("--kv-memory", "-5"), ("-5",)),
+        (("--kv-memory", "lots"), ("lots",)),
+        (("--kv-memory", "1KiB"), ("KiB",)),
+        (("--scratch", "-1"), ("-1",)),
+        (("--threads", "-1"), ("threads",)),
+    ],
+)
+def test_wrong_options_are_one_line_that_names_them(quire, arguments, parts):
+    result = quire("generate", "-p", PROMPT, "--no-verify", *arguments)
+
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(quire):
+    assert_refused(quire("generate", *QUICK, input="one two three " * 3000), "4096")
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_bytes(quire):
+    assert_refused(quire("generate", *QUICK, input="one two three " * 300), "2,097,152 B")
+
+
+def test_half_a_surrogate_pair_is_refused(quire):
+    assert_refused(quire("generate", "-p", "a\udc80", *QUICK), "surrogate")
+
+
+def test_an_empty_prompt_is_refused(quire):
+    assert_refused(quire("generate", *QUICK, input=""), "empty")
+    assert_refused(quire("generate", *QUICK, input="\n"), "empty")
+
+
+def test_model_folders_that_cannot_be_read_are_refused_by_what_is_missing(quire, tmp_path: Path):
+    empty, no_weights = tmp_path / "empty", tmp_path / "no-weights"
+    empty.mkdir()
+    zoo.save("llama", no_weights)
+    (no_weights / "model.safetensors").unlink()
+    no_weights.joinpath("generation_config.json").unlink(missing_ok=True)
+
+    assert_refused(quire("generate", tmp_path / "nowhere", "-p", "x"), "nowhere")
+    assert_refused(quire("generate", empty, "-p", "x"), "config.json")
+    assert_refused(quire("generate", no_weights, "-p", "x"), "no-weights")
+
+
+def test_a_model_without_a_tokenizer_is_refused_for_text(quire, zoo_folder: Path):
+    result = quire("generate", zoo_folder, "-p", "x", "--kv-memory", "1MiB")
+
+    assert_refused(result, "no tokenizer")
+
+
+def test_a_chat_answers_every_line_and_forgets_when_told(quire):
+    said = "hello\n\nhello\n/reset\nhello\n/exit\nnever\n"
+
+    result = quire("chat", *QUICK, input=said)
+
+    answers = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert "forgotten" in result.stderr
+    assert len([line for line in answers if line]) >= 3
+    assert result.stdout.endswith(result.stdout[: len(result.stdout) // 3].split("\n")[0] + "\n")
+
+
+def test_a_full_context_is_said_and_the_chat_goes_on(quire):
+    said = "one two three " * 3000 + "\nhello\n"
+
+    result = quire("chat", *QUICK, input=said)
+
+    assert result.exit_code == 0
+    assert "/reset" in result.stderr.split("error: ")[1]
+    assert result.stdout.strip()
+
+
+def test_a_message_that_never_fits_is_refused_and_the_chat_goes_on(quire):
+    result = quire("chat", *QUICK, input="one two three " * 300 + "\nhello\n")
+
+    assert result.exit_code == 0
+    assert "2,097,152 B" in result.stderr
+    assert result.stdout.strip()
+
+
+def test_a_system_message_opens_the_conversation(quire):
+    plain = quire("chat", *QUICK, input="hello\n").stdout
+
+    assert quire("chat", *QUICK, "--system", "It was night. ", input="hello\n").stdout != plain
+
+
+def test_a_model_without_a_tokenizer_cannot_chat(quire, zoo_folder: Path):
+    result = quire("chat", zoo_folder, "--kv-memory", "1MiB", input="hello\n")
+
+    assert "no tokenizer" in result.stderr
+
+
+def test_serve_hands_the_model_and_the_address_on(quire, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "quire.serve.app.run_server", lambda llm, **options: calls.append((llm.model.name, options))
+    )
+
+    result = quire("serve", "--no-verify", "--kv-memory", "2MiB", "--port", "0", "--host", "::1")
+
+    assert result.exit_code == 0
+    assert calls == [("quire-tiny", {"host": "::1", "port": 0, "served_model_name": None})]
+
+
+def test_serve_refuses_a_port_that_is_none(quire):
+    assert quire("serve", "--port", "70000").exit_code == 2
+
+
+def test_the_configuration_in_json_can_be_read_back(quire):
+    answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
+
+    assert json.loads(json.dumps(answer["config"])) == answer["config"]

@@ -1,0 +1,217 @@
+"""Lines of a batch: what is a request, what is an error, and what nobody may drop silently."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cli.batch_io import BatchError, BatchLine, LineFormat, parse_line
+
+PLAIN = LineFormat()
+COMPLETION = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"model": "m", "prompt": "Hi", "max_tokens": 3},
+}
+CHAT = {
+    "custom_id": "b",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4},
+}
+
+
+def parse(value: object, form: LineFormat = PLAIN, number: int = 3):
+    return parse_line(json.dumps(value).encode(), number, form)
+
+
+def refusal(value: object, form: LineFormat = PLAIN) -> BatchError:
+    with pytest.raises(BatchError) as caught:
+        parse(value, form)
+    return caught.value
+
+
+def outcome(raw: bytes, number: int) -> BatchLine | BatchError:
+    try:
+        return parse_line(raw, number, PLAIN)
+    except BatchError as error:
+        return error
+
+
+def test_a_plain_line_is_a_prompt_and_options():
+    line = parse({"id": "x", "prompt": "Hi", "max_tokens": 5, "stop": ["."], "seed": None})
+
+    assert (line.head.number, line.head.kind, line.head.name) == (3, "plain", "x")
+    assert (line.prompt, line.messages) == ("Hi", None)
+    assert line.sampling == {"max_tokens": 5, "stop": ["."]}
+
+
+def test_a_completion_of_openais_format():
+    line = parse(COMPLETION)
+
+    assert (line.head.kind, line.head.name, line.prompt) == ("completions", "a", "Hi")
+    assert line.sampling == {"max_tokens": 3}
+
+
+def test_a_chat_of_openais_format():
+    line = parse(CHAT)
+
+    assert line.head.kind == "chat"
+    assert line.messages == [{"role": "user", "content": "Hi"}]
+    assert line.sampling == {"max_tokens": 4}
+
+
+def test_text_parts_of_a_message_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+    line = parse({"messages": [{"role": "user", "content": parts}]})
+
+    assert line.messages == [{"role": "user", "content": "ab"}]
+
+
+def test_a_prompt_may_be_token_ids_and_gets_no_prefix():
+    assert parse({"prompt": [1, 2]}, LineFormat(prefix="P")).prompt == [1, 2]
+
+
+def test_a_prefix_stands_before_every_text_prompt():
+    assert parse({"prompt": "Hi"}, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
+    assert parse(COMPLETION, LineFormat(prefix="<|doc|>")).prompt == "<|doc|>Hi"
+
+
+def test_with_a_prompt_key_lines_are_data_rows():
+    row = {"question": "Why?", "answer": "So.", "seed": "not an option", "id": 7}
+
+    line = parse(row, LineFormat(prompt_key="question"))
+
+    assert (line.prompt, line.sampling, line.head.name) == ("Why?", {}, "7")
+
+
+def test_a_data_row_without_its_key_is_refused():
+    assert "question" in str(refusal({"prompt": "x"}, LineFormat(prompt_key="question")))
+
+
+def test_a_byte_order_mark_may_open_the_file():
+    raw = b"\xef\xbb\xbf" + b'{"prompt": "x"}\n'
+
+    assert parse_line(raw, 1, PLAIN).prompt == "x"
+
+
+def test_keys_of_a_logit_bias_become_token_ids():
+    assert parse({"prompt": "x", "logit_bias": {"7": 1.5}}).sampling == {"logit_bias": {7: 1.5}}
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"n": 1},
+        {"stream": False},
+        {"echo": False},
+        {"logprobs": False},
+        {"response_format": {"type": "text"}},
+        {"user": "me"},
+        {"metadata": {"a": "b"}},
+        {"top_p": None},
+    ],
+)
+def test_members_that_ask_for_nothing_are_accepted(member):
+    body = COMPLETION["body"] | member
+
+    assert parse(COMPLETION | {"body": body}).sampling == {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"n": 2},
+        {"stream": True},
+        {"echo": True},
+        {"logprobs": 0},
+        {"logprobs": True},
+        {"suffix": "x"},
+        {"response_format": {"type": "json_object"}},
+        {"tools": []},
+        {"max_token": 3},
+        {"max_completion_tokens": 3},
+    ],
+)
+def test_members_that_would_be_dropped_are_refused_by_name(member):
+    error = refusal(COMPLETION | {"body": COMPLETION["body"] | member})
+
+    assert next(iter(member)) in str(error)
+    assert (error.head.number, error.head.name) == (3, "a")
+
+
+def test_a_wrong_member_offers_the_nearest():
+    assert "max_tokens" in str(refusal({"prompt": "x", "max_token": 1}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        [],
+        None,
+        {},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": ["a", "b"]},
+        {"prompt": [1, True]},
+        {"prompt": 5},
+        {"prompt": "x", "messages": []},
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": ["hi"]},
+        {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"id": [1], "prompt": "x"},
+        {"id": True, "prompt": "x"},
+        COMPLETION | {"url": "/v1/embeddings"},
+        COMPLETION | {"url": ["/v1/completions"]},
+        COMPLETION | {"method": "GET"},
+        COMPLETION | {"custom_id": 5},
+        COMPLETION | {"custom_id": ""},
+        COMPLETION | {"body": "x"},
+        {"custom_id": "a", "url": "/v1/completions"},
+        CHAT | {"body": {"prompt": "x"}},
+    ],
+)
+def test_what_is_no_request_is_refused_with_its_line(value):
+    assert refusal(value).head.number == 3
+
+
+def test_an_error_in_a_chat_is_answered_like_a_chat():
+    error = refusal(CHAT | {"body": {"messages": []}})
+
+    assert (error.head.kind, error.head.name) == ("chat", "b")
+
+
+@given(raw=st.binary(max_size=60))
+def test_any_bytes_are_a_request_or_a_refusal(raw: bytes):
+    assert outcome(raw, 2).head.number == 2
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+names = st.sampled_from(
+    ["prompt", "messages", "id", "custom_id", "url", "method", "body", "max_tokens", "logit_bias"]
+)
+
+
+@given(value=st.dictionaries(names, json_values))
+def test_any_object_is_a_request_or_a_refusal(value: dict):
+    found = outcome(json.dumps(value).encode(), 3)
+
+    assert found.head.number == 3
+    if isinstance(found, BatchLine):
+        assert (found.prompt is None) != (found.messages is None)
+
+
+def test_json_nested_without_end_is_refused():
+    with pytest.raises(BatchError, match="not JSON"):
+        parse_line(b"[" * 200_000, 1, PLAIN)

@@ -1,0 +1,198 @@
+"""The output file: whole lines, each once, never under another run's name."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.cli.batch_output import BatchOutput, RunState, write_atomically
+from quire.errors import ConfigError
+
+STATE = RunState(input_sha256="abc", input_lines=9, config={"model": "m", "stop": ("a",)}, seed=5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def start(path: Path, state: RunState = STATE, *, overwrite: bool = False) -> BatchOutput:
+    return BatchOutput(path, state, overwrite=overwrite)
+
+
+def fill(path: Path, *numbers: int) -> bytes:
+    with start(path) as output:
+        output.write([{"line": number, "text": f"é {number}"} for number in numbers])
+    return path.read_bytes()
+
+
+def test_records_are_on_the_disk_after_flush_and_not_before(path: Path):
+    with start(path) as output:
+        output.write([{"line": 1}, {"line": 2}])
+        before = path.read_bytes()
+        held = output.num_held
+        output.flush()
+
+        assert (before, held, output.num_held) == (b"", 2, 0)
+        assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_new_start_knows_what_is_answered(path: Path):
+    fill(path, 3, 1)
+
+    with start(path) as output:
+        assert output.answered == {1, 3}
+
+
+def test_a_line_cut_anywhere_is_taken_away_and_counts_as_unanswered(path: Path):
+    whole = fill(path, 1, 2, 3)
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        num_whole = whole[:length].count(b"\n")
+
+        with start(path) as output:
+            assert output.answered == set(range(1, num_whole + 1))
+
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_whole])
+
+
+def test_what_is_written_after_a_cut_begins_on_a_line_of_its_own(path: Path):
+    whole = fill(path, 1, 2)
+    path.write_bytes(whole[:-3])
+
+    fill(path, 2)
+
+    assert path.read_bytes() == whole
+
+
+def test_a_run_goes_on_with_the_seed_it_began_with(path: Path):
+    fill(path, 1)
+    later = RunState(
+        input_sha256="abc", input_lines=9, config={"model": "m", "stop": ["a"]}, seed=77
+    )
+
+    with start(path, later) as output:
+        assert output.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (RunState("other", 9, STATE.config, 5), "another input"),
+        (RunState("abc", 9, {"model": "n", "stop": ["a"]}, 5), "model: 'm' then, 'n' now"),
+        (RunState("abc", 9, {"model": "m"}, 5), "stop"),
+    ],
+)
+def test_another_runs_output_is_refused_and_left_alone(path: Path, state, reason):
+    whole = fill(path, 1)
+
+    with pytest.raises(ConfigError, match=reason):
+        start(path, state)
+    assert path.read_bytes() == whole
+
+
+def test_overwriting_starts_over_under_the_new_state(path: Path):
+    fill(path, 1)
+    other = RunState("other", 2, {}, 1)
+
+    with start(path, other, overwrite=True) as output:
+        assert output.answered == set()
+
+    assert path.read_bytes() == b""
+    with start(path, other) as output:
+        assert output.seed == 1
+
+
+def test_a_file_of_somebody_else_is_refused_and_left_alone(path: Path):
+    path.write_text("my notes\n")
+
+    with pytest.raises(ConfigError, match="no output of quire batch"):
+        start(path)
+    assert path.read_text() == "my notes\n"
+
+
+def test_an_empty_file_may_be_used(path: Path):
+    path.touch()
+
+    fill(path, 1)
+
+    with start(path) as output:
+        assert output.answered == {1}
+
+
+@pytest.mark.parametrize("state", ["", "{", "[]", "null", '"x"', "{}"])
+def test_a_damaged_state_is_refused(path: Path, state: str):
+    fill(path, 1)
+    Path(f"{path}.state").write_text(state)
+
+    with pytest.raises(ConfigError, match="--overwrite"):
+        start(path)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "{}", '{"line": 0}', '{"line": 10}', '{"line": 1}', '{"line": "2"}']
+)
+def test_a_line_that_is_no_record_of_a_new_line_is_refused_by_its_number(path: Path, line: str):
+    whole = fill(path, 1) + line.encode() + b"\n"
+    path.write_bytes(whole)
+
+    with pytest.raises(ConfigError, match="its line 2"):
+        start(path)
+    assert path.read_bytes() == whole
+
+
+def test_two_runs_cannot_write_at_once(path: Path):
+    with start(path), pytest.raises(ConfigError, match="another quire batch"):
+        start(path)
+    start(path).__exit__(None, None, None)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        start(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        start(tmp_path / "nowhere" / "out.jsonl")
+    with pytest.raises(ConfigError, match="no regular file"):
+        start(Path(os.devnull))
+
+
+def test_a_full_disk_is_an_error_with_a_name_and_keeps_what_was_written(path: Path, monkeypatch):
+    whole = fill(path, 1)
+    output = start(path)
+    output.write([{"line": 2}])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        output.flush()
+    monkeypatch.undo()
+    output.__exit__(None, None, None)
+    assert path.read_bytes().startswith(whole)
+
+
+def test_records_are_written_when_the_run_ends_by_an_error(path: Path):
+    def fail() -> None:
+        with start(path) as output:
+            output.write([{"line": 4}])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    with start(path) as output:
+        assert output.answered == {4}
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch):
+    path = tmp_path / "state"
+    write_atomically(path, "old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"

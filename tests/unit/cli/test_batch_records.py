@@ -1,0 +1,116 @@
+"""What is written for an answer, in both shapes."""
+
+import json
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from quire.cli.batch_io import BatchLine, LineHead
+from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
+from quire.engine.outputs import Answer, Usage
+
+USAGE = Usage(
+    prompt_tokens=3,
+    completion_tokens=2,
+    cached_tokens=1,
+    preemptions=4,
+    kv_peak_bytes=64,
+    first_token_s=0.5,
+    total_s=1.0,
+)
+
+
+def answer(**parts: object) -> Answer:
+    plain: dict = {
+        "request_id": "r",
+        "prompt_token_ids": (1, 2, 3),
+        "text": "Hello",
+        "token_ids": (4, 5),
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "error": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "usage": USAGE,
+    }
+    return Answer(**plain | parts)
+
+
+def line(kind: str = "plain", name: str | None = "a") -> BatchLine:
+    head = LineHead(number=7, kind=kind, name=name)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": "Hi"}] if kind == "chat" else None
+    return BatchLine(head=head, prompt=None if messages else "Hi", messages=messages)
+
+
+def test_a_plain_answer():
+    record = answer_record(line(), answer(), model="m")
+
+    assert json.loads(json.dumps(record)) == {
+        "id": "a",
+        "line": 7,
+        "text": "Hello",
+        "finish_reason": "stop",
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "cached_tokens": 1,
+            "preemptions": 4,
+            "kv_peak_bytes": 64,
+            "first_token_s": 0.5,
+            "total_s": 1.0,
+        },
+        "error": None,
+    }
+
+
+def test_a_line_without_a_name_is_named_after_its_number():
+    assert answer_record(line(name=None), answer(), model="m")["id"] == "line-7"
+
+
+def test_the_prompt_is_repeated_when_asked_for():
+    assert answer_record(line(), answer(), model="m", with_prompt=True)["prompt"] == "Hi"
+
+
+def test_a_completion_is_what_openais_client_reads():
+    record = answer_record(line("completions"), answer(), model="m")
+
+    assert (record["custom_id"], record["error"]) == ("a", None)
+    assert record["response"]["status_code"] == 200
+    body = Completion.model_validate(record["response"]["body"], strict=True)
+    assert (body.choices[0].text, body.usage.total_tokens) == ("Hello", 5)
+
+
+def test_a_chat_is_what_openais_client_reads():
+    record = answer_record(line("chat"), answer(finish_reason="length"), model="m")
+
+    body = ChatCompletion.model_validate(record["response"]["body"], strict=True)
+    assert body.choices[0].message.content == "Hello"
+    assert body.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["plain", "completions", "chat"])
+def test_a_failed_answer_is_an_error_record(kind: str):
+    record = answer_record(line(kind), answer(error="broken", finish_reason="error"), model="m")
+
+    assert is_error(record)
+    assert record == error_record(line(kind).head, "broken")
+    assert record["line"] == 7
+
+
+def test_an_error_in_openais_format_has_a_status_and_a_message():
+    record = error_record(line("chat").head, "no")
+
+    assert record["response"]["status_code"] == 400
+    assert record["response"]["body"]["error"]["message"] == "no"
+    assert record["error"] == {"code": "invalid_request", "message": "no"}
+
+
+def test_the_tally_counts_answers_and_errors():
+    tally = BatchTally()
+    tally.add(answer_record(line(), answer(), model="m"), answer())
+    tally.add(error_record(line().head, "no"), None)
+
+    assert (tally.answered, tally.errors) == (2, 1)
+    assert (tally.prompt_tokens, tally.completion_tokens, tally.preemptions) == (3, 2, 4)
+    assert tally.finish_reasons == {"stop": 1, "error": 1}

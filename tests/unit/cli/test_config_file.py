@@ -1,0 +1,94 @@
+"""The TOML file of `--config`: names, tables, types and refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.cli.config_file import read_config_file
+from quire.errors import ConfigError, UnknownName
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def read_text(text: str):
+        path = tmp_path / "quire.toml"
+        path.write_text(text)
+        return read_config_file(path)
+
+    return read_text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv-memory = '3MiB'\nstep-tokens = 7\nseed = 5",
+        "kv_memory = '3MiB'\nstep_tokens = 7\nseed = 5",
+        "[kv]\nmemory = '3MiB'\n[schedule]\nstep_tokens = 7\n[sampling]\nseed = 5",
+        "[kv]\nkv-memory = '3MiB'\n[schedule]\nstep-tokens = 7\n[sampling]\nseed = 5",
+    ],
+)
+def test_names_may_be_flat_or_in_tables_with_dashes_or_underscores(read, text):
+    assert read(text) == (
+        None,
+        {"kv_memory": "3MiB", "schedule_step_tokens": 7, "sampling_seed": 5},
+    )
+
+
+def test_a_file_may_name_the_model_beside_its_table(read):
+    assert read("model = 'some/folder'") == ("some/folder", {})
+    assert read("[model]\ndtype = 'float32'") == (None, {"model_dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("kv-memry = 1", "kv_memory"),
+        ("[kv]\nmemry = 1", "memory"),
+        ("[smpling]\nseed = 1", "sampling"),
+        ("memory = 1", "kv_memory"),
+    ],
+)
+def test_an_unknown_name_offers_the_nearest(read, text, nearest):
+    with pytest.raises(UnknownName, match=nearest):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv-memory = 1.5",
+        "kv-memory = true",
+        "step-tokens = '7'",
+        "step-tokens = 7.0",
+        "step-tokens = true",
+        "temperature = 'warm'",
+        "verify = 1",
+        "dtype = 32",
+        "stop = [1]",
+        "stop = 1",
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_name(read, text):
+    with pytest.raises(ConfigError, match=text.split(" ")[0]):
+        read(text)
+
+
+def test_numbers_of_either_kind_are_numbers_and_a_stop_text_is_a_list_of_one(read):
+    _, values = read("temperature = 1\nstop = 'x'\nkv-memory = 4096")
+
+    assert values == {"sampling_temperature": 1, "sampling_stop": "x", "kv_memory": 4096}
+
+
+def test_an_option_given_twice_is_refused(read):
+    with pytest.raises(ConfigError, match="twice"):
+        read("kv-memory = 1\n[kv]\nmemory = 2")
+
+
+def test_what_is_not_toml_is_refused(read):
+    with pytest.raises(ConfigError, match="not TOML"):
+        read("kv-memory: 1")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file(tmp_path / "nowhere.toml")

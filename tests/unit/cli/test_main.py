@@ -1,0 +1,153 @@
+"""The command line as a whole: quick to start, one line for an error, exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import quire.cli.main as cli
+from quire.errors import QuireError
+from quire.version import __version__
+
+COMMANDS = (
+    *("generate", "chat", "batch", "serve", "plan", "demo", "doctor", "policies", "codecs"),
+    "eval",
+)
+
+
+def quire(*arguments: str, **options):
+    return CliRunner().invoke(cli.app, list(arguments), **options)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    def fail_with(error: BaseException) -> None:
+        def fail(self: object) -> None:
+            raise error
+
+        monkeypatch.setattr("quire.cli.settings.Settings.open_llm", fail)
+
+    return fail_with
+
+
+def test_help_loads_no_tensor_library():
+    heavy = "torch transformers numpy fastapi uvicorn pydantic"
+    code = (
+        "import sys, quire.cli.main\n"
+        f"print([name for name in '{heavy}'.split() if name in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_names_every_command():
+    result = quire("--help")
+
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert name in result.output
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "eval gate"])
+def test_every_command_explains_itself(name: str):
+    result = quire(*name.split(), "--help")
+
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_the_version_is_shown():
+    assert quire("--version").stdout == f"quire {__version__}\n"
+
+
+def test_an_error_is_one_line_on_standard_error(failing):
+    failing(QuireError("the answer is no"))
+
+    result = quire("generate", "--prompt", "x")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: the answer is no\n"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("-v", "generate", "-p", "x"), ("generate", "-p", "x", "-v"), ("eval", "gate", "-v")],
+)
+def test_verbose_shows_the_traceback_too(failing, arguments):
+    failing(QuireError("the answer is no"))
+
+    result = quire(*arguments)
+
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("error: the answer is no\n")
+
+
+def test_an_interrupt_ends_cleanly_with_130(failing):
+    failing(KeyboardInterrupt())
+
+    result = quire("generate", "--prompt", "x")
+
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+def test_a_bug_is_not_hidden(failing):
+    failing(ZeroDivisionError("a bug"))
+
+    assert isinstance(quire("generate", "--prompt", "x").exception, ZeroDivisionError)
+
+
+def test_an_unknown_option_offers_the_nearest():
+    result = quire("generate", "--kv-memry", "1MiB")
+
+    assert result.exit_code == 2
+    assert "--kv-memory" in result.stderr
+
+
+def test_an_unknown_command_is_refused():
+    assert quire("generte").exit_code == 2
+
+
+def test_a_number_that_is_none_is_refused():
+    result = quire("generate", "--max-tokens", "many")
+
+    assert result.exit_code == 2
+    assert "max-tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "nan"], "temperature"),
+        (["--page-tokens", "-1"], "page_tokens"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--prompt", ""], "prompt is empty"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(failing, arguments, message):
+    failing(AssertionError("a model was loaded"))
+
+    result = quire("generate", *arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+def test_paragraphs_of_help_are_on_one_line():
+    assert cli.reflowed("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
+
+
+def test_the_entry_point_is_installed():
+    script = Path(sys.executable).with_name("quire")
+    if not script.is_file():
+        pytest.skip("quire is not installed here as a script")
+
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+
+    assert done.stdout == f"quire {__version__}\n"

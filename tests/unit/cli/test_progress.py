@@ -1,0 +1,69 @@
+"""The live line: seen on a terminal, silent elsewhere, cheap for every step."""
+
+import io
+import sys
+
+from quire.cli import progress as module
+from quire.cli.progress import LiveProgress
+from quire.engine.stats import EngineStats
+
+STATS = EngineStats(
+    kv_total_bytes=100,
+    kv_used_bytes=40,
+    kv_free_bytes=60,
+    kv_peak_bytes=80,
+    scratch_peak_bytes=0,
+    weight_bytes=1,
+    num_running=3,
+    num_waiting=5,
+    num_preemptions=0,
+    num_steps=1,
+    num_processed_tokens=10,
+    num_generated_tokens=7,
+    requests=(),
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_full_and_how_far(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm")
+
+    with LiveProgress("batch", 9) as live:
+        live.show(2, lambda: STATS)
+
+    assert "2/9" in screen.getvalue()
+    assert "KV 40%, 3 running, 5 waiting" in screen.getvalue()
+
+
+def test_elsewhere_nothing_is_shown_and_nothing_is_asked(monkeypatch):
+    quiet = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", quiet)
+    asked = []
+
+    with LiveProgress("batch", 9) as live:
+        live.show(2, lambda: asked.append(1))
+
+    assert (quiet.getvalue(), asked) == ("", [])
+
+
+def test_the_engine_is_asked_a_few_times_a_second_only(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    asked = []
+
+    def read() -> EngineStats:
+        asked.append(1)
+        return STATS
+
+    with LiveProgress("batch", 9) as live:
+        for _ in range(1000):
+            live.show(2, read)
+
+    assert len(asked) <= 3
