@@ -2,26 +2,22 @@
 
 import io
 import sys
+from dataclasses import replace
 
+import pytest
+
+import engines
 from quire.cli import progress as module
 from quire.cli.progress import LiveProgress
+from quire.engine.core import Engine
 from quire.engine.stats import EngineStats
+from quire.kv.config import KVConfig
 
-STATS = EngineStats(
-    kv_total_bytes=100,
-    kv_used_bytes=40,
-    kv_free_bytes=60,
-    kv_peak_bytes=80,
-    scratch_peak_bytes=0,
-    weight_bytes=1,
-    num_running=3,
-    num_waiting=5,
-    num_preemptions=0,
-    num_steps=1,
-    num_processed_tokens=10,
-    num_generated_tokens=7,
-    requests=(),
-)
+
+@pytest.fixture(scope="module")
+def stats() -> EngineStats:
+    idle = Engine(engines.load("llama"), KVConfig(memory="64KiB")).stats()
+    return replace(idle, kv_total_bytes=100, kv_used_bytes=40, num_running=3, num_waiting=5)
 
 
 class Terminal(io.StringIO):
@@ -29,7 +25,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_how_full_and_how_far(monkeypatch):
+def test_a_terminal_shows_how_full_and_how_far(monkeypatch, stats):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(module, "_REFRESH_S", 0.0)
@@ -37,7 +33,7 @@ def test_a_terminal_shows_how_full_and_how_far(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
     with LiveProgress("batch", 9) as live:
-        live.show(2, lambda: STATS)
+        live.show(2, lambda: stats)
 
     assert "2/9" in screen.getvalue()
     assert "KV 40%, 3 running, 5 waiting" in screen.getvalue()
@@ -54,13 +50,13 @@ def test_elsewhere_nothing_is_shown_and_nothing_is_asked(monkeypatch):
     assert (quiet.getvalue(), asked) == ("", [])
 
 
-def test_the_engine_is_asked_a_few_times_a_second_only(monkeypatch):
+def test_the_engine_is_asked_a_few_times_a_second_only(monkeypatch, stats):
     monkeypatch.setattr(sys, "stderr", Terminal())
     asked = []
 
     def read() -> EngineStats:
         asked.append(1)
-        return STATS
+        return stats
 
     with LiveProgress("batch", 9) as live:
         for _ in range(1000):
