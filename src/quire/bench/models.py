@@ -28,8 +28,8 @@ def random_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> L
     """A model of this shape behind Quire's adapter, without a tokenizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    decoder = TransformersDecoder(model)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    decoder = TransformersDecoder(model.eval())
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

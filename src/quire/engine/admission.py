@@ -89,9 +89,11 @@ class Admission:
             if reader.num_uncomputed > 1:
                 for page_class, owed in self._owed_pages(reader).items():
                     pages[page_class] += owed
-        reserve = int(self.reserve_share * self.memory.arena.num_slabs)
-        slabs = sum(self.memory.pools[c].slabs_needed(n) for c, n in pages.items())
-        return slabs + reserve <= self.memory.arena.num_free_slabs
+        page_bytes = sum(c.page_bytes * n for c, n in pages.items())
+        left_bytes = self.memory.free_bytes - page_bytes
+        return (
+            self.memory.fits(pages) and left_bytes >= self.reserve_share * self.memory.total_bytes
+        )
 
     def _owed_pages(self, reader: Request) -> dict[PageClass, int]:
         """Pages a running request will still take to hold the tokens it knows."""

@@ -74,9 +74,10 @@ class Runner:
             np.array([tokens for _, tokens in rows], dtype=np.int32),
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-        flat = [self._tensor(numbers) for numbers in (token_ids, positions, sample_rows)]
+        ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
         self._times.prepare_s += time.perf_counter() - started_s
-        logits = self._decoder.forward(*flat, _StepBridge(attention), rope_regime=regime)
+        bridge = _StepBridge(attention)
+        logits = self._decoder.forward(ids, places, samples, bridge, rope_regime=regime)
         parts = torch.split(logits, [count for _, _, count in wanted])
         return [
             StepLogits(request, positions[first], part)

@@ -11,6 +11,7 @@ from quire.spec.eviction import DEFAULT_EVERY_TOKENS, EvictionSpec, parse_policy
 
 FULL = "full"
 SCHEDULE_OPTIONS = ("cap", "every")
+_BOOLEANS = {"true": True, "false": False}
 P = TypeVar("P", bound=EvictionPolicy)
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
 
@@ -101,6 +102,10 @@ def _make_policy(
 
 def _convert(key: str, value: str, declared: Field[Any]) -> object:
     kind = type(declared.default) if declared.default is not MISSING else str
+    if kind is bool:
+        if value not in _BOOLEANS:
+            raise ConfigError(f"option {key} needs true or false, got {value!r}")
+        return _BOOLEANS[value]
     try:
         return kind(value)
     except ValueError:
