@@ -61,4 +61,5 @@ def hold_out(documents: list[str], count: int = 3) -> Books:
 def load_books(path: Path) -> Books:
     """Read a text file, packed with xz or not."""
     data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-    return hold_out(split_documents(to_ascii(data.decode("utf-8"))))
+    text = data.decode("utf-8").replace("\r\n", "\n")
+    return hold_out(split_documents(to_ascii(text)))

@@ -1,5 +1,6 @@
 """The parts of the recipe: structured start, Muon, primer, batches, schedule, books."""
 
+import lzma
 import random
 
 import pytest
@@ -189,6 +190,18 @@ def test_text_becomes_plain_ascii():
     fancy = "\N{LEFT DOUBLE QUOTATION MARK}Caf\N{LATIN SMALL LETTER E WITH ACUTE}\N{EM DASH}"
 
     assert to_ascii(fancy) == '"Cafe--'
+
+
+def test_packed_books_are_read_with_plain_line_ends(tmp_path):
+    text = "<|doc|>\r\n".join(f"book {index}\r\n" + "word " * 500 for index in range(5))
+    packed, plain = tmp_path / "books.txt.xz", tmp_path / "books.txt"
+    packed.write_bytes(lzma.compress(text.encode()))
+    plain.write_bytes(text.encode())
+    books = load_books(packed)
+
+    assert books == load_books(plain)
+    assert (len(books.train), len(books.held_out)) == (2, 3)
+    assert books.train[0].startswith(("book 1\nword", "book 3\nword"))
 
 
 def test_held_out_documents_are_never_trained_on():
