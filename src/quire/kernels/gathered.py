@@ -88,6 +88,7 @@ class GatheredAttention:
         self._device = device
         self._scratch_bytes = scratch_bytes
         self.peak_scratch_bytes = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     # ---- once for all layers alike -------------------------------------------------------------
 
@@ -244,9 +245,25 @@ class GatheredAttention:
     ) -> tuple[Tensor, Tensor]:
         numbers = pages.table[pages.rows[rows], pages.first_lane + lanes, :columns]
         numbers = numbers.clamp_min(0).long()  # rows with fewer pages: any page, cleared as dead
-        key, value = gather_pages(pages.key, numbers), gather_pages(pages.value, numbers)
-        self.peak_scratch_bytes = max(self.peak_scratch_bytes, key.nbytes + value.nbytes)
+        planes = (pages.key, pages.value)
+        counts = [numbers.numel() * plane[0].numel() for plane in planes]
+        key_bytes, value_bytes = (
+            count * plane.itemsize for count, plane in zip(counts, planes, strict=True)
+        )
+        scratch = self._scratch_of(key_bytes + value_bytes)
+        parts = (scratch[:key_bytes], scratch[key_bytes : key_bytes + value_bytes])
+        key, value = (
+            gather_pages(plane, numbers, part.view(plane.dtype))
+            for plane, part in zip(planes, parts, strict=True)
+        )
         return key, value
+
+    def _scratch_of(self, num_bytes: int) -> Tensor:
+        """The scratch memory, grown where one entry needs more than the bound."""
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self.peak_scratch_bytes = num_bytes
+        return self._scratch
 
     def _tensor(self, numbers: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)

@@ -20,9 +20,32 @@ def write_slots(
 
 
 def gather_pages(
-    plane: Float[Tensor, "page head token head_dim"], pages: Int[Tensor, "row column"]
+    plane: Float[Tensor, "page head token head_dim"],
+    pages: Int[Tensor, "row column"],
+    out: Float[Tensor, " numbers"],
 ) -> Float[Tensor, "row head slot head_dim"]:
-    """Copy whole pages side by side: slot = column * tokens + offset."""
-    heads = torch.arange(plane.shape[1], device=plane.device)
-    copied = plane[pages[:, None, :], heads[None, :, None]]
-    return copied.reshape(*copied.shape[:2], -1, plane.shape[3])
+    """Copy pages side by side into scratch memory: slot = column * tokens + offset.
+
+    Where a page is a whole number of head blocks, each (page, head) is one copy; else (pages that
+    carry positions) each vector is one.
+
+    Args:
+        plane: view of all pages.
+        pages: page numbers.
+        out: at least rows * heads * columns * tokens * head_dim numbers; memory that is used again
+            and again, because touching fresh memory costs more than the copy.
+
+    Returns:
+        A view of `out`.
+    """
+    _, heads, tokens, head_dim = plane.shape
+    page_stride, block = plane.stride(0), tokens * head_dim
+    unit = block if page_stride % block == 0 else head_dim
+    head = torch.arange(heads, device=plane.device) * (block // unit)
+    index = (pages * (page_stride // unit) + plane.storage_offset() // unit)[:, None, :, None]
+    index = index + head[None, :, None, None]
+    index = index + torch.arange(block // unit, device=plane.device)
+    rows = plane.as_strided((plane.shape[0] * page_stride // unit, unit), (unit, 1), 0)
+    gathered = out[: index.numel() * unit].view(-1, unit)
+    torch.index_select(rows, 0, index.flatten(), out=gathered)
+    return gathered.view(len(pages), heads, -1, head_dim)

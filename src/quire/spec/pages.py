@@ -4,18 +4,23 @@ A page of `tokens` slots lies in memory as planes, one behind the other:
 
     | keys [heads, tokens, head_dim] | values [heads, tokens, head_dim] | positions [tokens] |
       codec `key`                      codec `value` (may be absent)      int32, if kept
-    and padding to a multiple of 64 bytes
+    and padding to a multiple of 64 bytes and of a vector
 
 Full-precision sinks, an INT4 body, heads of unequal length, statistics: each is one `PageClass`;
 nothing else in Quire asks what is inside a page.
 """
 
+import math
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4
+
+
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +105,23 @@ class PageClass:
     @property
     def positions_offset_bytes(self) -> int:
         """Where the positions start: on a multiple of their own size."""
-        return -(-(self.key_bytes + self.value_bytes) // POSITION_BYTES) * POSITION_BYTES
+        return _round_up(self.key_bytes + self.value_bytes, POSITION_BYTES)
+
+    @property
+    def alignment_bytes(self) -> int:
+        """What page_bytes is a multiple of: a cache line and, for plain numbers, a vector.
+
+        So the arena, seen as vectors of head_dim numbers, has one at the start of every page.
+        """
+        if self.key.metadata_bytes:
+            return PAGE_ALIGNMENT_BYTES
+        return math.lcm(PAGE_ALIGNMENT_BYTES, self.key.block_bytes(1, self.head_dim))
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a whole page, padded to the alignment."""
+        """Bytes of a whole page, padding included."""
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
-        return -(-end // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+        return _round_up(end, self.alignment_bytes)
 
     def pages_for(self, slots: int) -> int:
         """Whole pages that hold `slots` slots."""

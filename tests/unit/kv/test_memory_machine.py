@@ -57,7 +57,7 @@ SEEDS = st.integers(0, 2**16)  # also picks a row, a lane or a loan, modulo how 
 def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
     memory = KVMemory(LAYOUT, 24 * 1024, MAX_ROWS)
 
-    assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 320, 128]
+    assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 448, 128]
     assert memory.arena.slab_bytes % 192
     assert {c.tokens for c in LAYOUT.page_classes} == {2, 3, 4, 8}
 

@@ -33,10 +33,12 @@ def test_an_int8_page_carries_two_bytes_of_scale_a_vector():
     assert page.page_bytes == 33_280
 
 
-def test_positions_add_four_bytes_a_slot_whatever_the_heads():
+def test_positions_add_four_bytes_a_slot_in_whole_vectors_whatever_the_heads():
+    """16 slots take 64 bytes, which round up to one vector of 128 numbers of 2 bytes."""
     for heads in (1, 8):
-        plain = page_class(heads=heads)
-        assert page_class(heads=heads, positions=True).page_bytes == plain.page_bytes + 16 * 4
+        plain, page = page_class(heads=heads), page_class(heads=heads, positions=True)
+        assert page.positions_offset_bytes == plain.page_bytes
+        assert page.page_bytes == plain.page_bytes + 256
 
 
 def test_statistics_pages_have_one_plane():
@@ -76,7 +78,8 @@ def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
     assert page.page_bytes % 64 == 0
     assert page.positions_offset_bytes % 4 == 0
     assert page.positions_offset_bytes >= page.key_bytes + page.value_bytes
-    assert 0 <= page.page_bytes - content < 64 + 4
+    assert page.page_bytes % page.alignment_bytes == 0
+    assert 0 <= page.page_bytes - content < page.alignment_bytes + 4
 
 
 def test_whole_pages_hold_all_slots():
