@@ -64,7 +64,10 @@ def codecs(*, as_json: _Json = False) -> None:
         return
     shown = [tuple(str(value) for value in row.values()) for row in rows]
     _print_table(("codec", "bits", "bytes beside", f"bytes of {_SHOWN_HEAD_DIM} numbers"), shown)
-    typer.echo("--kv-codec none, the default, stores KV in the model's own format")
+    typer.echo(
+        "--kv-codec none, the default, stores KV in the model's own format; quantized codecs count "
+        "in `quire plan` only"
+    )
 
 
 def policy_rows() -> list[PolicyRow]:

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from quire.cli.batch import batch
+from quire.cli.bench import bench_app
 from quire.cli.chat import chat
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
@@ -63,6 +64,7 @@ app = typer.Typer(
 for _command in (generate, chat, batch, serve, plan, demo, doctor, policies, codecs):
     app.command(help=reflowed(_command.__doc__ or ""))(_command)
 app.add_typer(eval_app, name="eval")
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 - click calls it

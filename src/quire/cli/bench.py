@@ -1,0 +1,53 @@
+"""`quire bench`: measures of speed, each with a JSON object as its last line."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from quire.cli.report import envelope
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
+
+
+@bench_app.callback()
+def _group() -> None:
+    # a callback keeps `quire bench overhead` a command of its own while it is the only one
+    pass
+
+
+@bench_app.command()
+def overhead(
+    *,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    quick: Annotated[bool, typer.Option("--quick", help="An eighth of rows and lengths.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Measure how much of a decode step is bookkeeping and not the model."""
+    import torch
+
+    from quire.bench.overhead import OverheadConfig, measure_overhead, summarise
+
+    if threads:
+        torch.set_num_threads(threads)
+    config = OverheadConfig(rows=rows, prompt_tokens=prompt_tokens)
+    if quick:
+        config = replace(config, rows=max(1, rows // 8), prompt_tokens=max(1, prompt_tokens // 8))
+    results = []
+    for result in measure_overhead(config):
+        results.append(result)
+        typer.echo(
+            f"step {result['step_s'] * 1e3:.1f} ms, schedule {result['schedule_s'] * 1e3:.2f} ms, "
+            f"prepare {result['prepare_s'] * 1e3:.2f} ms: {result['share']:.2%} bookkeeping"
+        )
+    claims = summarise(results)
+    typer.echo(f"bookkeeping takes {claims['bookkeeping_share']:.2%} of a step (median)")
+    if as_json:
+        arms = {"overhead": results}
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        typer.echo(json.dumps(envelope("bench overhead", claims, arms, used)))
