@@ -120,7 +120,7 @@ GATE_CASES = (
     GateCase(task="kv", tokens=512, n=25),
     GateCase(task="niah", tokens=512, n=25),
     GateCase(task="niah", tokens=1024, n=25),
-    GateCase(task="niah", tokens=2048, n=15),
+    GateCase(task="niah", tokens=2048, n=25),
 )
 
 
