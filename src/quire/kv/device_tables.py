@@ -24,7 +24,9 @@ class DeviceTable:
     def current(self) -> Tensor:
         """The tensor, up to date with all bookkeeping done so far."""
         if self._version != self._table.version:
-            self._pages = torch.from_numpy(self._table.pages).to(self._device)
+            # a tensor made inside inference mode could not be brought up to date outside of it
+            with torch.inference_mode(mode=False):
+                self._pages = torch.from_numpy(self._table.pages).to(self._device)
             self._version = self._table.version
             self._table.drain_changes()
         elif self._device.type != "cpu":
