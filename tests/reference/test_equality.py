@@ -2,7 +2,9 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -72,13 +74,16 @@ def drive(engine: Engine, expected: list[Expected], seed: int) -> tuple[dict[str
     return answers, len(aborted)
 
 
-def engine_of(model: LoadedModel, page_tokens: int, chunk_tokens: int, arena: str) -> Engine:
+def engine_of(
+    model: LoadedModel, page_tokens: int, chunk_tokens: int, arena: str, attention: str = "auto"
+) -> Engine:
     return engine_for(
         model,
         room=ARENAS[arena],
         longest=LONGEST + NEW_TOKENS,
         page_tokens=page_tokens,
         chunk_tokens=chunk_tokens,
+        attention=attention,
     )
 
 
@@ -91,11 +96,13 @@ QUICK = [
 ]
 
 
-def check_forced_logits(architecture: str, cases: list[tuple[int, int, str]]) -> None:
+def check_forced_logits(
+    architecture: str, cases: list[tuple[int, int, str]], backends: Iterable[str]
+) -> None:
     model, expected = load(architecture), reference(architecture)
     preemptions = 0
-    for page_tokens, chunk_tokens, arena in cases:
-        engine = engine_of(model, page_tokens, chunk_tokens, arena)
+    for (page_tokens, chunk_tokens, arena), attention in zip(cases, cycle(backends), strict=False):
+        engine = engine_of(model, page_tokens, chunk_tokens, arena, attention)
         forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
         engine._sampler = forced
         _, cancelled = drive(engine, expected, seed=page_tokens * 100 + chunk_tokens)
@@ -108,13 +115,16 @@ def check_forced_logits(architecture: str, cases: list[tuple[int, int, str]]) ->
 
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
 def test_logits_equal_transformers_with_its_tokens_forced(architecture):
-    check_forced_logits(architecture, QUICK[list(zoo.ARCHITECTURES).index(architecture) % 3])
+    place = list(zoo.ARCHITECTURES).index(architecture)
+    backends = ["auto", "gathered"] if place % 2 else ["gathered", "auto"]
+    check_forced_logits(architecture, QUICK[place % 3], backends)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", ["gathered", "auto"])
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
-def test_logits_equal_transformers_in_every_combination(architecture):
-    check_forced_logits(architecture, CASES)
+def test_logits_equal_transformers_in_every_combination(architecture, attention):
+    check_forced_logits(architecture, CASES, [attention])
 
 
 @pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)

@@ -106,7 +106,9 @@ def _attention() -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("auto", *BACKENDS):
         try:
-            choice = select_backend(name, device, scratch_bytes=_SCRATCH_BYTES)
+            choice = select_backend(
+                name, device, dtype=torch.float32, head_dim=64, scratch_bytes=_SCRATCH_BYTES
+            )
         except QuireError as error:
             yield Finding(f"attention {name}", f"not here: {error}", ok=name != "auto")
         else:

@@ -68,7 +68,11 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         evicting=eviction.policy is not None,
     )
     choice = select_backend(
-        config.attention, decoder.device, scratch_bytes=parse_size(config.scratch)
+        config.attention,
+        decoder.device,
+        dtype=decoder.dtype,
+        head_dim=model.spec.head_dim,
+        scratch_bytes=parse_size(config.scratch),
     )
     total_bytes = _kv_bytes(model, config, schedule)
     memory = KVMemory(

@@ -100,7 +100,7 @@ class GatheredAttention:
             self._bucket(decode, entries, lanes, page_tokens)
             for entries in self._cut(decode[order], order, page_tokens, slot_bytes)
         ]
-        return GatheredPlan(step, lanes.window, tuple(buckets), tuple(_chunks(step, lanes)))
+        return GatheredPlan(step, lanes.window, tuple(buckets), tuple(group_chunks(step, lanes)))
 
     def _cut(
         self,
@@ -281,7 +281,7 @@ def _math_of(math: AttentionMath, pages: LayerPages, lanes: Tensor) -> Attention
     return replace(math, sinks=math.sinks.view(pages.num_lanes, -1)[lanes])
 
 
-def _chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
+def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
     """Group rows that start fresh with equally many tokens; the others stand alone."""
     fresh: dict[int, list[int]] = {}
     for row in range(step.num_decode, len(step.tokens)):

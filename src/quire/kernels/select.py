@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.errors import UnknownName
+from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import DTYPES, NativeAttention
+from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
 from quire.kernels.reference_backend import ReferenceAttention
 
-BACKENDS = ("gathered", "reference")
+BACKENDS = ("native", "gathered", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +22,46 @@ class BackendChoice:
     reason: str
 
 
-def select_backend(name: str, device: torch.device, *, scratch_bytes: int) -> BackendChoice:
+def select_backend(
+    name: str, device: torch.device, *, dtype: torch.dtype, head_dim: int, scratch_bytes: int
+) -> BackendChoice:
     """Choose who computes attention.
 
     Args:
         name: "auto", or a backend's name to insist on.
         device: where the pages are.
+        dtype: numbers in the pages and in the queries.
+        head_dim: numbers in a vector.
         scratch_bytes: bound on gathered pages.
 
     Raises:
         UnknownName: no backend has this name.
+        ConfigError: the native backend was insisted on and cannot run here; says why.
     """
+    if name not in ("auto", *BACKENDS):
+        raise UnknownName("attention backend", name, ("auto", *BACKENDS))
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "asked for by name; slow, for comparison")
-    if name in ("auto", "gathered"):
-        why = "asked for by name" if name == "gathered" else f"runs on any device, here {device}"
-        return BackendChoice(GatheredAttention(device, scratch_bytes=scratch_bytes), why)
-    raise UnknownName("attention backend", name, ("auto", *BACKENDS))
+    gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)
+    if name == "gathered":
+        return BackendChoice(gathered, "asked for by name")
+    library = usable_library(device, dtype, head_dim)
+    if isinstance(library, NativeLibrary):
+        return BackendChoice(NativeAttention(library, gathered), library.description)
+    if name == "native":
+        raise ConfigError(f"attention=native cannot run here: {library.reason}; use auto")
+    return BackendChoice(gathered, f"runs on any device; not native: {library.reason}")
+
+
+def usable_library(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> NativeLibrary | NotLoaded:
+    """The C library, or why it cannot serve these pages."""
+    if device.type != "cpu":
+        return NotLoaded(f"the C extension runs on CPUs, the pages are on {device}")
+    library = load_library()
+    if isinstance(library, NotLoaded):
+        return library
+    if dtype not in DTYPES or head_dim > library.max_head_dim:
+        return NotLoaded(f"it has no code for {dtype} with head_dim {head_dim}")
+    return library

@@ -1,4 +1,4 @@
-"""Attention over pages: the gathered backend equals the reference, whatever the lanes look like."""
+"""Attention over pages: every backend equals the reference, whatever the lanes look like."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference import attend_reference
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV, StepAttention
@@ -97,6 +98,7 @@ def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
             commit_compaction(kv.memory, plan_compaction(kv.memory, name, row, keep))
 
 
+@pytest.mark.parametrize("name", ["gathered", "auto"])  # auto: native where it was built
 @given(
     seed=st.integers(0, 10_000),
     page_tokens=st.sampled_from([1, 3, 16]),
@@ -104,11 +106,16 @@ def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
     sinks=st.booleans(),
     scratch_bytes=st.sampled_from([1, 10_000, 1 << 26]),
 )
-def test_gathered_equals_reference(seed, page_tokens, softcap, sinks, scratch_bytes):
+def test_backends_equal_the_reference(name, seed, page_tokens, softcap, sinks, scratch_bytes):
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     kvs = [
         make_kv(page_tokens, ReferenceAttention()),
-        make_kv(page_tokens, GatheredAttention(CPU, scratch_bytes=scratch_bytes)),
+        make_kv(
+            page_tokens,
+            select_backend(
+                name, CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=scratch_bytes
+            ).backend,
+        ),
     ]
     logits = torch.randn(NUM_HEADS, generator=generator) if sinks else None
     math = AttentionMath(scale=0.4, softcap=softcap, sinks=logits)

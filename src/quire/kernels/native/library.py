@@ -1,0 +1,120 @@
+"""Loads the C library, and says why when it cannot be used.
+
+The library is built when the package is installed where a C compiler is there (see setup.py). It is
+loaded with ctypes; its threads are torch's, through the address of the C function
+`torch_parallel_for` that torch's CPU library exports (torch/csrc/stable/c/shim.h, torch >= 2.10).
+So no second OpenMP runtime enters the process.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PATHS = ("plain C", "AVX-512", "AVX-512 with bfloat16 products")
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirrors `attention_args` of attention.c; its size is compared at load."""
+
+    _fields_ = (
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("table_row_stride", ctypes.c_int64),
+        ("table_lane_stride", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("column_sums", ctypes.c_void_p),
+        ("sums_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
+        ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("first_lane", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("path", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library.
+
+    Attributes:
+        attend: `quire_attend` of attention.c.
+        path: which code it runs on this CPU, an index into PATHS.
+        parallel_for: address of torch's thread function, or None: one thread then.
+        max_head_dim: largest head_dim it takes.
+    """
+
+    attend: "ctypes._NamedFuncPointer"
+    path: int
+    parallel_for: int | None
+    max_head_dim: int
+
+    @property
+    def description(self) -> str:
+        """What runs, for people."""
+        threads = "torch's threads" if self.parallel_for else "one thread"
+        return f"C extension, {PATHS[self.path]}, {threads}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """Why there is no library."""
+
+    reason: str
+
+
+@functools.cache
+def load_library() -> NativeLibrary | NotLoaded:
+    """Load the library once; a missing or unfit one is a reason, never an error."""
+    folder = Path(__file__).parent
+    found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((path for path in found if path.is_file()), None)
+    if path is None:
+        return NotLoaded("the C extension was not built: no C compiler when Quire was installed")
+    return load_from(path)
+
+
+def load_from(path: Path) -> NativeLibrary | NotLoaded:
+    """Load a library file and check that it is the one this code was written for."""
+    try:
+        library = ctypes.CDLL(str(path))
+        size, limit = library.quire_args_size, library.quire_max_head_dim
+        attend, best_path = library.quire_attend, library.quire_best_path
+    except (OSError, AttributeError) as error:
+        return NotLoaded(f"{path.name} cannot be used: {error}")
+    size.restype = ctypes.c_int64
+    if size() != ctypes.sizeof(AttentionArgs):
+        return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
+    attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
+    attend.restype = ctypes.c_int
+    return NativeLibrary(attend, best_path(), _torch_parallel_for(), limit())
+
+
+def _torch_parallel_for() -> int | None:
+    """Address of torch's exported C function, None where this torch has none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(library)).torch_parallel_for
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
