@@ -1,5 +1,6 @@
 """The C extension equals the reference, on every path of this CPU, whatever the lanes hold."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -179,3 +180,11 @@ def test_one_openmp_runtime_is_mapped():
     runtimes = {f for f in files if any(name in f for name in ("libgomp", "libomp", "libiomp"))}
 
     assert len(runtimes) <= 1, runtimes
+
+
+def test_the_library_is_there_where_a_compiler_is():
+    """A build that failed is a notice to users; here it must be loud."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+
+    assert isinstance(LIBRARY, NativeLibrary), LIBRARY.reason
