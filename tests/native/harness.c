@@ -1,0 +1,114 @@
+/* Runs attention.c under the address and undefined-behaviour sanitizers.
+ *
+ * Random lanes in pages that end exactly where their memory ends, compared with the plainest
+ * attention in double precision. Free slots hold NaN. Exit code 0 when everything agrees.
+ */
+#include <stdio.h>
+
+#include "attention.c"
+
+static uint64_t state = 88172645463325252ull;
+
+static uint64_t random_bits(void) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    return state ^= state << 17;
+}
+
+static int between(int low, int high) { return low + (int)(random_bits() % (uint64_t)(high - low + 1)); }
+static float number(void) { return (float)(random_bits() >> 40) / 8388608.0f - 1.0f; }
+
+static int one_case(int path, int dtype) {
+    int dims[] = {8, 33, 64, 80, 128, 256}, dim = dims[between(0, 5)], tokens = between(1, 35);
+    int lanes = between(1, 2), heads = between(1, 2), group = between(1, 5), rows = between(1, 3);
+    int item = dtype == F32 ? 4 : 2, total = 0, widest = 0;
+    int64_t page_bytes = 2ll * heads * tokens * dim * item, row_ids[3], starts[3];
+    int32_t slots[6], new_tokens[3];
+    for (int r = 0; r < rows; r++) {
+        row_ids[r] = r;
+        starts[r] = total;
+        total += new_tokens[r] = between(1, 4);
+        for (int l = 0; l < lanes; l++) {
+            slots[r * lanes + l] = new_tokens[r] + between(0, 90);
+            if (slots[r * lanes + l] > widest) widest = slots[r * lanes + l];
+        }
+    }
+    int capacity = (widest + tokens - 1) / tokens, pages = rows * lanes * capacity;
+    uint8_t *arena = malloc((size_t)(pages * page_bytes));
+    int32_t *table = malloc(sizeof(int32_t) * pages);
+    int num_heads = lanes * heads * group;
+    size_t out_count = (size_t)total * num_heads * dim;
+    uint8_t *query = malloc(out_count * item), *out = malloc(out_count * item);
+    float *sinks = between(0, 1) ? malloc(sizeof(float) * num_heads) : NULL;
+    float *sums = between(0, 1) ? calloc((size_t)rows * lanes * heads * widest, sizeof(float)) : NULL;
+    for (int64_t i = 0; i < pages * page_bytes / item; i++) store_number(arena, i, dtype, NAN);
+    for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
+    for (size_t i = 0; i < out_count; i++) store_number(query, (int64_t)i, dtype, number());
+    for (int i = 0; sinks && i < num_heads; i++) sinks[i] = number();
+    for (int r = 0; r < rows; r++)
+        for (int l = 0; l < lanes; l++)
+            for (int s = 0; s < slots[r * lanes + l]; s++)
+                for (int h = 0; h < 2 * heads; h++)
+                    for (int d = 0; d < dim; d++) {
+                        int64_t page = table[(r * lanes + l) * capacity + s / tokens];
+                        int64_t at = page * page_bytes / item + ((int64_t)h * tokens + s % tokens) * dim;
+                        store_number(arena, at + d, dtype, number());
+                    }
+    attention_args a = {
+        .key = arena, .value = arena + page_bytes / 2, .page_bytes = page_bytes, .table = table,
+        .table_row_stride = (int64_t)lanes * capacity, .table_lane_stride = capacity, .rows = row_ids,
+        .slots = slots, .starts = starts, .tokens = new_tokens, .query = query,
+        .query_token_stride = (int64_t)num_heads * dim, .query_head_stride = dim, .out = out,
+        .sinks = sinks, .column_sums = sums, .sums_stride = widest, .num_rows = rows,
+        .num_lanes = lanes, .heads_per_page = heads, .group = group, .head_dim = dim,
+        .page_tokens = tokens, .dtype = dtype, .window = between(0, 1) ? between(1, 60) : 0,
+        .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
+    };
+    if (quire_attend(&a, NULL, 1)) return 1;
+    double worst = 0, *weight = malloc(sizeof(double) * widest);
+    for (int r = 0; r < rows; r++)
+        for (int n = 0; n < new_tokens[r]; n++)
+            for (int h = 0; h < num_heads; h++) {
+                int kv = h / group, lane = kv / heads, own = slots[r * lanes + lane] - new_tokens[r] + n;
+                int first = a.window && own + 1 > a.window ? own + 1 - a.window : 0;
+                double top = sinks ? sinks[h] : -INFINITY, sum = 0;
+                int64_t q = ((starts[r] + n) * num_heads + h) * (int64_t)dim;
+                for (int s = first; s <= own; s++) {
+                    int64_t page = table[(r * lanes + lane) * capacity + s / tokens];
+                    int64_t at = page * page_bytes / item + ((int64_t)(kv % heads) * tokens + s % tokens) * dim;
+                    double product = 0;
+                    for (int d = 0; d < dim; d++)
+                        product += (double)load_number(query, q + d, dtype) * load_number(arena, at + d, dtype);
+                    product *= a.scale;
+                    if (a.softcap > 0) product = a.softcap * tanh(product / a.softcap);
+                    weight[s] = product;
+                    top = product > top ? product : top;
+                }
+                if (sinks) sum = exp(sinks[h] - top);
+                for (int s = first; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
+                for (int d = 0; d < dim; d++) {
+                    double expected = 0;
+                    for (int s = first; s <= own; s++) {
+                        int64_t page = table[(r * lanes + lane) * capacity + s / tokens];
+                        int64_t at = page * page_bytes / item + ((int64_t)(heads + kv % heads) * tokens + s % tokens) * dim;
+                        expected += weight[s] / sum * load_number(arena, at + d, dtype);
+                    }
+                    double error = fabs(expected - load_number(out, q + d, dtype));
+                    if (!(error <= worst)) worst = error;
+                }
+            }
+    free(arena), free(table), free(query), free(out), free(sinks), free(sums), free(weight);
+    double allowed = dtype == F32 ? 2e-5 : dtype == BF16 ? 2e-2 : 4e-3;
+    if (worst <= allowed) return 0;
+    fprintf(stderr, "path %d dtype %d dim %d: error %g\n", path, dtype, dim, worst);
+    return 1;
+}
+
+int main(void) {
+    int failures = 0;
+    for (int path = 0; path <= quire_best_path(); path++)
+        for (int dtype = F32; dtype <= F16; dtype++)
+            for (int i = 0; i < 40; i++) failures += one_case(path, dtype);
+    printf("%d failures\n", failures);
+    return failures != 0;
+}

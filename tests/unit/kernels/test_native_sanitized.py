@@ -1,0 +1,26 @@
+"""The C source under the address and undefined-behaviour sanitizers, without Python in between."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import quire.kernels.native
+
+SOURCE = Path(quire.kernels.native.__file__).parent
+HARNESS = Path(__file__).parents[2] / "native" / "harness.c"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_no_byte_outside_its_memory_is_touched(tmp_path):
+    program = tmp_path / "harness"
+    flags = ["-O1", "-std=c11", "-Wall", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    build = ["gcc", *flags, f"-I{SOURCE}", str(HARNESS), "-o", str(program), "-lm"]
+    built = subprocess.run(build, capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("gcc has no sanitizer libraries here")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True)
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
