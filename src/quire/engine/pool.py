@@ -102,13 +102,16 @@ def _codec(name: str, dtype: torch.dtype) -> str:
 
 
 def _kv_bytes(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> int:
-    if config.memory != "auto":
-        return parse_size(config.memory)
     device = model.decoder.device
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-    else:
-        free_bytes = psutil.virtual_memory().available
+    free_bytes = _free_bytes(device)
+    if config.memory != "auto":
+        asked_bytes = parse_size(config.memory)
+        if asked_bytes > free_bytes:
+            raise ConfigError(
+                f"a KV memory of {asked_bytes:,} B is more than the {free_bytes:,} B that are free "
+                f"on {device}; lower --kv-memory or say auto"
+            )
+        return asked_bytes
     total_bytes = free_bytes + model.weight_bytes
     return auto_kv_memory(
         total_bytes=total_bytes,
@@ -116,3 +119,10 @@ def _kv_bytes(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) ->
         activation_peak_bytes=measure_activation_peak(model.decoder, schedule),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    torch.cuda.empty_cache()  # what the allocator keeps for later is free too
+    return torch.cuda.mem_get_info(device)[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import CodecSpec, PageClass
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CodecSpec, PageClass
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -37,8 +37,10 @@ class PageViews:
 class PageStore:
     """Implements `PageBytes` on a tensor of bytes.
 
-    The arena starts as zeros. Bytes of free pages keep what was there last and may be anything
-    when seen as another type: readers never let a slot that is not live take part in arithmetic.
+    The arena starts as zeros; on a CPU the system gives its memory page by page, when a byte is
+    first written, so an arena as large as what is free costs nothing until it fills. Bytes of free
+    pages keep what was there last and may be anything when seen as another type: readers never let
+    a slot that is not live take part in arithmetic.
 
     Args:
         total_bytes: size of the arena, as rounded by `Arena`.
@@ -47,7 +49,7 @@ class PageStore:
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self.device = device
-        self.arena = torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+        self.arena = _zeros(total_bytes, device)
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
@@ -135,3 +137,12 @@ class PageStore:
 
     def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
+
+
+def _zeros(total_bytes: int, device: torch.device) -> Tensor:
+    """Zero bytes, which `torch.zeros` would write out on a CPU and NumPy's calloc does not."""
+    if device.type != "cpu":
+        return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+    spare = np.zeros(total_bytes + PAGE_ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -spare.ctypes.data % PAGE_ALIGNMENT_BYTES
+    return torch.from_numpy(spare[start : start + total_bytes])
