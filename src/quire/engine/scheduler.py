@@ -20,6 +20,7 @@ from quire.engine.request import Request, RequestState
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
+from quire.kv.swap import swap_in, swap_out
 from quire.spec.eviction import EvictionSpec
 
 SCORED_CHUNK_TOKENS = 256  # bounds the logits of prompts whose every token is scored
@@ -63,7 +64,10 @@ class Scheduler:
         evict: Evictor,
     ) -> None:
         self.memory, self.config, self.eviction = memory, config, eviction
-        self.admission = Admission(memory, eviction, config.longest_chunk, config.reserve_share)
+        # over its cap a prompt is read `every` tokens at once, however short chunks are else
+        whole_chunk = 0 if eviction.cap is None else eviction.every
+        longest_chunk = max(config.longest_chunk, whole_chunk)
+        self.admission = Admission(memory, eviction, longest_chunk, config.reserve_share)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
@@ -124,15 +128,24 @@ class Scheduler:
     # ---- a step --------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan a step and make room for it. Rows that decode come first."""
+        """Plan a step and make room for it. Rows that decode come first.
+
+        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
+        for ever behind newcomers that take the rest of every step.
+        """
         plan = StepPlan()
         self._schedule_decoding(plan)
         budget = self.config.step_tokens - len(plan.requests)
+        all_served = True
         for request in sorted(self._reading(plan), key=lambda r: r.order):
-            budget -= self._schedule_chunk(plan, request, budget)
-        while budget > 0 and (newcomer := self._next_to_enter()) is not None:
+            tokens = self._schedule_chunk(plan, request, budget)
+            budget -= tokens
+            all_served &= tokens > 0
+        while budget > 0 and all_served and (newcomer := self._next_to_enter()) is not None:
             self._enter(newcomer)
-            budget -= self._schedule_chunk(plan, newcomer, budget)
+            tokens = self._schedule_chunk(plan, newcomer, budget)
+            budget -= tokens
+            all_served = tokens > 0
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
@@ -165,7 +178,7 @@ class Scheduler:
             first = min(decoding, key=lambda r: r.order)
             victim = choose_victim(self.running, first)
             if victim is None:
-                return []  # one request alone: its page is missing only while lanes are shared
+                return []  # those before it hold the rest, or it is alone: see `_unblock`
             self._preempt(victim)
             if victim in decoding:
                 decoding.remove(victim)
@@ -263,9 +276,19 @@ class Scheduler:
             victim = choose_victim(self.running, first)
             if victim is not None:
                 self._preempt(victim)
+            else:
+                self._pack(first)
             self._schedule_chunk(plan, first, self.config.step_tokens)
             if victim is None:
                 break
+
+    def _pack(self, request: Request) -> None:
+        """Move the pages of a request that is alone together.
+
+        They may lie between places of pages that are gone, and so keep more slabs than they fill
+        from the other page classes. Packed, a request that was admitted can always grow.
+        """
+        request.row = swap_in(self.memory, swap_out(self.memory, request.row))
 
 
 def _rows(requests: list[Request]) -> NDArray[np.int64]:

@@ -1,0 +1,128 @@
+"""Loads that once stopped the scheduler: what fits alone runs to its end, and nobody overtakes."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from quire.engine.request import Request, RequestState
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler import Scheduler
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.memory import KVMemory
+from quire.spec.eviction import EvictionSpec
+from unit.engine.test_scheduler_machine import make_layout
+
+
+class Load:
+    """A scheduler over the smallest memory, without bytes, that admits one longest request."""
+
+    def __init__(self, *, page_tokens, window, eviction, longest, room=1, **schedule):
+        config = ScheduleConfig(reserve_share=0.0, **schedule)
+        layout = make_layout(page_tokens, window, evicting=eviction.cap is not None)
+        total_bytes = 4 * layout.smallest_sequence_bytes
+        fits = False
+        while not fits:
+            total_bytes += total_bytes // 100 + 64
+            self.memory = KVMemory(layout, total_bytes, config.max_running)
+            self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
+            fits = self.scheduler.admission.fits_alone(longest)
+        if room > 1:
+            self.memory = KVMemory(layout, room * total_bytes, config.max_running)
+            self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
+        self.arrivals = itertools.count()
+
+    def evict(self, request: Request, keep: int) -> None:
+        table = self.memory.tables["full"]
+        slots = int(table.num_slots[request.row].max())
+        mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
+        mask[:, slots - keep :] = True
+        commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
+
+    def submit(self, prompt_tokens: int, max_tokens: int) -> Request:
+        request = Request(
+            request_id="r",
+            prompt_token_ids=[1] * prompt_tokens,
+            params=SamplingParams(max_tokens=max_tokens),
+            arrival=next(self.arrivals),
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> int:
+        plan = self.scheduler.schedule()
+        self.scheduler.commit(plan)
+        for request in plan.requests:
+            if request.num_uncomputed == 0:
+                request.output_token_ids.append(2)
+                if len(request.output_token_ids) == request.params.max_tokens:
+                    self.scheduler.finish(request)
+        return sum(plan.tokens)
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            assert self.step(), "requests are running, but no step can be planned"
+        self.memory.check()
+        assert not len(self.memory.live_rows)
+
+
+def test_admission_counts_with_the_chunks_that_eviction_makes():
+    """A prompt over its cap is read `every` tokens at a time, however short chunks are else."""
+    load = Load(
+        page_tokens=2,
+        window=9,
+        eviction=EvictionSpec(cap=20, every=7),
+        longest=60,
+        step_tokens=7,
+        chunk_tokens=2,
+    )
+    load.submit(52, 9)
+
+    load.run()
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_pages_scattered_over_slabs_do_not_stop_a_request_that_fits_alone(seed):
+    """Two page classes, and short requests whose pages lay between those of the long one.
+
+    When the short ones are thrown out, the long one's window pages keep more slabs than they fill,
+    and its other pages find none.
+    """
+    rng = random.Random(seed)
+    load = Load(
+        page_tokens=2,
+        window=100,
+        eviction=EvictionSpec(cap=300, every=5),
+        longest=83 + 139 - 1,
+        max_running=40,
+        chunk_tokens=16,
+    )
+    load.submit(83, 139)
+    for _ in range(39):
+        load.submit(rng.randint(1, 40), rng.randint(1, 120))
+
+    load.run()
+
+
+def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
+    """Under its cap a prompt is read 10 of 10 tokens at a time, or not while others decode."""
+    load = Load(
+        page_tokens=1,
+        window=None,
+        eviction=EvictionSpec(cap=20, every=10),
+        longest=20,
+        room=3,
+        max_running=3,
+        step_tokens=10,
+    )
+    load.submit(1, 5)
+    long = load.submit(60, 1)
+    short = [load.submit(1, 4 + i % 3) for i in range(60)]
+
+    while long.state is not RequestState.FINISHED:
+        assert load.step()
+
+    assert sum(request.state is RequestState.FINISHED for request in short) < 4
+    load.run()
