@@ -35,7 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_tokens=st.sampled_from([1, 3, 8]),
         window=st.sampled_from([None, 1, 5]),
         cap=st.sampled_from([None, 6, 20]),
-        pages=st.integers(4, 60),
+        pages=st.integers(3, 12) | st.integers(12, 60),
         step_tokens=st.sampled_from([1, 5, 16, 200]),
         chunk_tokens=st.sampled_from([2, 200]),
         max_running=st.sampled_from([1, 3, 10]),
@@ -65,12 +65,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
 
     @rule(
-        prompt=st.integers(1, 60),
-        answer=st.integers(0, 30),
+        prompt=st.integers(1, 6) | st.integers(1, 60),  # short ones enter together and outgrow
+        answer=st.integers(0, 40),
         priority=st.integers(-1, 1),
         breaks=st.booleans(),
+        count=st.integers(1, 3),
     )
-    def submit(self, prompt, answer, priority, breaks):
+    def submit(self, prompt, answer, priority, breaks, count):
+        for _ in range(count):
+            self.submit_one(prompt, answer, priority, breaks=breaks)
+
+    def submit_one(self, prompt, answer, priority, *, breaks):
         self.arrivals += 1
         params = SamplingParams(max_tokens=answer, prompt_logprobs=0 if answer == 0 else None)
         request = Request(
