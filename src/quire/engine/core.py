@@ -1,22 +1,25 @@
 """The engine: requests in, deltas out, one step at a time. Single-threaded; its callers are not."""
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.engine.eviction import Evictor
-from quire.engine.outputs import Delta, FinishReason, Usage
+from quire.engine.open_answer import OpenAnswer
+from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
+from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.request import Request, RequestState
 from quire.engine.runner import Runner, StepLogits
-from quire.engine.sampler import SampledToken, Sampler, ScoredToken, prompt_logprobs
+from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Scheduler, StepPlan
 from quire.engine.stats import EngineStats, request_bytes
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
@@ -59,9 +62,7 @@ class Engine:
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)
         self._clock = clock
-        self._requests: dict[str, Request] = {}
-        self._texts: dict[str, OutputText] = {}
-        self._scores: dict[str, list[ScoredToken | None]] = {}
+        self._open: dict[str, OpenAnswer] = {}
         self._cancelled: list[Request] = []
         self._arrivals = 0
         self.num_steps = 0
@@ -94,8 +95,9 @@ class Engine:
         prompt = checked_prompt(prompt_token_ids, spec)
         resolved = checked_params(params or SamplingParams(), len(prompt), self.model)
         self._arrivals += 1
-        request_id = request_id or f"request-{self._arrivals}"
-        if request_id in self._requests:
+        if request_id is None:
+            request_id = self._free_id()
+        elif request_id in self._open:
             raise RequestError(f"a request {request_id!r} is already running; use another id")
         seed = resolved.seed
         request = Request(
@@ -108,52 +110,77 @@ class Engine:
             rope_regime=self.model.decoder.rope_regime(len(prompt) + resolved.max_tokens),
             arrival_s=self._clock(),
         )
+        eos_token_ids = self.model.generation.eos_token_ids
+        text = OutputText(resolved, eos_token_ids, self.model.tokenizer, prompt)
         self.scheduler.submit(request)
-        self._requests[request_id] = request
-        self._texts[request_id] = OutputText(
-            resolved, self.model.generation.eos_token_ids, self.model.tokenizer, prompt
-        )
-        self._scores[request_id] = [None]
+        self._open[request_id] = OpenAnswer(request, text, self.scheduler.finish)
         return request_id
+
+    def _free_id(self) -> str:
+        ids = (f"request-{number}" for number in itertools.count(self._arrivals))
+        return next(request_id for request_id in ids if request_id not in self._open)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last delta comes with the next step. Unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is not None and request.state is not RequestState.FINISHED:
-            self.scheduler.finish(request)
-            self._cancelled.append(request)
+        answer = self._open.get(request_id)
+        if answer is not None and answer.request.state is not RequestState.FINISHED:
+            self.scheduler.finish(answer.request)
+            self._cancelled.append(answer.request)
 
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Process one batch of tokens; return what it added to the answers."""
-        deltas = [self._aborted(request) for request in self._cancelled]
+        """Process one batch of tokens; return what it added to the answers.
+
+        Where the memory outside of the pool runs out, the requests of the step end with an error
+        and the others go on. After any other exception the step can be tried again: the requests
+        it was about are read anew.
+        """
+        now_s = self._clock()
+        deltas = [self._open.pop(r.request_id).abort(now_s) for r in self._cancelled]
         self._cancelled.clear()
+        plan = StepPlan()
+        try:
+            plan = self._schedule(deltas)
+            deltas.extend(self._process(plan))  # keeps what came before an error
+        except BaseException as error:
+            # their KV is half written; while a step is being planned that may be anybody's
+            self.scheduler.take_back(plan.requests or self.scheduler.running)
+            if not plan.requests or not is_out_of_memory(error):
+                raise
+            waiting = [r for r in plan.requests if r.state is RequestState.WAITING]
+            deltas += [self._fail(request, no_memory_text(error)) for request in waiting]
+        return deltas
+
+    def _schedule(self, deltas: list[Delta]) -> StepPlan:
         started_s = time.perf_counter()
         plan = self.scheduler.schedule()
-        self.times.schedule_s += time.perf_counter() - started_s
+        took_s = time.perf_counter() - started_s
+        self.times.schedule_s += took_s
+        self.times.steps_s += took_s
         for request, error in self.scheduler.failures:
-            deltas.append(self._end(request, "error", error=str(error)))
+            deltas.append(self._fail(request, str(error)))
         self.scheduler.failures.clear()
+        if not plan.requests and self.scheduler.has_work and not deltas:
+            raise InvariantError("requests are running or waiting, but no step can be planned")
+        return plan
+
+    def _process(self, plan: StepPlan) -> Iterator[Delta]:
         if not plan.requests:
-            if self.scheduler.has_work and not deltas:
-                raise InvariantError("requests are running or waiting, but no step can be planned")
-            return deltas
+            return
+        started_s = time.perf_counter()
         results = self._runner.run(plan)
         self.scheduler.commit(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
-        deltas += self._score_prompts(results)
-        deltas += self._sample(results)
-        deltas += self._end_without_tokens(plan.requests)
-        return deltas
+        yield from self._score_prompts(results)
+        yield from self._sample(results)
+        yield from self._end_without_tokens(plan.requests)
 
-    def _score_prompts(self, results: list[StepLogits]) -> list[Delta]:
-        deltas = []
+    def _score_prompts(self, results: list[StepLogits]) -> Iterator[Delta]:
         for result in results:
             request, num_top = result.request, result.request.params.prompt_logprobs
-            scores = self._scores[request.request_id]
             first = result.first_position + 1  # the row of token i scores token i + 1
             if num_top is None or first > len(request.prompt_token_ids):
                 continue
@@ -161,13 +188,11 @@ class Engine:
             try:
                 scored = prompt_logprobs(result.logits[: len(following)], following, num_top)
             except RequestError as error:
-                self.scheduler.finish(request)
-                deltas.append(self._end(request, "error", error=str(error)))
+                yield self._fail(request, str(error))
                 continue
-            scores[first:] = scored  # a preempted prompt is scored again from its start
-        return deltas
+            self._open[request.request_id].add_scores(first, scored)
 
-    def _sample(self, results: list[StepLogits]) -> list[Delta]:
+    def _sample(self, results: list[StepLogits]) -> Iterator[Delta]:
         ready = [
             result
             for result in results
@@ -176,76 +201,33 @@ class Engine:
             and result.request.params.max_tokens
         ]
         if not ready:
-            return []
+            return
         logits = self._last_rows(ready)
         tokens = self._sampler.sample(logits, [result.request for result in ready])
-        return [
-            self._add_token(result.request, token)
-            for result, token in zip(ready, tokens, strict=True)
-        ]
+        now_s = self._clock()
+        for result, token in zip(ready, tokens, strict=True):
+            self.num_generated_tokens += token.error is None
+            delta = self._open[result.request.request_id].add_token(token, now_s)
+            if delta.finish_reason is not None:
+                del self._open[delta.request_id]
+            yield delta
 
     @staticmethod
     def _last_rows(results: list[StepLogits]) -> Tensor:
         rows = [result.logits[-1:] for result in results]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _add_token(self, request: Request, token: SampledToken) -> Delta:
-        now = self._clock()
-        if token.error is not None:
-            self.scheduler.finish(request)
-            return self._end(request, "error", error=token.error)
-        if not request.output_token_ids:
-            request.first_token_s = now
-        request.output_token_ids.append(token.token_id)
-        self.num_generated_tokens += 1
-        output = self._texts[request.request_id]
-        text = output.push(token.token_id)
-        logprobs = None if request.params.logprobs is None else (token,)
-        if output.ending is None:
-            return Delta(
-                request_id=request.request_id,
-                text=text,
-                token_ids=(token.token_id,),
-                logprobs=logprobs,
-            )
-        self.scheduler.finish(request)
-        ending = output.ending
-        return self._end(
-            request,
-            ending.finish_reason,
-            text=text,
-            token_ids=(token.token_id,),
-            logprobs=logprobs,
-            stop_reason=ending.stop_reason,
-        )
-
-    def _end_without_tokens(self, requests: list[Request]) -> list[Delta]:
+    def _end_without_tokens(self, requests: list[Request]) -> Iterator[Delta]:
         """Requests that only wanted their prompt scored."""
-        done = [
-            r
-            for r in requests
-            if r.state is RequestState.RUNNING and r.num_uncomputed == 0 and not r.params.max_tokens
-        ]
-        for request in done:
-            self.scheduler.finish(request)
-        return [self._end(request, "length") for request in done]
+        for request in requests:
+            running = request.state is RequestState.RUNNING
+            if running and request.num_uncomputed == 0 and not request.params.max_tokens:
+                yield self._open.pop(request.request_id).end("length", self._clock())
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def _aborted(self, request: Request) -> Delta:
-        return self._end(request, "abort", text=self._texts[request.request_id].abort())
-
-    def _end(self, request: Request, reason: FinishReason, **parts: object) -> Delta:
-        request.finish_s = self._clock()
-        del self._requests[request.request_id], self._texts[request.request_id]
-        scores = self._scores.pop(request.request_id)
-        return Delta(
-            request_id=request.request_id,
-            finish_reason=reason,
-            prompt_logprobs=tuple(scores) if request.params.prompt_logprobs is not None else None,
-            usage=_usage(request),
-            **parts,  # type: ignore[arg-type]
-        )
+    def _fail(self, request: Request, error: str) -> Delta:
+        return self._open.pop(request.request_id).end("error", self._clock(), error=error)
 
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
@@ -277,19 +259,6 @@ class Engine:
         memory.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")
-
-
-def _usage(request: Request) -> Usage:
-    first = request.first_token_s or request.finish_s
-    return Usage(
-        prompt_tokens=len(request.prompt_token_ids),
-        completion_tokens=len(request.output_token_ids),
-        cached_tokens=0,
-        preemptions=request.preemptions,
-        kv_peak_bytes=request.kv_peak_bytes,
-        first_token_s=first - request.arrival_s,
-        total_s=request.finish_s - request.arrival_s,
-    )
 
 
 def _never(request: Request, keep: int) -> None:

@@ -8,7 +8,7 @@ of a callback, because which tokens leave depends on tensors; how many leave doe
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,11 +119,16 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Throw a request out; it will be read again from its tokens, answer included."""
-        self.running.remove(request)
-        self._free(request)
+        self.take_back([request])
         request.preemptions += 1
         self.num_preemptions += 1
-        self._queue(request)
+
+    def take_back(self, requests: Iterable[Request]) -> None:
+        """Let those of these requests that run wait again, without KV: a step with them failed."""
+        for request in [r for r in requests if r.state is RequestState.RUNNING]:
+            self.running.remove(request)
+            self._free(request)
+            self._queue(request)
 
     # ---- a step --------------------------------------------------------------------------------
 

@@ -1,0 +1,152 @@
+"""Steps that fail: what ends with an error, what goes on, and that nothing is left behind."""
+
+import pytest
+import torch
+
+import engines
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
+
+
+class Breaking:
+    """Stands in for a part of the engine, and raises at one call."""
+
+    def __init__(self, part, at_call, error):
+        self._part, self._left, self._error = part, at_call, error
+
+    def __getattr__(self, name):
+        return getattr(self._part, name)
+
+    def _call(self, method, *arguments, **options):
+        self._left -= 1
+        if self._left == 0:
+            raise self._error
+        return method(*arguments, **options)
+
+    def forward(self, *arguments, **options):
+        result = self._part.forward(*arguments, **options)  # what fails late has done most
+        return self._call(lambda: result)
+
+    def sample(self, *arguments):
+        return self._call(self._part.sample, *arguments)
+
+
+def cpu_is_full() -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    return caught.value
+
+
+def small_engine(model: LoadedModel) -> Engine:
+    schedule = ScheduleConfig(max_running=2)
+    return Engine(model, KVConfig(memory="96KiB", page_tokens=4), schedule)
+
+
+def submit_all(engine: Engine) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(prompt, engines.greedy(), request_id=f"r{i}")
+
+
+def finish(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, str]:
+    """Run to the end, adding to `tokens`; why each request failed, for those that did."""
+    errors = {}
+    while engine.has_work:
+        for delta in engine.step():
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.error is not None:
+                assert delta.finish_reason == "error"
+                errors[delta.request_id] = delta.error
+    engine.check()
+    return errors
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engines.load("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    engine, tokens = small_engine(model), {}
+    submit_all(engine)
+    assert not finish(engine, tokens)
+    return tokens
+
+
+def break_part(engine: Engine, part: str, at_call: int, error: BaseException) -> None:
+    if part == "sampler":
+        engine._sampler = Breaking(engine._sampler, at_call, error)
+    else:
+        engine._runner._decoder = Breaking(engine._runner._decoder, at_call, error)
+
+
+@pytest.mark.parametrize("part", ["decoder", "sampler"])
+@pytest.mark.parametrize("at_call", [1, 3])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_requests_of_a_step_without_memory_fail_and_the_others_go_on(
+    model, expected, part, at_call, error
+):
+    engine, tokens = small_engine(model), {}
+    break_part(engine, part, at_call, error)
+    submit_all(engine)
+
+    errors = finish(engine, tokens)
+
+    assert errors.keys() == {"r0", "r1"}  # the two that ran
+    assert all("--step-tokens" in text for text in errors.values())
+    assert {key: tokens[key] for key in ("r2", "r3")} == {
+        key: expected[key] for key in ("r2", "r3")
+    }
+    assert tokens["r0"] == expected["r0"][: at_call - 1]
+
+
+def test_the_cpu_allocators_error_is_known(model):
+    engine = small_engine(model)
+    break_part(engine, "decoder", 1, cpu_is_full())
+    engine.submit([3], engines.greedy())
+
+    assert "can't allocate memory" in engine.step()[0].error
+    engine.check()
+
+
+@pytest.mark.parametrize("part", ["decoder", "sampler"])
+@pytest.mark.parametrize("at_call", [1, 3])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
+def test_after_any_other_error_the_engine_goes_on_as_if_nothing_had_happened(
+    model, expected, part, at_call, error
+):
+    engine, tokens = small_engine(model), {}
+    break_part(engine, part, at_call, error)
+    submit_all(engine)
+
+    with pytest.raises(type(error)):
+        finish(engine, tokens)
+    engine.pool.kv.memory.check()
+    assert not finish(engine, tokens)
+
+    assert tokens == expected
+
+
+def test_a_request_whose_text_cannot_be_followed_leaves_nothing_behind(model):
+    class NoDecoder:
+        def decode(self, *_arguments, **_options):
+            raise OverflowError("no such id")
+
+    engine = small_engine(model)
+    object.__setattr__(engine.model, "tokenizer", NoDecoder())
+    with pytest.raises(OverflowError):
+        engine.submit([3, 4], engines.greedy())
+    object.__setattr__(engine.model, "tokenizer", None)
+
+    assert not engine.has_work
+
+
+def test_an_id_the_engine_chooses_is_nobody_elses(model):
+    engine = small_engine(model)
+    engine.submit([3], engines.greedy(), request_id="request-2")
+
+    assert engine.submit([3], engines.greedy()) != "request-2"
