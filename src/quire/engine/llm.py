@@ -1,11 +1,13 @@
 """The Python entry: prompts in, answers out."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from quire.engine.core import Engine
+from quire.engine.inputs import as_options, as_prompts, as_token_ids
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
@@ -14,9 +16,11 @@ from quire.errors import RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_prompt, render_chat
+from quire.spec.options import require_type
 
 Prompt = str | Sequence[int]
 Progress = Callable[[EngineStats, list[Delta]], None]
+_Taker = Callable[[Delta], None]
 
 
 class LLM:
@@ -47,7 +51,12 @@ class LLM:
         trust_remote_code: bool = False,
         verify: bool = True,
     ) -> None:
+        require_type("kv", kv, KVConfig, type(None))
+        require_type("schedule", schedule, ScheduleConfig, type(None))
         if not isinstance(model, LoadedModel):
+            require_type("model", model, str, Path)
+            require_type("dtype", dtype, str)
+            require_type("device", device, str)
             model = load_model(
                 model,
                 dtype=dtype,
@@ -57,16 +66,20 @@ class LLM:
             )
         self.model = model
         self.engine = Engine(model, kv, schedule)
+        self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as the model's tokenizer reads it, or ids as they are.
 
         Raises:
-            RequestError: text for a model without a tokenizer.
+            RequestError: text for a model without a tokenizer, or neither text nor a list.
         """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return encode_prompt(self._tokenizer(), prompt)
+        return self._encode(prompt)
+
+    def _encode(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(self._tokenizer(), prompt)
+        return as_token_ids(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation under the model's chat template.
@@ -101,73 +114,76 @@ class LLM:
             RequestError: a prompt or its options are wrong; nothing has been run then.
             NeverFits: a prompt needs more KV than the whole pool has.
         """
-        many = _as_list(prompts)
-        options = _options_for(sampling, len(many))
+        many = as_prompts(prompts)
+        options = as_options(sampling, len(many))
         builders: dict[str, AnswerBuilder] = {}
+        answers: dict[str, Answer] = {}
+
+        def take(delta: Delta) -> None:
+            answer = builders[delta.request_id].add(delta)
+            if answer is not None:
+                answers[delta.request_id] = answer
+
         try:
             for prompt, params in zip(many, options, strict=True):
-                ids = self.encode(prompt)
-                request_id = self.engine.submit(ids, params)
+                ids = self._encode(prompt)
+                request_id = self._submit(ids, params, take)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
-        except RequestError:
+            while len(answers) < len(builders):
+                deltas = self._step()
+                if progress is not None:
+                    progress(self.engine.stats(), deltas)
+        finally:
             self._withdraw(builders)
-            raise
-        answers = dict(self._finish(builders, progress))
         return [answers[request_id] for request_id in builders]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
-        """Answer one prompt piece by piece. Closing the iterator cancels the request."""
-        request_id = self.engine.submit(self.encode(prompt), sampling)
+        """Answer one prompt piece by piece. Closing the iterator cancels the request.
+
+        Several streams may be open, and `generate` may be called meanwhile: each gets its own.
+
+        Raises:
+            RequestError: at the first piece; the prompt or its options are wrong.
+        """
+        inbox: deque[Delta] = deque()
+        [params] = as_options(sampling, 1)
+        request_id = self._submit(self.encode(prompt), params, inbox.append)
         done = False
         try:
             while not done:
-                for delta in self.engine.step():
-                    if delta.request_id == request_id:
-                        done = delta.finish_reason is not None
-                        yield delta
+                while not inbox:
+                    self._step()
+                delta = inbox.popleft()
+                done = delta.finish_reason is not None
+                yield delta
         finally:
-            if not done:
-                self._withdraw([request_id])
+            self._withdraw([request_id])
 
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes."""
         return self.engine.stats()
 
-    def _finish(
-        self, builders: Mapping[str, AnswerBuilder], progress: Progress | None
-    ) -> Iterator[tuple[str, Answer]]:
-        try:
-            while self.engine.has_work:
-                deltas = self.engine.step()
-                if progress is not None:
-                    progress(self.engine.stats(), deltas)
-                for delta in deltas:
-                    answer = builders[delta.request_id].add(delta)
-                    if answer is not None:
-                        yield delta.request_id, answer
-        except KeyboardInterrupt:
-            self._withdraw(builders)
-            raise
+    def _submit(self, ids: list[int], params: SamplingParams | None, take: _Taker) -> str:
+        request_id = self.engine.submit(ids, params)
+        self._takers[request_id] = take
+        return request_id
+
+    def _step(self) -> list[Delta]:
+        """One step for all open requests, whoever asks for it."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            take = self._takers.get(delta.request_id)
+            if take is None:  # withdrawn
+                continue
+            if delta.finish_reason is not None:
+                del self._takers[delta.request_id]
+            take(delta)
+        return deltas
 
     def _withdraw(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests and take their last deltas, so that the engine is idle again."""
+        """Cancel those requests that are not done; nobody takes their last deltas."""
         for request_id in request_ids:
-            self.engine.cancel(request_id)
-        while self.engine.has_work:
-            self.engine.step()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _options_for(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams | None]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling] * count
-    if len(sampling) != count:
-        raise RequestError(f"expected one SamplingParams or {count} of them, got {len(sampling)}")
-    return sampling
+            if self._takers.pop(request_id, None) is not None:
+                self.engine.cancel(request_id)
+        if not self._takers and self.engine.has_work:
+            self._step()  # so that the engine is idle again

@@ -1,11 +1,13 @@
 """What a user can say about steps and queues."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 from quire.errors import ConfigError
-from quire.spec.options import option
+from quire.spec.options import option, require_types
 
 
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """How much a step does and how many requests run.
@@ -25,6 +27,7 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
+        require_types(self)
         for name in ("max_running", "step_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")

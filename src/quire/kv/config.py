@@ -1,11 +1,13 @@
 """What a user can say about the KV memory."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 from quire.errors import ConfigError
-from quire.spec.options import option
+from quire.spec.options import option, require_types
 
 
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
     """The KV memory: how large, in what pages, what stays.
@@ -30,5 +32,6 @@ class KVConfig:
     )
 
     def __post_init__(self) -> None:
+        require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")

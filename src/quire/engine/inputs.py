@@ -1,0 +1,60 @@
+"""What a Python caller hands in, as types: refused by name where Python would stumble later.
+
+Everything here takes `object`, because what a caller really gives is what is to be found out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import RequestError
+
+
+def as_prompts(prompts: object) -> list[object]:
+    """One prompt or many as a list; what is neither stays one, for `as_token_ids` to refuse."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], Integral) else many
+
+
+def as_token_ids(prompt: object) -> list[int]:
+    """A prompt that is not text.
+
+    Raises:
+        RequestError: it is no list; what it holds is checked when it is submitted.
+    """
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"expected a prompt (a text or a list of token ids), got {type(prompt).__name__}"
+            + _hint(prompt)
+        )
+    return list(prompt)
+
+
+def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
+    """Sampling options, one for each of `count` prompts; None where none are given.
+
+    Raises:
+        RequestError: neither one SamplingParams nor a list of `count` of them.
+    """
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    given = sampling if isinstance(sampling, Sequence) else [sampling]
+    options: list[SamplingParams | None] = []
+    for params in given:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"expected SamplingParams, got {type(params).__name__}; "
+                "write SamplingParams(max_tokens=16)"
+            )
+        options.append(params)
+    if len(options) != count:
+        raise RequestError(f"expected one SamplingParams or {count} of them, got {len(options)}")
+    return options
+
+
+def _hint(prompt: object) -> str:
+    if isinstance(prompt, bytes | bytearray):
+        return "; decode it"
+    return "; give it as .tolist()" if hasattr(prompt, "tolist") else ""

@@ -1,0 +1,201 @@
+"""The Python entry: what it refuses, and callers that share one engine."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import engines
+from quire.engine.inputs import as_options, as_prompts, as_token_ids
+from quire.engine.llm import LLM
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ConfigError, RequestError
+from quire.kv.config import KVConfig
+from quire.spec.options import require_type
+
+PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
+GREEDY = engines.greedy()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engines.load("llama")
+
+
+@pytest.fixture
+def llm(model):
+    llm = LLM(model, kv=KVConfig(memory="256KiB", page_tokens=4))
+    yield llm
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    llm = LLM(model, kv=KVConfig(memory="256KiB", page_tokens=4))
+    return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def tokens_of(deltas):
+    return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+def test_streams_that_are_read_in_turns_each_get_their_own_answer(llm, expected):
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+    rounds = list(itertools.zip_longest(*streams))
+    assert [tokens_of(filter(None, deltas)) for deltas in zip(*rounds, strict=True)] == expected
+
+
+def test_generate_runs_beside_an_open_stream(llm, expected):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    answers = llm.generate(PROMPTS[1:], GREEDY)
+    assert [answer.token_ids for answer in answers] == expected[1:]
+    assert tokens_of([first, *stream]) == expected[0]
+
+
+def test_closing_a_stream_leaves_the_others_alone(llm, expected):
+    closed, kept = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    next(closed)
+    first = next(kept)
+    closed.close()
+    assert len(llm.stats().requests) == 1
+    assert tokens_of([first, *kept]) == expected[1]
+
+
+def test_closing_the_only_stream_frees_its_memory(llm):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    assert llm.stats().kv_used_bytes
+    stream.close()
+    assert not llm.stats().kv_used_bytes
+
+
+def test_a_progress_function_that_raises_leaves_nothing_behind(llm, expected):
+    def progress(stats, deltas):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS, GREEDY, progress=progress)
+    assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_one_wrong_prompt_of_many_runs_none(llm):
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([*PROMPTS, []], GREEDY)
+    assert llm.stats().num_steps == 0
+
+
+def test_no_prompts_have_no_answers(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        (("a", [1, 2]), ["a", [1, 2]]),
+        ([1, 2], [[1, 2]]),
+        (np.array([1, 2]), [[1, 2]]),
+        ((text for text in "ab"), ["a", "b"]),
+        ([], []),
+    ],
+    ids=repr,
+)
+def test_one_prompt_and_many_are_told_apart(given, prompts):
+    assert as_prompts(given) == prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (b"text", "got bytes; decode it"),
+        (None, "got NoneType"),
+        ({"prompt": "text"}, "got dict"),
+        (1.5, "got float"),
+        (torch.tensor([1, 2]), r"got Tensor; give it as .tolist\(\)"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused(prompt, message):
+    for one in as_prompts(prompt):
+        with pytest.raises(RequestError, match=message):
+            as_token_ids(one)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_tokens": 3}, "expected SamplingParams, got dict"),
+        ([GREEDY, 3], "expected SamplingParams, got int"),
+        ([GREEDY], "expected one SamplingParams or 2 of them, got 1"),
+    ],
+    ids=repr,
+)
+def test_what_are_no_options_is_refused(sampling, message):
+    with pytest.raises(RequestError, match=message):
+        as_options(sampling, 2)
+
+
+def test_options_are_one_for_all_or_one_for_each():
+    other = SamplingParams(max_tokens=1)
+    assert as_options(GREEDY, 2) == [GREEDY, GREEDY]
+    assert as_options((GREEDY, other), 2) == [GREEDY, other]
+    assert as_options(None, 2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds", "message"),
+    [
+        ("1MiB", (KVConfig, type(None)), "expected kv to be KVConfig or None, got '1MiB'"),
+        (True, (int, str), "expected kv to be int or str, got True"),
+        (1.5, (int,), "expected kv to be int, got 1.5"),
+        ("0.5", (float,), "expected kv to be float, got '0.5'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(value, kinds, message):
+    with pytest.raises(ConfigError, match=message):
+        require_type("kv", value, *kinds)
+
+
+def test_a_value_of_its_type_is_taken():
+    require_type("share", 1, float)
+    require_type("flag", True, bool)
+    require_type("kv", None, KVConfig, type(None))
+
+
+def test_constructors_name_what_has_the_wrong_type():
+    # a process of its own: the type checks of test runs would answer first
+    program = """
+from quire import LLM, KVConfig, ScheduleConfig
+from quire.errors import ConfigError
+for make in (
+    lambda: LLM("quire-tiny", kv={"memory": "1MiB"}),
+    lambda: LLM("quire-tiny", schedule=5),
+    lambda: LLM(None),
+    lambda: LLM("quire-tiny", dtype=float),
+    lambda: KVConfig(memory=1.5),
+    lambda: KVConfig(page_tokens="16"),
+    lambda: ScheduleConfig(max_running=True),
+):
+    try:
+        make()
+    except ConfigError as error:
+        print(str(error).split(",")[0])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines() == [
+        "expected kv to be KVConfig or None",
+        "expected schedule to be ScheduleConfig or None",
+        "expected model to be str or Path",
+        "expected dtype to be str",
+        "expected memory to be int or str",
+        "expected page_tokens to be int",
+        "expected max_running to be int",
+    ]
