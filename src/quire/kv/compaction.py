@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.memory import KVMemory
+from quire.kv.shrinking import cut_slots
 from quire.kv.tables import LaneTable
 
 
@@ -26,30 +27,26 @@ class CompactionPlan:
     Attributes:
         group: name of the lane group.
         row: the sequence.
+        held_slots: [lanes] slots of each lane when the plan was made.
         keep_slots: [lanes] survivors of each lane.
         move_lane, move_source, move_target: [moves] slot indices, one to one.
-        shared_lane, shared_column: table entries of shared pages that would be written.
-        freed_pages: pages that return (references given up, where others still read them).
+        needed_pages: private copies to make before anything moves.
+        freed_pages: pages that return; those that others still read do not.
     """
 
     group: str
     row: int
+    held_slots: NDArray[np.int32]
     keep_slots: NDArray[np.int32]
     move_lane: NDArray[np.int64]
     move_source: NDArray[np.int64]
     move_target: NDArray[np.int64]
-    shared_lane: NDArray[np.int64]
-    shared_column: NDArray[np.int64]
+    needed_pages: int
     freed_pages: int
 
     @property
-    def needed_pages(self) -> int:
-        """Private copies to make before anything moves."""
-        return len(self.shared_lane)
-
-    @property
     def gain_pages(self) -> int:
-        """Pages won; a rule that runs only to make room skips a plan where this is not positive."""
+        """Pages won, all of one class; where it is not positive the plan makes no room."""
         return self.freed_pages - self.needed_pages
 
 
@@ -78,19 +75,28 @@ def plan_compaction(
     keep_slots = keep.sum(axis=1, dtype=np.int32)
     hole_lane, hole = np.nonzero(~keep & (column < keep_slots[:, None]))
     _, mover = np.nonzero(keep & (column >= keep_slots[:, None]))
-    shared_lane, shared_column = _shared_targets(memory, table, row, hole_lane, hole)
-    pages_after = -(-keep_slots // table.group.page_class.tokens)
+    shared_lane, _ = _shared_targets(memory, table, row, hole_lane, hole)
     return CompactionPlan(
         group=group,
         row=row,
+        held_slots=slots.copy(),
         keep_slots=keep_slots,
         move_lane=hole_lane,
         move_source=mover,
         move_target=hole,
-        shared_lane=shared_lane,
-        shared_column=shared_column,
-        freed_pages=int((table.num_pages[row] - pages_after).sum()),
+        needed_pages=len(shared_lane),
+        freed_pages=_freed_pages(memory, table, row, keep_slots),
     )
+
+
+def _freed_pages(
+    memory: KVMemory, table: LaneTable, row: int, keep_slots: NDArray[np.int32]
+) -> int:
+    kept = -(-keep_slots // table.group.page_class.tokens)
+    column = np.arange(table.capacity)
+    cut = (column >= kept[:, None]) & (column < table.num_pages[row][:, None])
+    ref_counts = memory.pools[table.group.page_class].ref_counts[table.pages[row][cut]]
+    return int(np.count_nonzero(ref_counts == 1))
 
 
 def _shared_targets(
@@ -100,6 +106,7 @@ def _shared_targets(
     lane: NDArray[np.int64],
     slot: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Table entries of shared pages that moves into these slots would write."""
     column = slot // table.group.page_class.tokens
     written = np.unique(np.stack([lane, column]), axis=1)
     pages = table.pages[row, written[0], written[1]]
@@ -112,14 +119,19 @@ def commit_compaction(memory: KVMemory, plan: CompactionPlan) -> None:
 
     Raises:
         OutOfPages: no room for the private copies; nothing was changed.
+        InvariantError: the row has other slots than when the plan was made.
     """
     table = memory.tables[plan.group]
     page_class = table.group.page_class
-    if not memory.fits({page_class: plan.needed_pages}):
-        raise OutOfPages(f"{plan.needed_pages} private pages needed before compaction")
-    if plan.needed_pages:
-        row = np.full(plan.needed_pages, plan.row)
-        memory.privatise(table, row, plan.shared_lane, plan.shared_column)
+    if (table.num_slots[plan.row] != plan.held_slots).any():
+        raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
+    # looked up again: a fork or a loan may have come between
+    lane, column = _shared_targets(memory, table, plan.row, plan.move_lane, plan.move_target)
+    if not memory.fits({page_class: len(lane)}):
+        raise OutOfPages(f"{len(lane)} private pages needed before compaction")
+    if len(lane):
+        row = np.full(len(lane), plan.row)
+        memory.privatise(table, row, lane, column)
         memory.note_peaks(row[:1])
     if len(plan.move_lane):
         places = [
@@ -130,6 +142,4 @@ def commit_compaction(memory: KVMemory, plan: CompactionPlan) -> None:
             for slot in (plan.move_source, plan.move_target)
         ]
         memory.store.move_slots(page_class, places[0], places[1])
-    table.num_slots[plan.row] = plan.keep_slots
-    pages = -(-plan.keep_slots // page_class.tokens)
-    memory.pools[page_class].release(table.cut(plan.row, pages.astype(np.int32)))
+    memory.pools[page_class].release(cut_slots(table, plan.row, plan.keep_slots))

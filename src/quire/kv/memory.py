@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.arena import Arena
+from quire.kv.growth import new_pages, shared_ends
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers, PagePool
+from quire.kv.proof import prove_references, prove_slabs
+from quire.kv.shrinking import cut_slots, drop_behind_window, drop_full_pages, slots_below
 from quire.kv.tables import LaneTable, Rows
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
-NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class KVMemory:
@@ -157,8 +159,8 @@ class KVMemory:
         pages: dict[PageClass, int] = {}
         for table in self.tables.values():
             page_class = table.group.page_class
-            needed = int(self._new_pages(table, rows, tokens).sum())
-            needed += int(self._shared_ends(table, rows, tokens).sum())
+            needed = int(new_pages(table, rows, tokens).sum())
+            needed += int(shared_ends(table, self.pools[page_class], rows, tokens).sum())
             pages[page_class] = pages.get(page_class, 0) + needed
         return pages
 
@@ -184,34 +186,15 @@ class KVMemory:
         self.lengths[rows] += tokens
         self.note_peaks(rows)
 
-    def _new_pages(self, table: LaneTable, rows: Rows, tokens: Counts) -> Counts:
-        per_page = table.group.page_class.tokens
-        slots = table.num_slots[rows] + tokens[:, None]
-        new: Counts = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
-        return new
-
-    def _shared_ends(self, table: LaneTable, rows: Rows, tokens: Counts) -> NDArray[np.bool_]:
-        """[rows, lanes]: the next token would be written into a page somebody else reads."""
-        pool = self.pools[table.group.page_class]
-        slots = table.num_slots[rows]
-        if not pool.num_shared:
-            return np.zeros(slots.shape, dtype=bool)
-        per_page = table.group.page_class.tokens
-        column = np.minimum(slots // per_page, table.capacity - 1)
-        last = np.take_along_axis(table.pages[rows], column[:, :, None], axis=2)[:, :, 0]
-        written = (slots % per_page != 0) & (tokens[:, None] > 0)
-        shared: NDArray[np.bool_] = written & (pool.ref_counts[last] > 1)
-        return shared
-
     def _grow_table(self, table: LaneTable, rows: Rows, tokens: Counts) -> None:
         pool = self.pools[table.group.page_class]
-        shared = self._shared_ends(table, rows, tokens)
+        shared = shared_ends(table, pool, rows, tokens)
         if shared.any():
             index, lane = np.nonzero(shared)
             row = rows[index]
             column = table.num_slots[row, lane].astype(np.int64) // pool.page_class.tokens
             self.privatise(table, row, lane, column)
-        new = self._new_pages(table, rows, tokens)
+        new = new_pages(table, rows, tokens)
         if new.any():
             added = pool.allocate(int(new.sum()))
             row, lane, column = table.append(rows, new, added)
@@ -246,17 +229,11 @@ class KVMemory:
         """Return pages of window lanes that no query from the next position on can see."""
         for table in self.tables.values():
             if table.group.window is not None:
-                self._drop_behind_window(table, rows, table.group.window)
-
-    def _drop_behind_window(self, table: LaneTable, rows: Rows, window: int) -> None:
-        per_page = table.group.page_class.tokens
-        full_pages = table.num_slots[rows] // per_page
-        last_hidden = self.lengths[rows] + 1 - window - per_page  # first slot of a page behind
-        behind = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
-        for i, lane in zip(*np.nonzero(behind), strict=True):
-            first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
-            num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
-            self.drop_pages(table.group, int(rows[i]), int(lane), np.arange(num_behind))
+                pool = self.pools[table.group.page_class]
+                for pages in drop_behind_window(
+                    table, rows, self.lengths[rows], table.group.window
+                ):
+                    pool.release(pages)
 
     def drop_pages(self, group: LaneGroup, row: int, lane: int, columns: Rows) -> None:
         """Drop full pages of an ordered lane: they are edited out of the table, nothing moves.
@@ -265,14 +242,7 @@ class KVMemory:
             ConfigError: the lane is not ordered, or a page named is not full or named twice.
         """
         table = self.tables[group.name]
-        full_pages = int(table.num_slots[row, lane]) // group.page_class.tokens
-        droppable = np.isin(columns, np.arange(full_pages)).all()
-        if not group.ordered or not droppable or len(set(columns.tolist())) != len(columns):
-            raise ConfigError(
-                f"group {group.name!r}: only full pages of ordered lanes drop whole, each once; "
-                f"expected pages below {full_pages}, got {columns.tolist()}"
-            )
-        self.pools[group.page_class].release(table.drop(row, lane, columns))
+        self.pools[group.page_class].release(drop_full_pages(table, row, lane, columns))
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens from logical position `length` on; lanes must be in position order.
@@ -281,33 +251,15 @@ class KVMemory:
             ConfigError: the row is shorter, some lane has lost its order, or a window lane has
                 already dropped pages that the shorter sequence would look back to.
         """
-        if not 0 <= length <= self.lengths[row]:
-            raise ConfigError(f"cannot truncate a row of {self.lengths[row]} tokens to {length}")
-        kept = {name: self._slots_below(t, row, length) for name, t in self.tables.items()}
+        held = int(self.lengths[row])
+        if not 0 <= length <= held:
+            raise ConfigError(f"cannot truncate a row of {held} tokens to {length}")
+        kept = {name: slots_below(t, row, held, length) for name, t in self.tables.items()}
         for name, table in self.tables.items():
-            table.num_slots[row] = kept[name]
-            pages = -(-kept[name] // table.group.page_class.tokens)
-            self.pools[table.group.page_class].release(table.cut(row, pages.astype(np.int32)))
+            self.pools[table.group.page_class].release(cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
-    def _slots_below(self, table: LaneTable, row: int, length: int) -> Counts:
-        slots: Counts = table.num_slots[row]
-        if not table.group.ordered:
-            if (slots != self.lengths[row]).any():
-                raise ConfigError("a lane that has evicted tokens cannot be truncated by position")
-            return np.full_like(slots, length)
-        kept = np.empty_like(slots)
-        for lane in range(table.group.num_lanes):
-            positions = table.slot_positions(row, lane)
-            kept[lane] = np.searchsorted(positions, length)
-            first_needed = max(0, length + 1 - table.group.window) if table.group.window else 0
-            has_window_start = len(positions) and positions[0] <= first_needed
-            if table.group.window and first_needed < length and not has_window_start:
-                raise ConfigError(
-                    f"group {table.group.name!r} has dropped positions below "
-                    f"{positions[0] if len(positions) else length} that a row of {length} needs"
-                )
-        return kept
+    # ---- proof ---------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Prove that every byte is accounted for and every reference has a holder.
@@ -320,7 +272,8 @@ class KVMemory:
             raise InvariantError("a row is free and live at once, or free twice")
         for pool in self.pools.values():
             pool.check()
-            self._check_references(pool)
+            prove_references(pool, self.tables, self.loans.values())
+        prove_slabs(self.arena, self.pools.values())
         for table in self.tables.values():
             table.check()
             if table.num_slots[~self._live].any():
@@ -331,17 +284,3 @@ class KVMemory:
             raise InvariantError(
                 f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"
             )
-        slabs = [slab for pool in self.pools.values() for slab in pool.held_slabs]
-        if len(slabs) != len(set(slabs)) or self.arena.free_slabs & set(slabs):
-            raise InvariantError("a slab serves two page classes, or is held and free at once")
-
-    def _check_references(self, pool: PagePool) -> None:
-        expected = np.zeros_like(pool.ref_counts)
-        for name, table in self.tables.items():
-            if table.group.page_class == pool.page_class:
-                np.add.at(expected, table.pages[table.pages >= 0], 1)
-                for loan in self.loans.values():
-                    np.add.at(expected, loan.get(name, NO_PAGES), 1)
-        if (expected != pool.ref_counts).any():
-            wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
-            raise InvariantError(f"pages {wrong} are referenced otherwise than counted")

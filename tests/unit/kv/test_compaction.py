@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.sharing import fork
 from unit.kv.small_memory import grow, keys, one_group, places, plain_class, started, used_pages
@@ -122,12 +122,52 @@ def test_shared_pages_are_copied_before_slots_move_into_them():
     plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
     commit_compaction(memory, plan)
 
-    assert (plan.freed_pages, plan.needed_pages, plan.gain_pages) == (1, 1, 0)
+    assert (plan.freed_pages, plan.needed_pages, plan.gain_pages) == (0, 1, -1)
     assert memory.store.copied_pages == 1
     assert sorted(keys(memory, row)) == [0, 1, 2, 3, 5, 6, 7, 11]
     assert keys(memory, child) == list(range(12))
     assert memory.arena_peak_bytes == 4 * 192
     memory.check()
+
+
+def test_pages_shared_after_the_plan_was_made_are_copied_too():
+    memory = unordered()
+    row = started(memory, 12)
+    plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
+    child = fork(memory, row)
+
+    commit_compaction(memory, plan)
+
+    assert keys(memory, child) == list(range(12))
+    assert sorted(keys(memory, row)) == [0, 1, 2, 3, 5, 6, 7, 11]
+    memory.check()
+
+
+def test_a_plan_for_a_row_that_has_changed_is_refused():
+    memory = unordered()
+    row = started(memory, 12)
+    plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
+    grow(memory, row, 1)
+
+    with pytest.raises(InvariantError, match="has changed"):
+        commit_compaction(memory, plan)
+
+    assert keys(memory, row)[:12] == list(range(12))
+
+
+def test_only_pages_that_nobody_else_reads_count_as_freed():
+    memory = unordered()
+    row = started(memory, 12)
+    child = fork(memory, row)
+    grow(memory, row, 4)  # a fourth page, its own
+
+    plan = plan_compaction(memory, "kv", row, mask("oooo" + "x" * 12))
+    used = used_pages(memory)
+    commit_compaction(memory, plan)
+
+    assert (plan.freed_pages, plan.gain_pages) == (1, 1)
+    assert used_pages(memory) == used - 1
+    assert keys(memory, child) == list(range(12))
 
 
 def test_shared_pages_nobody_writes_stay_shared():

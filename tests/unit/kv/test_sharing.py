@@ -85,6 +85,32 @@ def test_a_parent_and_its_fork_growing_in_one_step_do_not_write_into_each_other(
     memory.check()
 
 
+def test_the_last_holder_of_a_shared_page_keeps_it():
+    memory = one_group(total_bytes=4 * 128)  # four pages
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    memory.grow(np.array([row, child]), np.array([2, 2], dtype=np.int32))
+
+    assert memory.store.copied_pages == 1
+    assert keys(memory, child)[:10] == keys(memory, row)[:10] == list(range(10))
+    memory.check()
+
+
+def test_nobody_keeps_a_page_that_a_third_one_reads():
+    memory = one_group()
+    row = started(memory, 10)
+    child, reader = fork(memory, row), fork(memory, row)
+
+    memory.grow(np.array([row, child]), np.array([2, 2], dtype=np.int32))
+    write_lane(memory, row, 0)
+    write_lane(memory, child, 0)
+
+    assert memory.store.copied_pages == 2
+    assert keys(memory, reader) == list(range(10))
+    memory.check()
+
+
 def test_growth_that_could_not_copy_the_shared_page_changes_nothing():
     memory = one_group(total_bytes=4 * 128)
     row = started(memory, 10)

@@ -1,0 +1,39 @@
+"""What a row's tables need before more tokens can be written: new pages, and copies of shared ones.
+
+These functions only look; `KVMemory.grow` acts.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kv.pages import PagePool
+from quire.kv.tables import LaneTable, Rows
+
+
+def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Pages [rows, lanes] to append before row `rows[i]` can take `tokens[i]` more tokens."""
+    per_page = table.group.page_class.tokens
+    slots = table.num_slots[rows] + tokens[:, None]
+    new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
+    return new
+
+
+def shared_ends(
+    table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Lanes [rows, lanes] whose next token would be written into a page somebody else reads.
+
+    Where all who hold a page are about to write into it, the first of them keeps it.
+    """
+    slots = table.num_slots[rows]
+    if not pool.num_shared:
+        return np.zeros(slots.shape, dtype=bool)
+    per_page = table.group.page_class.tokens
+    column = np.minimum(slots // per_page, table.capacity - 1)
+    last = np.take_along_axis(table.pages[rows], column[:, :, None], axis=2)[:, :, 0]
+    written = (slots % per_page != 0) & (tokens[:, None] > 0)
+    shared: NDArray[np.bool_] = written & (pool.ref_counts[last] > 1)
+    pages, first, times = np.unique(last[shared], return_index=True, return_counts=True)
+    writers = np.flatnonzero(shared)
+    shared.flat[writers[first[times == pool.ref_counts[pages]]]] = False
+    return shared
