@@ -111,9 +111,11 @@ class GatheredAttention:
     ) -> Iterator[NDArray[np.int64]]:
         """Cut entries, sorted by length, where they get too long or too many for the scratch."""
         start = 0
+        pages = -(-lengths.astype(np.int64) // page_tokens)
+        gathered_bytes = pages * (page_tokens * slot_bytes)
         for i in range(1, len(order)):
             too_long = lengths[i] > BUCKET_SLACK * lengths[start] + page_tokens
-            if too_long or (i + 1 - start) * lengths[i] * slot_bytes > self._scratch_bytes:
+            if too_long or (i + 1 - start) * gathered_bytes[i] > self._scratch_bytes:
                 yield order[start:i]
                 start = i
         if len(order):

@@ -182,3 +182,17 @@ def test_scratch_is_bounded_and_reported():
     one_row = 32 * NUM_KV_HEADS * HEAD_DIM * 2 * 4
     assert one_row == 4_096
     assert one_row <= backend.peak_scratch_bytes <= 8_192
+
+
+def test_scratch_counts_whole_pages_of_short_rows():
+    """Eight rows of 2 slots in pages of 16: what is gathered is 8 pages of 2 KiB, not 2 KiB."""
+    backend = GatheredAttention(CPU, scratch_bytes=8_192)
+    kv = make_kv(16, backend)
+    rows = [kv.memory.start() for _ in range(8)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        tensors = draw_tensors(generator, 8, torch.float32)
+        run_step(kv, dict.fromkeys(rows, 1), tensors, AttentionMath(scale=1.0))
+
+    assert 16 * NUM_KV_HEADS * HEAD_DIM * 2 * 4 == 2_048
+    assert backend.peak_scratch_bytes <= 8_192
