@@ -196,7 +196,7 @@ def codecs() -> str:
 
 def models() -> str:
     """The architectures that are refused, and why."""
-    from quire.models.support import REFUSED
+    from quire.spec.refusals import REFUSED
 
     rows = [
         "| "

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.plan_report import PlanOptions, PlanReport, plan_report
+from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
 from quire.plan.sizes import parse_size
@@ -38,7 +38,11 @@ def plan(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="Weights: float32, float16, bfloat16; auto: as the model says.")
     ] = "auto",
     kv_codec: Annotated[
-        str | None, typer.Option(help="Format of the KV, e.g. int8. Default: like the weights.")
+        str | None,
+        typer.Option(
+            help="Format of the KV; int8 is counted here and not stored yet. "
+            "Default: like the weights."
+        ),
     ] = None,
     page_tokens: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
     sequence_tokens: Annotated[
@@ -46,7 +50,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Length asked about, in tokens. Default: 2048 or the context."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences wanted at once.")] = 8,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of the largest step.")] = 512,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of the largest step.")] = STEP_TOKENS,
     activation_peak: Annotated[
         str | None, typer.Option(help="A measured peak, e.g. 300MiB. Default: estimated.")
     ] = None,

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
+from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, ModelError
 from quire.plan.capacity import Capacity, capacity
 from quire.plan.memory import (
@@ -19,7 +20,9 @@ from quire.spec.dtypes import dtype_bytes
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout, codec_spec
+from quire.spec.refusals import refuse_model_type
 
+STEP_TOKENS = ScheduleConfig().step_tokens
 _USUAL_SEQUENCE_TOKENS = 2048
 
 
@@ -49,7 +52,7 @@ class PlanOptions:
     page_tokens: int = 16
     sequence_tokens: int | None = None
     batch: int = 8
-    step_tokens: int = 512
+    step_tokens: int = STEP_TOKENS
     activation_peak_bytes: int | None = None
     workload: Workload | None = None
 
@@ -127,10 +130,12 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
 
     Raises:
         ModelError: no config.json, or one that cannot be read.
+        UnsupportedModel: no engine of Quire's would take this model.
         ConfigError: an option is wrong, or nothing fits; the message gives the numbers.
     """
     options = options or PlanOptions()
     config = read_config(model_folder)
+    refuse_model_type(str(config.get("model_type")))
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
     kv_codec = options.kv_codec or dtype

@@ -19,12 +19,13 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.generation import GenerationDefaults, read_generation_defaults
 from quire.models.source import find_model
-from quire.models.support import model_class, refuse_class, refuse_config, refuse_model_type
+from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_weights, read_model, weight_bytes
 from quire.spec.config import read_config
 from quire.spec.model import ModelSpec
+from quire.spec.refusals import refuse_model_type
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What Transformers raises for a config it cannot build from.

@@ -1,131 +1,33 @@
-"""What cannot be right in pages, why, and what to use instead: one declared table.
+"""What cannot be right in pages by what a config or a class says; `spec.refusals` knows names.
 
-A model is refused by its name where the name is enough, else by what its config or its class say.
 Models that pass all of this are still compared with Transformers when they are loaded (`verify`).
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quire.errors import UnsupportedModel
 from quire.models.rope import refuse_dynamic
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a kind of model is refused, and what its user can do."""
-
-    reason: str
-    instead: str
-
-
-_TRANSFORMERS = "run it with Transformers itself"
-ALIBI = Refusal(
-    reason="ALiBi adds a bias for each distance to attention, which paged attention has not",
-    instead="use a model with rotary positions, such as Llama, Qwen or Mistral",
+from quire.spec.refusals import (
+    ALIBI,
+    CHUNKED,
+    ENCODER,
+    ENCODER_DECODER,
+    LATENT,
+    MULTIMODAL,
+    OWN_ATTENTION,
+    RECURRENT,
+    SHARED_KV,
+    SPARSE,
+    WITH_TRANSFORMERS,
+    Refusal,
+    refuse_model_type,
+    refused,
 )
-LATENT = Refusal(
-    reason="its attention keeps one latent vector per token, not keys and values per head (MLA)",
-    instead="use a model with grouped-query attention, such as Llama or Qwen",
-)
-RECURRENT = Refusal(
-    reason="some of its layers carry a state from token to token, which has no keys and no pages",
-    instead="use a model whose layers all attend, such as Llama, Mistral or Qwen 2 and 3",
-)
-ENCODER_DECODER = Refusal(
-    reason="it has an encoder, whose keys and values do not grow token by token",
-    instead="use a decoder-only model, or " + _TRANSFORMERS,
-)
-ENCODER = Refusal(
-    reason="it is an encoder: its tokens see those after them",
-    instead="use a causal language model",
-)
-MULTIMODAL = Refusal(
-    reason="it takes images, sound or video, and Quire takes text",
-    instead="use its text-only checkpoint, where one is published (for example gemma3_text)",
-)
-CHUNKED = Refusal(
-    reason="some layers attend within fixed chunks of positions, which are not sliding windows",
-    instead="use a model with full or sliding-window attention",
-)
-SHARED_KV = Refusal(
-    reason="some layers attend to the keys and values of other layers",
-    instead="use Gemma 2 or Gemma 3 text models",
-)
-OWN_ATTENTION = Refusal(
-    reason="its layers compute attention themselves, not through Transformers' attention interface",
-    instead=_TRANSFORMERS + ", or use Llama, Qwen, Mistral or GPT-NeoX models",
-)
-OWN_MASK = Refusal(
-    reason="its attention depends on a mask or bias that it learns",
-    instead=_TRANSFORMERS,
-)
-REPEATED = Refusal(
-    reason="its layers attend several times for each token, and pages hold one key and value",
-    instead="use a model whose layers attend once, such as Llama or Qwen",
-)
-MIXED_HEADS = Refusal(
-    reason="experts choose the query heads of each token",
-    instead="use a mixture with experts in its MLPs only, such as Mixtral or Qwen 3 MoE",
-)
-SPARSE = Refusal(
-    reason="an indexer chooses which tokens each query sees",
-    instead="use a model with full or sliding-window attention",
-)
-LENGTH_DEPENDENT_ROPE = Refusal(
-    reason="its rotary scale follows the longest sequence of the batch, so companions change it",
-    instead="use Phi-3 or Mixtral models",
-)
-
-_BY_NAME: tuple[tuple[Refusal, str], ...] = (
-    (ALIBI, "bloom mpt"),
-    (OWN_ATTENTION, "falcon codegen ctrl gpt_neo gpt_neox_japanese gptj imagegpt openai-gpt xglm"),
-    (
-        LATENT,
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text "
-        "glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 mistral4 youtu",
-    ),
-    (
-        RECURRENT,
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
-        "lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
-        "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv "
-        "xlstm zamba zamba2 zaya",
-    ),
-    (
-        ENCODER_DECODER,
-        "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder led longt5 m2m_100 "
-        "marian mbart mt5 mvp pegasus plbart prophetnet switch_transformers t5 t5gemma umt5 "
-        "whisper",
-    ),
-    (
-        ENCODER,
-        "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 "
-        "distilbert electra ernie megatron-bert modernbert reformer rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
-    ),
-    (SHARED_KV, "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"),
-    (CHUNKED, "llama4 llama4_text"),
-    (OWN_MASK, "doge inkling inkling2 inkling2_text inkling_text"),
-    (REPEATED, "diffllama hrm_text"),
-    (MIXED_HEADS, "jetmoe"),
-    (SPARSE, "minimax_m3_vl_text"),
-    (LENGTH_DEPENDENT_ROPE, "phimoe"),
-    (
-        MULTIMODAL,
-        "emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody "
-        "phi4_multimodal trocr",
-    ),
-)
-REFUSED: Mapping[str, Refusal] = {
-    model_type: refusal for refusal, names in _BY_NAME for model_type in names.split()
-}
-"""Refused `model_type`s. The names are those of Transformers."""
 
 
 def _truthy(*names: str) -> Callable[[PreTrainedConfig], bool]:
@@ -151,16 +53,6 @@ _CAPABILITIES: tuple[tuple[Callable[[PreTrainedConfig], bool], Refusal], ...] = 
 )
 
 
-def refuse_model_type(model_type: str) -> None:
-    """Refuse a kind of model by its name.
-
-    Raises:
-        UnsupportedModel: with the reason and what to use instead.
-    """
-    if model_type in REFUSED:
-        raise _refused(model_type, REFUSED[model_type])
-
-
 def refuse_config(config: PreTrainedConfig) -> None:
     """Refuse what a config already shows, before any weight is read.
 
@@ -170,7 +62,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     refuse_model_type(config.model_type)
     for applies, refusal in _CAPABILITIES:
         if applies(config):
-            raise _refused(config.model_type, refusal)
+            raise refused(config.model_type, refusal)
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
 
@@ -183,11 +75,11 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
     """
     module = sys.modules[model_class.__module__]
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        raise _refused(model_class.__name__, OWN_ATTENTION)
+        raise refused(model_class.__name__, OWN_ATTENTION)
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModel(
             f"{model_class.__name__} is not supported: it takes no position_ids, and the tokens of "
-            f"several sequences in one batch need them; {_TRANSFORMERS}"
+            f"several sequences in one batch need them; {WITH_TRANSFORMERS}"
         )
 
 
@@ -195,10 +87,6 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The causal language model that Transformers has for a config, or None."""
     found: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found if isinstance(found, type) else None
-
-
-def _refused(name: str, refusal: Refusal) -> UnsupportedModel:
-    return UnsupportedModel(f"{name} is not supported: {refusal.reason}; {refusal.instead}")
 
 
 def _layer_types(config: PreTrainedConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from quire.cli.plan import PlanOptions, parse_workload, plan, plan_report
+from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, ModelError
 from quire.plan.workload import Workload
 
@@ -123,6 +124,23 @@ def test_the_last_line_is_one_json_object_with_the_whole_envelope(folder: Path):
     assert answer["arms"]["workload"]["impact"] == "low"
     assert answer["config"]["dtype"] == "float16"
     assert answer["config"]["workload"] == {"input_tokens": 64, "output_tokens": 8, "batch": 4}
+
+
+def test_a_model_the_engine_refuses_is_not_planned(tmp_path: Path):
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    result = quire_plan(str(tmp_path), "--memory", "1GiB")
+
+    assert result.exit_code == 2
+    assert "deepseek_v3 is not supported: its attention keeps one latent vector" in result.stderr
+
+
+def test_the_largest_step_is_the_engines_where_nothing_is_said():
+    assert PlanOptions().step_tokens == ScheduleConfig().step_tokens
+    assert quire_plan("--memory", "1GiB").output == (
+        quire_plan("--memory", "1GiB", "--step-tokens", str(ScheduleConfig().step_tokens)).output
+    )
 
 
 @pytest.mark.parametrize(
