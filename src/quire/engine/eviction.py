@@ -18,13 +18,12 @@ class Evictor:
 
     def __init__(self, kv: PagedKV, policy: EvictionPolicy) -> None:
         self._kv, self._policy = kv, policy
-        self.num_evicted_tokens = 0
 
     def __call__(self, request: Request, keep: int) -> None:
         """Leave `keep` slots in every evicting lane of a request.
 
         Raises:
-            PolicyError: the policy kept another number of slots, or gave a non-finite score.
+            PolicyError: the policy broke its contract.
         """
         for table in self._kv.memory.tables.values():
             if not table.group.ordered and not table.group.private:
@@ -34,15 +33,23 @@ class Evictor:
         memory = self._kv.memory
         view = KVView(self._positions(table, row), int(memory.lengths[row]))
         mask = self._policy.select(view, keep)
-        kept = (mask & view.live).sum(dim=1)
-        if mask.shape != view.positions.shape or bool((kept != keep).any()):
-            raise PolicyError(
-                f"policy {type(self._policy).__name__} must keep {keep} live slots in each lane, "
-                f"it kept {sorted(set(kept.tolist()))}"
-            )
-        self.num_evicted_tokens += int(view.live.sum()) - keep * len(kept)
+        self._check(mask, view, keep)
         name = table.group.name
         commit_compaction(memory, plan_compaction(memory, name, row, mask.cpu().numpy()))
+
+    def _check(self, mask: Tensor, view: KVView, keep: int) -> None:
+        name, shape = type(self._policy).__name__, list(view.positions.shape)
+        if mask.dtype != torch.bool or list(mask.shape) != shape:
+            raise PolicyError(
+                f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
+                f"{list(mask.shape)}"
+            )
+        kept = (mask & view.live).sum(dim=1)
+        if bool((kept != keep).any()):
+            raise PolicyError(
+                f"policy {name} must keep {keep} live slots in each lane, it kept "
+                f"{sorted(set(kept.tolist()))}"
+            )
 
     def _positions(self, table: LaneTable, row: int) -> Tensor:
         """[lanes, slots] logical positions, NO_SLOT behind a lane's last slot."""

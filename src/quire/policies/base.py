@@ -71,8 +71,18 @@ class ScorePolicy(EvictionPolicy):
     @final
     def select(self, view: KVView, keep: int) -> Bool[Tensor, "lane slot"]:
         """Protected slots first, then by score, then by position."""
-        score = self.score(view)
-        live, protected = view.live, self.protected(view)
+        score, live, protected = self.score(view), view.live, self.protected(view)
+        for given in (score, protected):
+            if given.shape != live.shape:
+                raise PolicyError(
+                    f"{type(self).__name__}: expected {list(live.shape)}, got {list(given.shape)}"
+                )
+        most = int(protected.sum(dim=1).amax())
+        if most > keep:
+            raise PolicyError(
+                f"{type(self).__name__} protects {most} slots of a lane, but {keep} may stay; "
+                "least_cap must say so"
+            )
         if not torch.isfinite(score[live]).all():
             raise PolicyError(f"{type(self).__name__} gave a score that is not finite")
         by_position = view.positions.argsort(dim=1, stable=True)

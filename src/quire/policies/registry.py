@@ -1,7 +1,7 @@
 """Names of policies, and how a policy text becomes a policy."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar
 
 from quire import policies
@@ -11,6 +11,7 @@ from quire.spec.eviction import DEFAULT_EVERY_TOKENS, EvictionSpec, parse_policy
 
 FULL = "full"
 SCHEDULE_OPTIONS = ("cap", "every")
+_KINDS = (bool, int, float, str)  # an option's type is its default's
 _BOOLEANS = {"true": True, "false": False}
 P = TypeVar("P", bound=EvictionPolicy)
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
@@ -20,16 +21,30 @@ def register(name: str) -> Callable[[type[P]], type[P]]:
     """Give a policy class its name.
 
     Raises:
-        ConfigError: the name is taken, or belongs to the schedule.
+        ConfigError: the name is taken, or the class is no dataclass whose fields have defaults.
     """
 
     def put(policy: type[P]) -> type[P]:
-        if name in _POLICIES and _POLICIES[name] is not policy:
+        if name in (FULL, *_POLICIES) and _POLICIES.get(name) is not policy:
             raise ConfigError(f"two policies are called {name!r}")
+        _check_options(name, policy)
         _POLICIES[name] = policy
         return policy
 
     return put
+
+
+def _check_options(name: str, policy: type[EvictionPolicy]) -> None:
+    if "__dataclass_fields__" not in vars(policy):
+        raise ConfigError(f"policy {name!r} is no dataclass: write @register above @dataclass")
+    for declared in fields(policy):  # type: ignore[arg-type]
+        if declared.name in SCHEDULE_OPTIONS:
+            raise ConfigError(f"option {declared.name!r} of policy {name!r} is the schedule's own")
+        if type(declared.default) not in _KINDS:
+            kinds = ", ".join(kind.__name__ for kind in _KINDS)
+            raise ConfigError(
+                f"option {declared.name!r} of policy {name!r} needs a default of type {kinds}"
+            )
 
 
 def registered() -> Mapping[str, type[EvictionPolicy]]:
@@ -101,7 +116,7 @@ def _make_policy(
 
 
 def _convert(key: str, value: str, declared: Field[Any]) -> object:
-    kind = type(declared.default) if declared.default is not MISSING else str
+    kind: type[Any] = type(declared.default)
     if kind is bool:
         if value not in _BOOLEANS:
             raise ConfigError(f"option {key} needs true or false, got {value!r}")
