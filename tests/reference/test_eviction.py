@@ -7,7 +7,7 @@ import zoo
 from engines import greedy, load, make_prompts
 from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
@@ -159,6 +159,11 @@ def test_what_a_policy_text_gets_wrong_is_said(model):
     }.items():
         with pytest.raises(ConfigError, match=hint):
             Engine(model, KVConfig(memory="1MiB", evict=text), ScheduleConfig(step_tokens=64))
+
+
+def test_a_policy_with_nothing_to_evict_is_refused():
+    with pytest.raises(UnsoundCombination, match="every layer of mistral has a sliding window"):
+        Engine(load("mistral"), KVConfig(memory="1MiB", evict=EVICT))
 
 
 def test_zoo_windows_stay_ordered_when_other_layers_evict():

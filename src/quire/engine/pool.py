@@ -7,7 +7,7 @@ import torch
 
 from quire.engine.activation import measure_activation_peak
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, UnknownName
+from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
@@ -60,6 +60,11 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     decoder = model.decoder
     eviction = make_eviction(config.evict)
     _check_chunks(eviction, schedule)
+    if eviction.policy is not None and all(layer.window for layer in model.spec.layers):
+        raise UnsoundCombination(
+            f"every layer of {model.name} has a sliding window, which bounds its KV already: "
+            f"{config.evict!r} would find nothing to evict; use evict=full"
+        )
     codec = _codec(config.codec, decoder.dtype)
     layout = layout_for(
         model.spec,

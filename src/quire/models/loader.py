@@ -92,6 +92,12 @@ def load_model(
     check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     model = read_model(folder, config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    if model.dtype not in _DTYPES.values():
+        stored = str(model.dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"the weights of {name} are stored in {stored}; load it with dtype=float32, bfloat16 "
+            "or float16"
+        )
     nn.Module.to(model, target)
     decoder = TransformersDecoder(model)
     if verify:

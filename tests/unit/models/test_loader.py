@@ -44,6 +44,14 @@ def test_a_saved_model_comes_back_with_the_same_logits(llama: Path) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+def test_weights_stored_in_a_type_without_pages_are_refused_or_converted(tmp_path: Path) -> None:
+    zoo.build("llama").double().save_pretrained(tmp_path)
+
+    with pytest.raises(UnsupportedModel, match=r"float64; load it with dtype=float32"):
+        load_model(tmp_path, device="cpu")
+    assert load_model(tmp_path, device="cpu", dtype="float32").decoder.dtype == torch.float32
+
+
 def test_the_packaged_model_needs_no_path() -> None:
     loaded = load_model("quire-tiny", device="cpu")
 
