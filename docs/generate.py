@@ -132,7 +132,8 @@ def options() -> str:
         "# Options\n\n"
         "The same names stand in Python, in a TOML file and, with dashes, on the command line. A\n"
         "field without a flag is set in Python or in a request. `None` means not said: the\n"
-        "model's own default holds, where it has one.\n"
+        "model's own default holds, where it has one. In a TOML file the model itself is\n"
+        '`model = "..."`, or `name` in the table `[model]`.\n'
     ]
     for section in SECTIONS:
         flags = {option.name: f"`--{option.flag}`" for option in section.options()}

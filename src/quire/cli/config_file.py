@@ -5,6 +5,8 @@ kv-memory = "64MiB"        # flat: the flag's name
 
 [kv]
 codec = "none"             # in a table: the flag's name or the field's
+
+Where there is a table [model], the model stands in it as `name`: TOML takes a word once.
 """
 
 import tomllib
@@ -15,6 +17,7 @@ from quire.cli.options import SECTIONS, OptionField, options_of
 from quire.errors import ConfigError, UnknownName
 
 MODEL_KEY = "model"
+_NAME_KEY = "name"
 
 
 def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
@@ -32,14 +35,23 @@ def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
     values: dict[str, object] = {}
     tables = {section.name: tuple(section.options()) for section in SECTIONS}
     for key, value in content.items():
-        if key == MODEL_KEY and isinstance(value, str):
-            model = value
+        if key == MODEL_KEY and not isinstance(value, Mapping):
+            model = _model_name(path, MODEL_KEY, value)
         elif key in tables and isinstance(value, Mapping):
             for name, inner in value.items():
+                if (key, name) == (MODEL_KEY, _NAME_KEY):
+                    model = _model_name(path, "model.name", inner)
+                    continue
                 _put(values, path, _find(name, tables[key], f"option of [{key}] in {path}"), inner)
         else:
             _put(values, path, _find_flat(key, path), value)
     return model, values
+
+
+def _model_name(path: Path, key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{path}: {key!r} must be a text, got {value!r}")
+    return value
 
 
 def _read_toml(path: Path) -> dict[str, object]:
@@ -64,7 +76,7 @@ def _find_flat(name: str, path: Path) -> OptionField:
     known = {_underscored(found.flag): found for found in options_of(SECTIONS)}
     if _underscored(name) not in known:
         tables = [section.name for section in SECTIONS]
-        raise UnknownName(f"option in {path}", name, [*known, *tables, MODEL_KEY])
+        raise UnknownName(f"option in {path}", name, [*known, *tables])
     return known[_underscored(name)]
 
 

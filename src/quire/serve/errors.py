@@ -120,7 +120,12 @@ async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
 
 
 def _place(location: tuple[object, ...]) -> str:
-    """Where in the body, such as messages.0.content; bounded, for keys are the client's own."""
+    """Where in the body, such as messages.0.content; bounded, for keys are the client's own.
+
+    Nowhere for a body that is not JSON: its place is a lone number, a character's.
+    """
+    if all(isinstance(name, int) for name in location[1:]):
+        return ""
     names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's word for a key
     return bounded(".".join(names), 100)
 

@@ -39,6 +39,19 @@ def test_a_file_may_name_the_model_beside_its_table(read):
     assert read("[model]\ndtype = 'float32'") == (None, {"model_dtype": "float32"})
 
 
+def test_a_table_may_name_the_model(read):
+    assert read("[model]\nname = 'some/folder'\ndtype = 'float32'") == (
+        "some/folder",
+        {"model_dtype": "float32"},
+    )
+
+
+@pytest.mark.parametrize("text", ["model = 3", "[model]\nname = 3"])
+def test_a_model_that_is_no_text_is_refused(read, text):
+    with pytest.raises(ConfigError, match="must be a text, got 3"):
+        read(text)
+
+
 @pytest.mark.parametrize(
     ("text", "nearest"),
     [
