@@ -58,7 +58,7 @@ def test_bad_lines_get_an_error_record_and_the_others_run(batch):
 
     records = {record["line"]: record for record in read_records(target)}
     assert result.exit_code == 0
-    assert f"{len(BAD)} requests have an error record" in result.stderr
+    assert f"error records: {len(BAD)}\n" in result.stderr
     assert sorted(records) == list(range(1, 2 * len(BAD) + 1))
     for number, record in records.items():
         assert (record["error"] is None) == (number % 2 == 1), record

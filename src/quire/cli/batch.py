@@ -101,7 +101,8 @@ def _survey(source: Path, target: Path) -> _Survey:
         if target.exists() and target.samefile(source):
             raise ConfigError(f"{target} is the input; give another file for the records")
         if not source.is_file():
-            raise ConfigError(f"expected a file of requests, got {source}: there is no such file")
+            wrong = "it is no regular file" if source.exists() else "there is no such file"
+            raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
         with source.open("rb") as file:
             for line in file:
                 digest.update(line)
@@ -179,7 +180,7 @@ def _show(target: Path, claims: Mapping[str, int | float]) -> None:
         table.add_row(name.replace("_", " "), _shown(name, value))
     Console().print(table)
     if claims["requests_with_errors"]:
-        typer.echo(f"{claims['requests_with_errors']} requests have an error record", err=True)
+        typer.echo(f"error records: {claims['requests_with_errors']}", err=True)
 
 
 def _shown(name: str, value: int | float) -> str:

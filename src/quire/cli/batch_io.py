@@ -126,6 +126,9 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
     head = LineHead(number=number)
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except json.JSONDecodeError as error:  # its own text counts lines and would name line 1 or 2
+        message = f"the line is not JSON: {error.msg} at character {error.pos + 1}"
+        raise BatchError(message, head) from error
     except (ValueError, RecursionError) as error:
         raise BatchError(f"the line is not JSON: {error}", head) from error
     if not isinstance(value, dict):

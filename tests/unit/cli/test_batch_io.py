@@ -212,6 +212,11 @@ def test_any_object_is_a_request_or_a_refusal(value: dict):
         assert (found.prompt is None) != (found.messages is None)
 
 
+def test_a_broken_line_is_placed_within_itself():
+    with pytest.raises(BatchError, match=r"not JSON: Expecting value at character 13$"):
+        parse_line(b'{"prompt": \n', 7, PLAIN)
+
+
 def test_json_nested_without_end_is_refused():
     with pytest.raises(BatchError, match="not JSON"):
         parse_line(b"[" * 200_000, 1, PLAIN)
