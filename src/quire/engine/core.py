@@ -19,8 +19,9 @@ from quire.engine.runner import Runner, StepLogits
 from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler, StepPlan
+from quire.engine.scheduler import Scheduler
 from quire.engine.stats import EngineStats, request_bytes
+from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
 from quire.engine.validation import checked_params, checked_prompt

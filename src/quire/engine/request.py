@@ -62,6 +62,12 @@ class Request:
         return self.num_tokens - self.num_computed
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether it wants its prompt scored and has not read all of it."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and self.num_computed < len(self.prompt_token_ids)
+
+    @property
     def final_tokens(self) -> int:
         """Tokens whose KV it can come to need: the last one generated is never processed."""
         return len(self.prompt_token_ids) + max(0, self.params.max_tokens - 1)

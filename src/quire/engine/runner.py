@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.request import Request
-from quire.engine.scheduler import StepPlan
+from quire.engine.step_plan import StepPlan
 from quire.engine.times import StepTimes
 from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
@@ -92,8 +92,7 @@ def _wanted_rows(rows: list[tuple[Request, int]]) -> Iterator[tuple[Request, int
     """(request, first row of the flat batch, rows) whose logits are needed."""
     start = 0
     for request, tokens in rows:
-        reads_prompt = request.num_computed < len(request.prompt_token_ids)
-        if request.params.prompt_logprobs is not None and reads_prompt:
+        if request.scores_prompt:
             yield request, start, tokens
         elif tokens == request.num_uncomputed and request.params.max_tokens:
             yield request, start + tokens - 1, 1

@@ -9,7 +9,6 @@ of a callback, because which tokens leave depends on tensors; how many leave doe
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,32 +17,15 @@ from quire.engine.admission import Admission
 from quire.engine.preemption import choose_victim
 from quire.engine.request import Request, RequestState
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
 from quire.kv.swap import swap_in, swap_out
 from quire.spec.eviction import EvictionSpec
 
-SCORED_CHUNK_TOKENS = 256  # bounds the logits of prompts whose every token is scored
+SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
 
 Evictor = Callable[[Request, int], None]  # (request, slots to keep in every evicting lane)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step. The memory has grown for it already.
-
-    Attributes:
-        requests: rows of the flat batch.
-        tokens: new tokens of each, from its `num_computed` on.
-    """
-
-    requests: list[Request] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def add(self, request: Request, tokens: int) -> None:
-        """Let a request process `tokens` more tokens in this step."""
-        self.requests.append(request)
-        self.tokens.append(tokens)
 
 
 class Scheduler:
@@ -218,7 +200,7 @@ class Scheduler:
 
     def _schedule_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
-        tokens = self._chunk_tokens(request, budget)
+        tokens = self._chunk_tokens(plan, request, budget)
         if tokens and not self._fits(request, tokens):
             tokens = self._largest_fitting(request, tokens)
         if tokens:
@@ -226,7 +208,7 @@ class Scheduler:
             plan.add(request, tokens)
         return tokens
 
-    def _chunk_tokens(self, request: Request, budget: int) -> int:
+    def _chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Tokens of the next chunk within the budget.
 
         Where lanes have a cap: up to it while there is room, then one eviction, then `every` tokens
@@ -236,7 +218,7 @@ class Scheduler:
             return self._atomic_chunk(request, budget)
         budget = min(budget, self.config.chunk_tokens)
         if request.params.prompt_logprobs is not None:
-            budget = min(budget, SCORED_CHUNK_TOKENS)
+            budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
         if self.eviction.cap is not None:
             budget = min(budget, self.eviction.cap - request.num_computed)
         return min(request.num_uncomputed, budget)

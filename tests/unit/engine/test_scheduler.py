@@ -9,7 +9,8 @@ import pytest
 from quire.engine.request import Request, RequestState
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import SCORED_TOKENS, Scheduler
+from quire.engine.step_plan import StepPlan
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
@@ -41,11 +42,11 @@ class Load:
         mask[:, slots - keep :] = True
         commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
 
-    def submit(self, prompt_tokens: int, max_tokens: int) -> Request:
+    def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:
         request = Request(
             request_id="r",
             prompt_token_ids=[1] * prompt_tokens,
-            params=SamplingParams(max_tokens=max_tokens),
+            params=SamplingParams(max_tokens=max_tokens, **options),
             arrival=next(self.arrivals),
         )
         self.scheduler.submit(request)
@@ -53,13 +54,16 @@ class Load:
 
     def step(self) -> int:
         plan = self.scheduler.schedule()
+        self.process(plan)
+        return sum(plan.tokens)
+
+    def process(self, plan: StepPlan) -> None:
         self.scheduler.commit(plan)
         for request in plan.requests:
             if request.num_uncomputed == 0:
                 request.output_token_ids.append(2)
-                if len(request.output_token_ids) == request.params.max_tokens:
+                if len(request.output_token_ids) >= request.params.max_tokens:
                     self.scheduler.finish(request)
-        return sum(plan.tokens)
 
     def run(self) -> None:
         while self.scheduler.has_work:
@@ -126,3 +130,18 @@ def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
 
     assert sum(request.state is RequestState.FINISHED for request in short) < 4
     load.run()
+
+
+def test_a_step_scores_a_bounded_number_of_prompt_tokens():
+    load = Load(
+        page_tokens=16, window=None, eviction=EvictionSpec(), longest=600, room=8, max_running=8
+    )
+    for max_tokens in (0, 1, 2, 0):
+        load.submit(600, max_tokens, prompt_logprobs=0)
+    load.submit(600, 1)
+
+    while load.scheduler.has_work:
+        plan = load.scheduler.schedule()
+        parts = zip(plan.requests, plan.tokens, strict=True)
+        assert sum(n for r, n in parts if r.scores_prompt) <= SCORED_TOKENS
+        load.process(plan)
