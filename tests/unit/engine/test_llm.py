@@ -104,7 +104,7 @@ def test_no_prompts_have_no_answers(llm):
         ((text for text in "ab"), ["a", "b"]),
         ([], []),
     ],
-    ids=repr,
+    ids=["text", "texts", "text and ids", "ids", "array", "generator", "nothing"],
 )
 def test_one_prompt_and_many_are_told_apart(given, prompts):
     assert as_prompts(given) == prompts
