@@ -87,6 +87,45 @@ def test_a_cap_above_the_length_changes_nothing(model):
     assert largest_difference(full, capped) <= 1e-4
 
 
+def seen_under_recent(length: int) -> torch.Tensor:
+    """[query, key]: the keys a query finds, by the rule alone.
+
+    Up to the cap all before it. After that tokens are read `every` at a time: a query finds the
+    sinks, the newest that were left when its chunk began, and its chunk up to itself.
+    """
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    chunk_start = CAP + (query - CAP) // EVERY * EVERY
+    kept = (key < SINKS) | (key >= chunk_start - (CAP - EVERY - SINKS))
+    return (key <= query) & (kept | (query < CAP))
+
+
+def seen_in_window(length: int) -> torch.Tensor:
+    """[query, key] of a layer with a sliding window, which no rule thins."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    return (key <= query) & (key > query - zoo.WINDOW_TOKENS)
+
+
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+
+
+@torch.inference_mode()
+def test_logits_equal_transformers_with_the_evicted_keys_masked(model, prompts):
+    _, logits, _ = run(model, prompts)
+    transformers_model = zoo.build(model.name)
+    for i, prompt in enumerate(prompts):
+        ours = torch.stack(logits[f"r{i}"])
+        ids = torch.tensor([prompt + ours[:-1].argmax(-1).tolist()])
+        full, window = seen_under_recent(ids.shape[1]), seen_in_window(ids.shape[1])
+        mask: object = additive(full)
+        if model.name == "gemma2":  # its layers take turns
+            mask = {"full_attention": additive(full), "sliding_attention": additive(window)}
+        theirs = transformers_model(ids, attention_mask=mask, use_cache=False).logits[0]
+
+        assert len(ids[0]) > CAP
+        assert float((ours - theirs[len(prompt) - 1 :]).abs().max()) <= 1e-4
+
+
 def test_peak_bytes_are_those_of_the_cap_for_prompts_ten_times_as_long(model, prompts):
     engine, _, usages = run(model, prompts, chunk_tokens=EVERY)
     cap_bytes = engine.scheduler.admission.peak_bytes(CAP)
