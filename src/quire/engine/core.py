@@ -65,6 +65,7 @@ class Engine:
         self._clock = clock
         self._open: dict[str, OpenAnswer] = {}
         self._cancelled: list[Request] = []
+        self._unsent: list[Delta] = []  # of a step that failed
         self._arrivals = 0
         self.num_steps = 0
         self.num_generated_tokens = 0
@@ -75,7 +76,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._cancelled)
+        return self.scheduler.has_work or bool(self._cancelled or self._unsent)
 
     def submit(
         self,
@@ -138,7 +139,8 @@ class Engine:
         it was about are read anew.
         """
         now_s = self._clock()
-        deltas = [self._open.pop(r.request_id).abort(now_s) for r in self._cancelled]
+        deltas, self._unsent = self._unsent, []
+        deltas += [self._open.pop(r.request_id).abort(now_s) for r in self._cancelled]
         self._cancelled.clear()
         plan = StepPlan()
         try:
@@ -148,6 +150,7 @@ class Engine:
             # their KV is half written; while a step is being planned that may be anybody's
             self.scheduler.take_back(plan.requests or self.scheduler.running)
             if not plan.requests or not is_out_of_memory(error):
+                self._unsent = deltas
                 raise
             waiting = [r for r in plan.requests if r.state is RequestState.WAITING]
             deltas += [self._fail(request, no_memory_text(error)) for request in waiting]

@@ -15,7 +15,7 @@ from quire.engine.stats import EngineStats
 from quire.errors import RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
-from quire.models.tokenizer import encode_prompt, render_chat
+from quire.models.tokenizer import encode_chat, encode_prompt
 from quire.spec.options import require_type
 
 Prompt = str | Sequence[int]
@@ -85,11 +85,9 @@ class LLM:
         """Token ids of a conversation under the model's chat template.
 
         Raises:
-            RequestError: the model has no chat template.
+            RequestError: the model has no chat template, or it refuses these messages.
         """
-        tokenizer = self._tokenizer()
-        text = render_chat(tokenizer, messages)
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return encode_chat(self._tokenizer(), messages)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.model.tokenizer is None:

@@ -131,6 +131,22 @@ def test_after_any_other_error_the_engine_goes_on_as_if_nothing_had_happened(
     assert tokens == expected
 
 
+def test_what_was_said_before_an_error_is_not_lost(model):
+    engine, tokens = small_engine(model), {}
+    break_part(engine, "decoder", 2, RuntimeError("a bug"))
+    submit_all(engine)
+    engine.step()
+    engine.cancel("r0")
+    with pytest.raises(RuntimeError):
+        engine.step()
+    for request_id in ("r1", "r2", "r3"):
+        engine.cancel(request_id)
+
+    last = [delta.request_id for delta in engine.step() if delta.finish_reason == "abort"]
+    assert last == ["r0", "r1", "r2", "r3"]
+    assert not finish(engine, tokens)
+
+
 def test_a_request_whose_text_cannot_be_followed_leaves_nothing_behind(model):
     class NoDecoder:
         def decode(self, *_arguments, **_options):
