@@ -40,9 +40,9 @@ class Expected:
         return len(tokens) == len(self.tokens)
 
 
-def load(architecture: str) -> LoadedModel:
-    """A zoo model behind Quire's adapter, in float32 on the CPU."""
-    decoder = TransformersDecoder(zoo.build(architecture))
+def load(architecture: str, device: str = "cpu") -> LoadedModel:
+    """A zoo model behind Quire's adapter, in float32."""
+    decoder = TransformersDecoder(zoo.build(architecture).to(device))
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

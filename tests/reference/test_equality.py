@@ -155,8 +155,7 @@ def crosses_longrope(architecture: str, wanted: Expected) -> bool:
 def test_logits_equal_transformers_on_cuda(architecture):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model, expected = load(architecture), reference(architecture)
-    model.decoder.model.to("cuda")
+    model, expected = load(architecture, "cuda"), reference(architecture)
     engine = engine_of(model, 16, 64, "scarce")
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
     engine._sampler = forced

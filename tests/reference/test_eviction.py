@@ -162,6 +162,18 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(model):
     assert largest_difference(expected, got) <= 1e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_eviction_on_cuda_gives_the_logits_of_the_cpu(name, prompts):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    _, expected, _ = run(load(name), prompts)
+    _, got, _ = run(load(name, "cuda"), prompts)
+
+    on_cpu = {key: [row.cpu() for row in rows] for key, rows in got.items()}
+    assert largest_difference(expected, on_cpu) <= 1e-3
+
+
 def test_the_kept_positions_are_sinks_and_the_newest():
     """Prompt of 100, cap 24, every 6: 24, then chunks of 6 up to 96, then 4 more: 18 + 4 kept.
 

@@ -114,7 +114,7 @@ def assess(
         output_tokens: of an answer.
         batch: requests wanted at once.
         layout: the KV's pages; by default 16-bit values in pages of 16 tokens.
-        flops_per_byte: int | floating-point operations the device does while it reads one byte.
+        flops_per_byte: floating-point operations the device does while it reads one byte.
 
     Raises:
         ConfigError: a count below 1, or a KV memory of 0.
