@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.report import envelope, hardware, versions
+from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
 from quire.plan.sizes import format_size
 
@@ -84,6 +85,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("instructions", ", ".join(features) or "unknown")
     memory = psutil.virtual_memory()
     yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}")
+    yield Finding("freed memory", keep_freed_memory().explanation)
 
 
 def _torch() -> Iterator[Finding]:

@@ -31,6 +31,10 @@ class ModelConfig:
         0,
         help="CPU threads, 0: as many as torch takes; a small model on a busy machine wants 1",
     )
+    return_memory: bool = option(
+        False,
+        help="give freed host memory back to the system, which makes prompts slower on a CPU",
+    )
 
 
 @dataclass(frozen=True, slots=True)

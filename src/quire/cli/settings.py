@@ -82,6 +82,7 @@ class Settings:
             schedule=self.schedule,
             trust_remote_code=self.loading.trust_remote_code,
             verify=self.loading.verify,
+            return_memory=self.loading.return_memory,
         )
         if self.verbose:
             typer.echo(llm.engine.pool.explanation, err=True)

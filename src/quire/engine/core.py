@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.eviction import Evictor
+from quire.engine.host_memory import keep_freed_memory
 from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
@@ -37,6 +38,8 @@ class Engine:
         model: loaded weights and tokenizer.
         kv: the KV memory.
         schedule: steps and queues.
+        return_memory: let the C library give freed host memory back to the system. By default a
+            model on a CPU keeps it, for the whole process: see `keep_freed_memory`.
         clock: seconds, for time stamps.
 
     Raises:
@@ -49,8 +52,11 @@ class Engine:
         kv: KVConfig | None = None,
         schedule: ScheduleConfig | None = None,
         *,
+        return_memory: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not return_memory and model.decoder.device.type == "cpu":
+            keep_freed_memory()
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
         self.pool: KVPool = build_pool(model, kv or KVConfig(), self.schedule_config)

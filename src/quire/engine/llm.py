@@ -34,13 +34,14 @@ class LLM:
         schedule: how much a step does, how many requests run.
         trust_remote_code: run Python code that the model folder brings.
         verify: compare with Transformers' own attention at load.
+        return_memory: give freed host memory back to the system; see `Engine`.
 
     Raises:
         ConfigError: options that cannot be; before the KV memory is taken.
         ModelError: a model folder that cannot be read.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per option
         self,
         model: str | Path | LoadedModel,
         *,
@@ -50,6 +51,7 @@ class LLM:
         schedule: ScheduleConfig | None = None,
         trust_remote_code: bool = False,
         verify: bool = True,
+        return_memory: bool = False,
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -65,7 +67,7 @@ class LLM:
                 verify=verify,
             )
         self.model = model
-        self.engine = Engine(model, kv, schedule)
+        self.engine = Engine(model, kv, schedule, return_memory=return_memory)
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
 
     def encode(self, prompt: Prompt) -> list[int]:
