@@ -1,5 +1,7 @@
 """The tensors of paged KV: one byte arena, and typed views of it for each page class."""
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.pages import PageNumbers
 from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CodecSpec, PageClass
 
@@ -140,9 +143,26 @@ class PageStore:
 
 
 def _zeros(total_bytes: int, device: torch.device) -> Tensor:
-    """Zero bytes, which `torch.zeros` would write out on a CPU and NumPy's calloc does not."""
+    """Zero bytes, which `torch.zeros` would write out on a CPU and fresh memory is anyway."""
     if device.type != "cpu":
         return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+    if hasattr(mmap, "MADV_HUGEPAGE") and total_bytes >= HUGE_PAGE_BYTES:
+        return torch.from_numpy(_huge_pages(total_bytes))
     spare = np.zeros(total_bytes + PAGE_ALIGNMENT_BYTES, dtype=np.uint8)
     start = -spare.ctypes.data % PAGE_ALIGNMENT_BYTES
     return torch.from_numpy(spare[start : start + total_bytes])
+
+
+def _huge_pages(total_bytes: int) -> NDArray[np.uint8]:
+    """A mapping of its own in pages of 2 MiB where Linux gives them; its end in small pages.
+
+    Pages lie scattered in the arena, and a row's are read one after the other: with small system
+    pages nearly each of them misses the TLB. The end stays in small ones because a huge page there
+    would be larger than what was asked for.
+    """
+    mapping = mmap.mmap(-1, total_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    spare = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping, and the tensor keeps this
+    start = -spare.ctypes.data % HUGE_PAGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel built without them
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, total_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return spare[start : start + total_bytes]

@@ -1,5 +1,7 @@
 """The KV memory of an engine: what is refused before it is taken, and what taking it costs."""
 
+import mmap
+
 import psutil
 import pytest
 import torch
@@ -11,7 +13,7 @@ from quire.errors import ConfigError
 from quire.kv.config import KVConfig
 from quire.kv.store import PageStore
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,47 @@ def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():
 
 def test_pages_of_an_arena_are_aligned():
     assert all(PageStore(n, torch.device("cpu")).arena.data_ptr() % 64 == 0 for n in (64, 2**16))
+
+
+@pytest.mark.parametrize("total_bytes", [64, 2 * MIB - 64, 3 * MIB, 10 * MIB + 64])
+def test_a_full_arena_takes_no_more_than_its_size(total_bytes):
+    """Huge pages end before the arena does; a machine without them takes small ones."""
+    store = PageStore(total_bytes, torch.device("cpu"))
+    before = resident_bytes()
+    store.arena.fill_(1)
+
+    assert store.arena.numel() == total_bytes
+    assert resident_bytes() - before <= total_bytes + MIB // 4
+
+
+def test_a_large_arena_lies_on_whole_huge_pages():
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("no huge pages on this platform")
+
+    assert PageStore(10 * MIB, torch.device("cpu")).arena.data_ptr() % (2 * MIB) == 0
+
+
+@pytest.mark.parametrize("held", ["store", "views"])
+def test_an_arena_is_given_back_with_the_last_that_looks_at_it(held):
+    store = PageStore(64 * MIB, torch.device("cpu"))
+    part = store.arena[:1024]
+    store.arena.fill_(1)
+    full = resident_bytes()
+    del store
+    if held == "views":
+        assert int(part.sum()) == 1024
+        assert resident_bytes() > full - MIB
+    del part
+
+    assert resident_bytes() < full - 60 * MIB
+
+
+def test_an_arena_needs_no_huge_pages(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    arena = PageStore(4 * MIB, torch.device("cpu")).arena
+
+    assert not arena.any()
+    assert arena.data_ptr() % 64 == 0
 
 
 def test_auto_leaves_a_tenth_of_what_is_free(model):
