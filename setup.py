@@ -1,10 +1,18 @@
 """Builds the optional C extension; everything else stands in pyproject.toml.
 
 A failed build is a notice, not an error: Quire then attends with torch alone, and `quire doctor`
-says so.
+says so. Beside the library stands what it is, so that a damaged or foreign one is never loaded
+(see src/quire/kernels/native/fitness.py).
 """
 
+import hashlib
+import json
+import platform
+from glob import glob
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FLAGS = [
     "-O3",
@@ -15,14 +23,38 @@ FLAGS = [
     "-fassociative-math",  # sums may be split over vector lanes; NaN and infinity stay exact
     "-fno-signed-zeros",
 ]
+NATIVE = "src/quire/kernels/native"
+
+
+class BuildWithDigest(build_ext):
+    """Writes beside each library its SHA-256 and the machine it was built on."""
+
+    def run(self):
+        """Build, then look at what is there."""
+        super().run()
+        for extension in self.extensions:
+            library = Path(self.get_ext_fullpath(extension.name))
+            if not library.is_file():
+                self.warn("the C extension was not built: Quire will attend with torch alone")
+                continue
+            digest = hashlib.sha256(library.read_bytes()).hexdigest()
+            built = {"sha256": digest, "machine": platform.machine()}
+            library.with_name(library.name + ".json").write_text(json.dumps(built) + "\n")
+
+    def get_outputs(self):
+        """The libraries and what stands beside them."""
+        return [path for name in super().get_outputs() for path in (name, name + ".json")]
+
 
 setup(
+    cmdclass={"build_ext": BuildWithDigest},
     ext_modules=[
         Extension(
             "quire.kernels.native._attention",
-            sources=["src/quire/kernels/native/attention.c"],
+            sources=[f"{NATIVE}/attention.c"],
+            depends=sorted(glob(f"{NATIVE}/*.h")),
             extra_compile_args=FLAGS,
             optional=True,
         )
-    ]
+    ],
 )

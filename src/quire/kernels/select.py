@@ -8,7 +8,8 @@ from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import DTYPES, NativeAttention
-from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
+from quire.kernels.native.library import NativeLibrary, NotLoaded
+from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
 
 BACKENDS = ("native", "gathered", "reference")
@@ -59,7 +60,7 @@ def usable_library(
     """The C library, or why it cannot serve these pages."""
     if device.type != "cpu":
         return NotLoaded(f"the C extension runs on CPUs, the pages are on {device}")
-    library = load_library()
+    library = tested_library()
     if isinstance(library, NotLoaded):
         return library
     if dtype not in DTYPES or head_dim > library.max_head_dim:

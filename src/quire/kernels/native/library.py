@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.native.fitness import unfit_reason
+
 PATHS = ("plain C", "AVX-512", "AVX-512 with bfloat16 products")
 
 
@@ -96,6 +98,9 @@ def load_library() -> NativeLibrary | NotLoaded:
 
 def load_from(path: Path) -> NativeLibrary | NotLoaded:
     """Load a library file and check that it is the one this code was written for."""
+    unfit = unfit_reason(path)
+    if unfit is not None:
+        return NotLoaded(f"{path.name} cannot be used: {unfit}")
     try:
         library = ctypes.CDLL(str(path))
         size, limit = library.quire_args_size, library.quire_max_head_dim

@@ -1,0 +1,77 @@
+"""Compares a loaded library with the reference on one small step, before anybody relies on it.
+
+A path that gives other numbers (a miscompiled one, a CPU that claims what it cannot do) is not
+taken: the next simpler one is, with a notice. All of it takes a few milliseconds.
+"""
+
+import functools
+import logging
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
+from quire.kernels.reference_backend import ReferenceAttention
+
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk
+_HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 2, 64, 16
+_COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def tested_library() -> NativeLibrary | NotLoaded:
+    """The library of this installation on the best path that gives right numbers, loaded once."""
+    library = load_library()
+    return library if isinstance(library, NotLoaded) else on_right_path(library)
+
+
+def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
+    """Step down from the library's path to the first whose numbers are right."""
+    for path in range(library.path, -1, -1):
+        tried = replace(library, path=path)
+        if all(_is_right(tried, dtype) for dtype in _TOLERANCES):
+            return tried
+        _log.warning("the C extension gives wrong numbers with %s; not used", PATHS[path])
+    return NotLoaded("the C extension gives wrong numbers on this machine; please report it")
+
+
+def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
+    native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
+    expected, got = (_attend(backend, dtype).float() for backend in (ReferenceAttention(), native))
+    error = (got - expected).abs().max() / expected.abs().max()
+    return bool(error <= _TOLERANCES[dtype])  # NaN is not
+
+
+def _attend(backend: AttentionBackend, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    num_pages = len(_SLOTS) * _COLUMNS
+    shape = (num_pages, 2, _HEADS, _PAGE_TOKENS, _HEAD_DIM)
+    arena = torch.randn(shape, generator=generator).to(dtype)
+    table = torch.randperm(num_pages, generator=generator).int().view(len(_SLOTS), 1, _COLUMNS)
+    query = torch.randn(sum(_NEW_TOKENS), _HEADS * _GROUP, _HEAD_DIM, generator=generator).to(dtype)
+    pages = LayerPages(
+        key=arena[:, 0],
+        value=arena[:, 1],
+        table=table,
+        rows=torch.arange(len(_SLOTS)),
+        first_lane=0,
+        num_lanes=1,
+    )
+    step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
+    lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
+    plan = backend.plan(step, lanes, _PAGE_TOKENS, arena[0].nbytes // _PAGE_TOKENS)
+    newest = torch.cat(
+        [torch.arange(slots - new, slots) for slots, new in zip(_SLOTS, _NEW_TOKENS, strict=True)]
+    )
+    row = torch.arange(len(_SLOTS)).repeat_interleave(torch.tensor(_NEW_TOKENS))
+    page = table[row, 0, newest // _PAGE_TOKENS].long()
+    fresh = (arena[page, 0, :, newest % _PAGE_TOKENS], arena[page, 1, :, newest % _PAGE_TOKENS])
+    return backend.attend(plan, pages, AttentionMath(scale=_HEAD_DIM**-0.5), query, fresh)

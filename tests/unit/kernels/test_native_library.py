@@ -1,0 +1,182 @@
+"""A library that is damaged, foreign or wrong is a reason and a fallback, never a crash."""
+
+import ctypes
+import hashlib
+import importlib.machinery
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import quire.kernels.native
+from quire.kernels.native import self_test
+from quire.kernels.native.fitness import unfit_reason
+from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
+
+ROOT = Path(__file__).parents[3]
+LIBRARY = load_library()
+needs_library = pytest.mark.skipif(
+    isinstance(LIBRARY, NotLoaded), reason=getattr(LIBRARY, "reason", "")
+)
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+BUILT = Path(quire.kernels.native.__file__).with_name(f"_attention{SUFFIX}")
+LOAD_ALL = """
+import json, sys
+from pathlib import Path
+from quire.kernels.native.library import NotLoaded, load_from
+
+for name in sys.argv[1:]:
+    found = load_from(Path(name))
+    reason = found.reason if isinstance(found, NotLoaded) else None
+    print(json.dumps([Path(name).stem, reason]), flush=True)
+"""
+
+
+def put(path: Path, content: bytes, *, digest_of: bytes | None, machine: str | None = None) -> Path:
+    """Write a library and, unless it is None, a digest beside it."""
+    path.write_bytes(content)
+    if digest_of is not None:
+        built = {
+            "sha256": hashlib.sha256(digest_of).hexdigest(),
+            "machine": machine or platform.machine(),
+        }
+        path.with_name(path.name + ".json").write_text(json.dumps(built))
+    return path
+
+
+def damage(folder: Path) -> list[Path]:
+    """The library this code was built with, in every state that is not its own."""
+    whole = BUILT.read_bytes()
+    flipped, other_machine = bytearray(whole), bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    other_machine[18:20] = (0xF3).to_bytes(2, sys.byteorder)  # e_machine: RISC-V
+    text = b"this is no library\n"
+    return [
+        put(folder / "whole.so", whole, digest_of=whole),
+        put(folder / "truncated.so", whole[: len(whole) // 2], digest_of=whole),
+        put(folder / "empty.so", b"", digest_of=whole),
+        put(folder / "flipped.so", bytes(flipped), digest_of=whole),
+        put(folder / "text.so", text, digest_of=text),
+        put(folder / "foreign.so", bytes(other_machine), digest_of=bytes(other_machine)),
+        put(folder / "machine.so", whole, digest_of=whole, machine="riscv64"),
+        put(folder / "undigested.so", whole, digest_of=None),
+        folder / "missing.so",
+    ]
+
+
+@pytest.fixture(scope="module")
+def reasons(tmp_path_factory):
+    """What loading each of them said, in a process that a crash would end."""
+    names = [str(path) for path in damage(tmp_path_factory.mktemp("libraries"))]
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, *names], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, (ran.returncode, ran.stdout, ran.stderr)
+    return dict(json.loads(line) for line in ran.stdout.splitlines())
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("truncated", "cut short or altered"),
+        ("empty", "cut short or altered"),
+        ("flipped", "cut short or altered"),
+        ("text", "no library of this system"),
+        ("foreign", "another kind of processor"),
+        ("machine", "built for riscv64"),
+        ("undigested", "undigested.so.json, which the build writes, is missing"),
+        ("missing", "cannot be read"),
+    ],
+)
+def test_an_unfit_library_is_a_reason_that_says_what_to_do(reasons, name, says):
+    if name in ("text", "foreign") and not sys.platform.startswith("linux"):
+        pytest.skip("headers are compared on Linux only")
+
+    assert says in reasons[name]
+    assert "reinstall Quire" in reasons[name]
+
+
+@needs_library
+def test_the_same_library_with_its_digest_elsewhere_is_loaded(reasons):
+    """The control: otherwise the cases above could be refused for another reason."""
+    assert reasons["whole"] is None
+
+
+@needs_library
+@pytest.mark.parametrize("digest", ["", "[]", "{}", '{"sha256": 1}', "\0"])
+def test_a_digest_that_says_nothing_is_unfit(tmp_path, digest):
+    library = put(tmp_path / "a.so", b"anything", digest_of=None)
+    library.with_name("a.so.json").write_text(digest)
+
+    assert "reinstall Quire" in unfit_reason(library)
+
+
+# ---- the self-test -----------------------------------------------------------------------------
+
+
+def lying(library: NativeLibrary, from_path: int) -> NativeLibrary:
+    """The library with the first numbers of its output cleared on paths from `from_path` on."""
+
+    def attend(args, parallel_for, num_threads):
+        failed = library.attend(args, parallel_for, num_threads)
+        if args._obj.path >= from_path:
+            ctypes.memset(args._obj.out, 0, 64)
+        return failed
+
+    return replace(library, attend=attend)
+
+
+@needs_library
+def test_the_library_keeps_its_path_where_its_numbers_are_right():
+    assert self_test.on_right_path(LIBRARY).path == LIBRARY.path
+
+
+@needs_library
+def test_a_path_with_wrong_numbers_is_left_for_the_next_with_a_notice(caplog):
+    if LIBRARY.path == 0:
+        pytest.skip("this CPU has one path only")
+    found = self_test.on_right_path(lying(LIBRARY, LIBRARY.path))
+
+    assert found.path == LIBRARY.path - 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert PATHS[LIBRARY.path] in caplog.text
+
+
+@needs_library
+def test_a_library_with_wrong_numbers_on_every_path_is_not_used():
+    assert "wrong numbers" in self_test.on_right_path(lying(LIBRARY, 0)).reason
+
+
+# ---- the build ---------------------------------------------------------------------------------
+
+
+def build(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "build_ext"]
+    command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    environment = os.environ | {"CC": compiler, "CFLAGS": "-O0"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_a_build_that_fails_is_a_notice(tmp_path):
+    ran = build(tmp_path, "false")
+
+    assert ran.returncode == 0, ran.stderr
+    assert "Quire will attend with torch alone" in ran.stdout + ran.stderr
+    assert not list(tmp_path.rglob("_attention*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_build_writes_what_the_loader_compares(tmp_path):
+    ran = build(tmp_path, "cc")
+    [library] = tmp_path.rglob(f"_attention{SUFFIX}")
+
+    assert ran.returncode == 0, ran.stderr
+    assert unfit_reason(library) is None
