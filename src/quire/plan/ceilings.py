@@ -1,0 +1,219 @@
+"""What this machine reads, copies and multiplies at most: measured once, stored, and used again.
+
+`quire profile` writes the file. It holds for one processor, number of threads and torch version;
+with any other it is not used, and the reason is said.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What ceilings depend on.
+
+    Attributes:
+        cpu: the processor's name.
+        threads: torch's threads.
+        torch: its version.
+    """
+
+    cpu: str
+    threads: int
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductRate:
+    """A measured matrix product [rows, inner] x [inner, columns].
+
+    Attributes:
+        dtype: of both sides, as `bfloat16`.
+        rows, inner, columns: the shape.
+        flops_per_s: two for each multiply and add.
+    """
+
+    dtype: str
+    rows: int
+    inner: int
+    columns: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Measured rates of one machine.
+
+    Attributes:
+        machine: where they hold.
+        read_bytes_per_s, copy_bytes_per_s: of buffers beyond all caches, with all threads; a copy
+            counts the bytes copied once.
+        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: likewise with one thread.
+        products: matrix products by shape.
+        attention_bytes_per_s: by way of attending, KV bytes of a decoding batch over its time.
+    """
+
+    machine: Machine
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    one_thread_read_bytes_per_s: float
+    one_thread_copy_bytes_per_s: float
+    products: tuple[ProductRate, ...]
+    attention_bytes_per_s: Mapping[str, float]
+
+    def peak_product_rate(self, dtype: str = "bfloat16") -> float:
+        """The highest measured rate of a product, in FLOP/s.
+
+        Raises:
+            ConfigError: nothing was measured in this dtype.
+        """
+        return max(product.flops_per_s for product in self._of_dtype(dtype))
+
+    def product_rate(
+        self, rows: int, inner: int, columns: int, *, dtype: str = "bfloat16"
+    ) -> float:
+        """Rate to expect of a product, in FLOP/s.
+
+        Of the measured matrices [inner, columns] the one nearest in shape stands for the asked
+        one; between two measured numbers of rows the rate is interpolated along the logarithm of
+        rows, and beyond the ends it stays.
+
+        Raises:
+            ConfigError: a size below 1, or nothing measured in this dtype.
+        """
+        if min(rows, inner, columns) < 1:
+            raise ConfigError(f"expected sizes of 1 or more, got {rows}, {inner}, {columns}")
+        products = self._of_dtype(dtype)
+        nearest = min(products, key=lambda found: _distance(found, inner, columns))
+        shape = (nearest.inner, nearest.columns)
+        points = sorted((p.rows, p.flops_per_s) for p in products if (p.inner, p.columns) == shape)
+        return _interpolate(points, rows)
+
+    def _of_dtype(self, dtype: str) -> list[ProductRate]:
+        found = [product for product in self.products if product.dtype == dtype]
+        if not found:
+            measured = ", ".join(sorted({product.dtype for product in self.products})) or "none"
+            raise ConfigError(f"no product was measured in {dtype}, only in: {measured}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NotUsable:
+    """Why stored ceilings cannot be used here."""
+
+    reason: str
+
+
+def default_path(environment: Mapping[str, str]) -> Path:
+    """Where the ceilings of this machine are kept: in the user's cache folder."""
+    named = environment.get("XDG_CACHE_HOME", "")
+    # the XDG specification asks for relative paths to be ignored
+    cache = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+    return cache / "quire" / "ceilings.json"
+
+
+def write_ceilings(ceilings: Ceilings, path: Path) -> None:
+    """Store ceilings; whoever reads meanwhile sees the old file or the new one, whole.
+
+    Raises:
+        ConfigError: the place cannot be written.
+    """
+    text = json.dumps({"format": FORMAT} | asdict(ceilings), indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; name another file with --output"
+        ) from error
+
+
+def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
+    """Stored ceilings, or why they do not hold for `machine`."""
+    again = "run `quire profile`"
+    try:
+        ceilings = ceilings_from(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return NotUsable(f"{path} is not there: {again}")
+    except OSError as error:
+        return NotUsable(f"{path} cannot be read: {error.strerror}")
+    except (ValueError, KeyError, TypeError) as error:
+        return NotUsable(f"{path} is not a file of ceilings ({error}): {again}")
+    for field in fields(Machine):
+        stored, here = getattr(ceilings.machine, field.name), getattr(machine, field.name)
+        if stored != here:
+            return NotUsable(f"{path} was measured with {field.name} {stored}, not {here}: {again}")
+    return ceilings
+
+
+def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
+    """Ceilings from their JSON object.
+
+    Raises:
+        ValueError: another format, or a rate that is none.
+        KeyError, TypeError: a field is missing, or is not what it should be.
+    """
+    values = dict(stored)
+    if values.pop("format") != FORMAT:
+        raise ValueError(f"expected format {FORMAT}")
+    machine, products = values.pop("machine"), values.pop("products")
+    attention = values.pop("attention_bytes_per_s")
+    if not isinstance(machine, dict) or not isinstance(products, list):
+        raise TypeError("expected a table `machine` and a list `products`")
+    if not isinstance(attention, dict):
+        raise TypeError("expected a table `attention_bytes_per_s`")
+    rates = {name: _rate(value) for name, value in values.items()}
+    return Ceilings(
+        machine=Machine(**machine),
+        products=tuple(_product(product) for product in products),
+        attention_bytes_per_s={name: _rate(value) for name, value in attention.items()},
+        **rates,
+    )
+
+
+def _product(stored: Mapping[str, object]) -> ProductRate:
+    values = dict(stored)
+    rate = _rate(values.pop("flops_per_s"))
+    sizes = [values.pop(name) for name in ("rows", "inner", "columns")]
+    rows, inner, columns = (size for size in sizes if isinstance(size, int) and size > 0)
+    return ProductRate(
+        dtype=str(values.pop("dtype")), rows=rows, inner=inner, columns=columns, flops_per_s=rate
+    )
+
+
+def _rate(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"expected a rate above 0, got {value!r}")
+    return float(value)
+
+
+def _distance(found: ProductRate, inner: int, columns: int) -> float:
+    return abs(math.log(found.inner / inner)) + abs(math.log(found.columns / columns))
+
+
+def _interpolate(points: list[tuple[int, float]], rows: int) -> float:
+    below = [point for point in points if point[0] <= rows]
+    above = [point for point in points if point[0] >= rows]
+    if not below or not above:
+        return (below[-1] if below else above[0])[1]
+    (low, low_rate), (high, high_rate) = below[-1], above[0]
+    if low == high:
+        return low_rate
+    share = math.log(rows / low) / math.log(high / low)
+    return low_rate + share * (high_rate - low_rate)

@@ -1,0 +1,201 @@
+"""Stored ceilings: what is read between the measured points, and files that do not hold here."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.plan.ceilings import (
+    Ceilings,
+    Machine,
+    NotUsable,
+    ProductRate,
+    default_path,
+    read_ceilings,
+    write_ceilings,
+)
+
+HERE = Machine(cpu="a processor", threads=2, torch="2.13.0")
+
+
+def rate(rows: int, flops_per_s: float, *, inner: int = 8, columns: int = 8, dtype="bfloat16"):
+    return ProductRate(
+        dtype=dtype, rows=rows, inner=inner, columns=columns, flops_per_s=flops_per_s
+    )
+
+
+CEILINGS = Ceilings(
+    machine=HERE,
+    read_bytes_per_s=20e9,
+    copy_bytes_per_s=10e9,
+    one_thread_read_bytes_per_s=12e9,
+    one_thread_copy_bytes_per_s=6e9,
+    products=(
+        rate(64, 900.0),
+        rate(1, 100.0),
+        rate(8, 400.0),
+        rate(8, 50.0, inner=8, columns=800),
+        rate(8, 7.0, dtype="float32"),
+    ),
+    attention_bytes_per_s={"native": 13e9},
+)
+
+
+def test_a_rate_between_two_measured_ones_follows_the_logarithm_of_rows():
+    """Half way from 8 to 64 rows, on a scale of ratios, are sqrt(8 * 64) = 22.6 rows.
+
+    4 rows are two of the three doublings from 1 to 8: 100 + 2/3 * (400 - 100) = 300.
+    16 rows are one of the three doublings from 8 to 64: 400 + 1/3 * (900 - 400) = 566.7.
+    """
+    assert CEILINGS.product_rate(4, 8, 8) == pytest.approx(300)
+    assert CEILINGS.product_rate(16, 8, 8) == pytest.approx(400 + 500 / 3)
+
+
+def test_a_measured_shape_has_its_own_rate_and_beyond_the_ends_it_stays():
+    assert CEILINGS.product_rate(8, 8, 8) == 400
+    assert CEILINGS.product_rate(1000, 8, 8) == 900
+    assert CEILINGS.product_rate(1, 8, 800) == 50
+
+
+def test_the_matrix_nearest_in_shape_stands_for_another():
+    """[8, 200]: ln(200 / 8) = 3.2 from [8, 8], ln(800 / 200) = 1.4 from [8, 800]."""
+    assert CEILINGS.product_rate(8, 8, 200) == 50
+    assert CEILINGS.product_rate(8, 9, 12) == 400
+
+
+def test_the_peak_is_the_highest_of_a_dtype():
+    assert CEILINGS.peak_product_rate() == 900
+    assert CEILINGS.peak_product_rate("float32") == 7
+
+
+def test_what_was_not_measured_is_refused():
+    with pytest.raises(ConfigError, match="float16, only in: bfloat16, float32"):
+        CEILINGS.peak_product_rate("float16")
+    with pytest.raises(ConfigError, match="sizes of 1 or more"):
+        CEILINGS.product_rate(0, 8, 8)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path):
+    path = tmp_path / "new" / "ceilings.json"
+
+    write_ceilings(CEILINGS, path)
+
+    assert read_ceilings(path, HERE) == CEILINGS
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"cpu": "another"}, "cpu"), ({"threads": 1}, "threads"), ({"torch": "3.0"}, "torch")],
+)
+def test_ceilings_of_another_machine_are_not_used_and_the_reason_is_said(
+    tmp_path: Path, changed: dict[str, object], named: str
+):
+    path = tmp_path / "ceilings.json"
+    write_ceilings(CEILINGS, path)
+
+    found = read_ceilings(path, replace(HERE, **changed))
+
+    assert isinstance(found, NotUsable)
+    assert f"measured with {named} {getattr(HERE, named)}, not {changed[named]}" in found.reason
+    assert "quire profile" in found.reason
+
+
+def test_a_missing_file_is_a_reason_not_an_error(tmp_path: Path):
+    found = read_ceilings(tmp_path / "none.json", HERE)
+
+    assert isinstance(found, NotUsable)
+    assert "not there" in found.reason
+
+
+def damaged(**changes: object) -> str:
+    stored = {
+        "format": 1,
+        "machine": {"cpu": "a processor", "threads": 2, "torch": "2.13.0"},
+        "read_bytes_per_s": 1.0,
+        "copy_bytes_per_s": 1.0,
+        "one_thread_read_bytes_per_s": 1.0,
+        "one_thread_copy_bytes_per_s": 1.0,
+        "products": [],
+        "attention_bytes_per_s": {},
+    }
+    return json.dumps({key: value for key, value in (stored | changes).items() if value != "gone"})
+
+
+def test_the_stored_object_as_such_is_fine(tmp_path: Path):
+    (tmp_path / "c.json").write_text(damaged())
+
+    assert isinstance(read_ceilings(tmp_path / "c.json", HERE), Ceilings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        '"x"',
+        "{",
+        damaged(format=2),
+        damaged(read_bytes_per_s=0),
+        damaged(read_bytes_per_s=-1.0),
+        damaged(read_bytes_per_s=float("nan")),
+        damaged(read_bytes_per_s="fast"),
+        damaged(read_bytes_per_s="gone"),
+        damaged(copy_of_something=1.0),
+        damaged(machine=[]),
+        damaged(machine={"cpu": "a processor"}),
+        damaged(products={}),
+        damaged(products=[{}]),
+        damaged(products=[1]),
+        damaged(products=[{"dtype": "x", "rows": 0, "inner": 1, "columns": 1, "flops_per_s": 1.0}]),
+        damaged(attention_bytes_per_s={"native": 0}),
+        damaged(attention_bytes_per_s=[]),
+    ],
+)
+def test_a_damaged_file_is_not_used(tmp_path: Path, text: str):
+    (tmp_path / "c.json").write_text(text)
+
+    found = read_ceilings(tmp_path / "c.json", HERE)
+
+    assert isinstance(found, NotUsable)
+    assert "not a file of ceilings" in found.reason
+
+
+def test_bytes_that_are_no_text_are_not_used(tmp_path: Path):
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe\x00")
+
+    assert isinstance(read_ceilings(tmp_path / "c.json", HERE), NotUsable)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_ceilings(CEILINGS, tmp_path / "file" / "c.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "c.json"
+    write_ceilings(CEILINGS, path)
+    monkeypatch.setattr("quire.plan.ceilings.os.replace", fail)
+
+    with pytest.raises(ConfigError, match="No space left"):
+        write_ceilings(replace(CEILINGS, read_bytes_per_s=1.0), path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_ceilings(path, HERE) == CEILINGS
+
+
+def test_the_file_lies_in_the_users_cache():
+    home = Path.home() / ".cache" / "quire" / "ceilings.json"
+
+    assert default_path({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/quire/ceilings.json")
+    assert default_path({}) == home
+    assert default_path({"XDG_CACHE_HOME": "not/absolute"}) == home

@@ -1,0 +1,136 @@
+"""Bytes and FLOPs of the parts of a step."""
+
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts, total_cost
+from quire.plan.roofline import decode_step, weights_read_bytes
+from quire.spec.mixture import MixtureSpec
+from quire.spec.model import LayerSpec, ModelSpec
+
+
+def model_of(**changes: Any) -> ModelSpec:
+    fields: dict[str, Any] = {
+        "architecture": "x",
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 100,
+        "max_positions": 1000,
+        "tied_embeddings": False,
+        "gated_mlp": True,
+        "layers": (LayerSpec(), LayerSpec()),
+    }
+    return ModelSpec(**(fields | changes))
+
+
+def parts_of(model: ModelSpec, rows: list[RowTokens], sampled_rows: int) -> dict[str, PartCost]:
+    parts = step_parts(model, rows, sampled_rows=sampled_rows)
+    assert tuple(part.name for part in parts) == PARTS
+    return {part.name: part for part in parts}
+
+
+def test_a_decode_step_by_hand():
+    """Two sequences with 9 tokens before, 2 B a number, 2 layers.
+
+    qkv: 16 x (4 + 2 + 2) * 8 = 1,024 weights a layer; 2,048 in all, 4,096 B; 2 tokens * 2 * 2,048
+    = 8,192 FLOPs. Output: 4 * 8 x 16 = 512 a layer: 2,048 B, 4,096 FLOPs. MLP: 3 * 16 * 32 = 1,536
+    a layer: 6,144 B, 12,288 FLOPs. Head: 100 * 16 = 1,600: 3,200 B, 6,400 FLOPs. Rest: 5 norms of
+    16 numbers, 160 B, and two rows looked up, 64 B.
+
+    Attention: a token's K and V are 2 * 2 heads * 8 * 2 B = 64 B a layer. Each sequence reads 10
+    slots and writes 1: 11 * 64 * 2 layers * 2 sequences = 2,816 B. 10 pairs, 2 * 8 FLOPs for the
+    weight and as many for the sum, in 4 heads: 10 * 128 * 2 layers * 2 sequences = 5,120 FLOPs.
+    """
+    parts = parts_of(model_of(), [RowTokens(new=1, before=9)] * 2, 2)
+
+    found = {name: (part.weight_bytes, part.kv_bytes, part.flops) for name, part in parts.items()}
+    assert found == {
+        "qkv": (4_096, 0, 8_192),
+        "attention": (0, 2_816, 5_120),
+        "output projection": (2_048, 0, 4_096),
+        "mlp": (6_144, 0, 12_288),
+        "head": (3_200, 0, 6_400),
+        "rest": (224, 0, 0),
+    }
+
+
+def test_a_prompts_chunk_by_hand():
+    """4 new tokens after 6: pairs are 7 + 8 + 9 + 10 = 34; slots are 10 read and 4 written.
+
+    One row is sampled: the head is 1,600 weights for it. With none sampled it is not read.
+    """
+    parts = parts_of(model_of(), [RowTokens(new=4, before=6)], 1)
+
+    assert parts["attention"].flops == 34 * 128 * 2
+    assert parts["attention"].kv_bytes == 14 * 64 * 2
+    assert parts["mlp"].flops == 4 * 2 * 2 * 1_536
+    assert parts["head"].flops == 2 * 1_600
+    assert parts_of(model_of(), [RowTokens(new=4, before=6)], 0)["head"].num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "slots"),
+    [
+        (RowTokens(new=1, before=9), 3, 3 + 1),  # the last 3
+        (RowTokens(new=1, before=1), 2, 2 + 1),  # the window is not full
+        (RowTokens(new=4, before=6), 3 * 4, 6 + 4),  # tokens 4 to 9: the first sees 4, 5, 6
+        (RowTokens(new=5, before=0), 1 + 2 + 3 + 3 + 3, 5 + 5),
+    ],
+)
+def test_a_window_of_3_bounds_what_is_seen(row: RowTokens, pairs: int, slots: int):
+    model = model_of(num_layers=1, layers=(LayerSpec(window=3),))
+    attention = parts_of(model, [row], 1)["attention"]
+
+    assert attention.flops == pairs * 128
+    assert attention.kv_bytes == slots * 64
+
+
+def test_the_parts_are_what_roofline_counts_for_the_whole_step():
+    """Beside weights and the KV read there: the new slots written, and the rows looked up."""
+    model = model_of()
+    step = decode_step(model, batch=3, tokens=50)
+    parts = step_parts(model, [RowTokens(new=1, before=49)] * 3, sampled_rows=3)
+
+    written, looked_up = 3 * model.kv_bytes_per_token(2), 3 * 16 * 2
+    assert total_cost(parts).num_bytes == step.read_bytes + written + looked_up
+
+
+def test_a_mixture_multiplies_its_own_experts_and_reads_those_that_are_chosen():
+    mixture = MixtureSpec(num_layers=2, num_experts=8, experts_per_token=2, expert_size=32)
+    model, dense = model_of(mixture=mixture), model_of()
+    rows = [RowTokens(new=1, before=9)]
+    mlp, plain = parts_of(model, rows, 1)["mlp"], parts_of(dense, rows, 1)["mlp"]
+
+    router = 2 * 16 * 8
+    assert mlp.flops == 2 * plain.flops + 2 * router
+    assert mlp.weight_bytes == 2 * plain.weight_bytes + 2 * router
+    many = parts_of(model, [RowTokens(new=1, before=9)] * 500, 500)["mlp"]
+    difference = weights_read_bytes(model, 500, 2) - weights_read_bytes(model, 1, 2)
+    assert many.weight_bytes - mlp.weight_bytes == difference > 0
+
+
+def test_a_floor_is_the_longer_of_reading_and_multiplying():
+    part = PartCost(name="x", weight_bytes=60, kv_bytes=40, flops=600)
+
+    assert part.intensity == 6
+    assert part.floor_s(10.0, 100.0) == 10.0
+    assert part.floor_s(100.0, 10.0) == 60.0
+    with pytest.raises(ConfigError, match="rates above 0"):
+        part.floor_s(0.0, 1.0)
+
+
+def test_a_part_without_bytes_has_no_intensity():
+    assert PartCost(name="x", weight_bytes=0, kv_bytes=0, flops=0).intensity == 0
+
+
+def test_empty_steps_and_rows_are_refused():
+    with pytest.raises(ConfigError, match="1 or more new tokens"):
+        step_parts(model_of(), [], sampled_rows=0)
+    with pytest.raises(ConfigError, match="1 or more new tokens"):
+        step_parts(model_of(), [RowTokens(new=0, before=1)], sampled_rows=0)
