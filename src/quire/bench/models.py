@@ -1,7 +1,7 @@
 """Models with random weights: right sizes for measuring speed, worthless for quality."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
@@ -24,12 +24,36 @@ def llama_125m() -> LlamaConfig:
     )
 
 
-def random_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> LoadedModel:
-    """A model of this shape behind Quire's adapter, without a tokenizer."""
+def llama_tiny() -> LlamaConfig:
+    """A shape for trying a bench out: 2 layers of 64, 4 heads over 2 KV heads."""
+    return LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1_024,
+        tie_word_embeddings=False,
+    )
+
+
+def random_weights(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A Transformers model of this shape; the same seed and dtype give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    decoder = TransformersDecoder(model.eval())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    torch.nn.Module.eval(model)
+    return model
+
+
+def random_model(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> LoadedModel:
+    """A model of this shape behind Quire's adapter, without a tokenizer."""
+    model = random_weights(config, dtype=dtype, seed=seed)
+    decoder = TransformersDecoder(model)
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

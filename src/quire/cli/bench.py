@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.bench_prefill import prefill
+from quire.cli.bench_throughput import throughput
 from quire.cli.report import envelope
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
-
-
-@bench_app.callback()
-def _group() -> None:
-    # a callback keeps `quire bench overhead` a command of its own while it is the only one
-    pass
+bench_app.command()(throughput)
+bench_app.command()(prefill)
 
 
 @bench_app.command()

@@ -17,6 +17,7 @@ from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
 from quire.cli.listings import codecs, policies
 from quire.cli.plan import plan
+from quire.cli.profile import profile
 from quire.cli.serve import serve
 from quire.cli.settings import VERBOSE_KEY
 from quire.errors import QuireError
@@ -61,7 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, batch, serve, plan, demo, doctor, policies, codecs):
+for _command in (generate, chat, batch, serve, plan, profile, demo, doctor, policies, codecs):
     app.command(help=reflowed(_command.__doc__ or ""))(_command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")

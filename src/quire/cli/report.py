@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from quire.plan.ceilings import Machine
+
 _PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -74,6 +76,11 @@ def hardware() -> dict[str, object]:
         "cores": _cores(),
         "memory_bytes": total_memory_bytes(),
     }
+
+
+def this_machine(threads: int) -> Machine:
+    """What measured ceilings of this machine depend on."""
+    return Machine(cpu=_cpu_model(), threads=threads, torch=_version("torch") or "without metadata")
 
 
 def total_memory_bytes() -> int:

@@ -1,0 +1,150 @@
+"""Decode attention alone, over pages scattered at random: each way to attend on the same KV."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    StepShape,
+)
+from quire.kernels.native.library import NativeLibrary
+from quire.kernels.select import select_backend, usable_library
+from quire.kv.store import PageStore
+from quire.spec.layout import layout_for
+from quire.spec.model import LayerSpec, ModelSpec
+
+_CPU = torch.device("cpu")
+_SCRATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """A batch that decodes: one query a sequence, bfloat16.
+
+    Attributes:
+        batch: sequences.
+        tokens: of each, the new one included.
+        num_heads, num_kv_heads, head_dim: of the layer.
+        page_tokens: slots in a page.
+    """
+
+    batch: int = 32
+    tokens: int = 2_048
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that a step reads."""
+        return self.batch * self.spec.kv_bytes(self.tokens, 2)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """A model that is one such layer."""
+        return ModelSpec(
+            architecture="llama",
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.num_heads * self.head_dim,
+            intermediate_size=1,
+            vocab_size=1,
+            max_positions=self.tokens,
+            tied_embeddings=True,
+            gated_mlp=True,
+            layers=(LayerSpec(),),
+        )
+
+
+class AttentionBench:
+    """The KV of one layer in pages, and beside it in one piece.
+
+    Args:
+        shape: of the batch.
+    """
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        layout = layout_for(shape.spec, page_tokens=shape.page_tokens, codec="bfloat16")
+        (group,) = layout.groups
+        self._page_class = group.page_class
+        per_row = -(-shape.tokens // shape.page_tokens)
+        self._store = PageStore(shape.batch * per_row * self._page_class.page_bytes, _CPU)
+        views = self._store.views(self._page_class)
+        assert views.value is not None, "layers that attend have a value plane"
+        generator = torch.Generator().manual_seed(0)
+        for plane in (views.key, views.value):
+            plane.normal_(generator=generator)
+        scattered = torch.randperm(shape.batch * per_row, generator=generator)
+        self.pages = LayerPages(
+            key=views.key,
+            value=views.value,
+            table=scattered.int().view(shape.batch, 1, per_row),
+            rows=torch.arange(shape.batch),
+            first_lane=0,
+            num_lanes=1,
+        )
+        query = torch.randn(shape.batch, shape.num_heads, shape.head_dim, generator=generator)
+        self._query = query.bfloat16()
+        self._math = AttentionMath(shape.head_dim**-0.5)
+
+    def ways(self) -> dict[str, Callable[[], Tensor]]:
+        """Calls that attend once each; `native` and `native sums` only where C can run."""
+        ways = {"gathered": self._paged("gathered"), "sdpa": self._contiguous()}
+        if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
+            ways["native"] = self._paged("native")
+            ways["native sums"] = self._paged("native", statistics=True)
+        return ways
+
+    def _paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
+        shape = self._shape
+        backend: AttentionBackend = select_backend(
+            name,
+            _CPU,
+            dtype=torch.bfloat16,
+            head_dim=shape.head_dim,
+            scratch_bytes=_SCRATCH_BYTES,
+        ).backend
+        ones = np.ones(shape.batch, dtype=np.int32)
+        lanes = LaneSlots(np.full((shape.batch, 1), shape.tokens, dtype=np.int32), None)
+        slot_bytes = self._page_class.page_bytes // self._page_class.tokens
+        plan = backend.plan(StepShape.of(ones), lanes, shape.page_tokens, slot_bytes)
+        fresh = self._fresh()
+        if not statistics:
+            return lambda: backend.attend(plan, self.pages, self._math, self._query, fresh)
+        sums = torch.zeros(shape.batch, shape.num_heads, shape.tokens)
+        return lambda: backend.attend(
+            plan, self.pages, self._math, self._query, fresh, column_sums=sums
+        )
+
+    def _fresh(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the new tokens, as they stand in their slots."""
+        last = self._shape.tokens - 1
+        page = self.pages.table[:, 0, last // self._shape.page_tokens].long()
+        offset = last % self._shape.page_tokens
+        return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
+
+    def _contiguous(self) -> Callable[[], Tensor]:
+        """Torch's own attention on the same KV, laid out in one piece beforehand."""
+        shape = self._shape
+        key, value = (
+            plane[self.pages.table[:, 0].long()]
+            .transpose(1, 2)
+            .reshape(shape.batch, shape.num_kv_heads, -1, shape.head_dim)[:, :, : shape.tokens]
+            for plane in (self.pages.key, self.pages.value)
+        )
+        query = self._query.unsqueeze(2)
+        return lambda: F.scaled_dot_product_attention(
+            query, key, value, scale=self._math.scale, enable_gqa=True
+        )

@@ -1,0 +1,47 @@
+"""`quire bench prefill`: how many tokens a step should read."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from quire.cli.report import envelope
+
+
+def prefill(
+    *,
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    attention: Annotated[str, typer.Option(help="Who computes attention over pages.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, two budgets.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Read the same prompts with one step budget after the other, 256 to 16,384 tokens."""
+    import torch
+
+    from quire.bench.prefill import QUICK_PREFILL, PrefillConfig, measure_prefill, summarise
+    from quire.bench.workload import Workload
+
+    if threads:
+        torch.set_num_threads(threads)
+    config = replace(QUICK_PREFILL, attention=attention)
+    if not quick:
+        work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=1)
+        config = PrefillConfig(workload=work, repeats=repeats, attention=attention)
+    rounds = []
+    for taken in measure_prefill(config):
+        rounds.append(taken)
+        typer.echo("  ".join(f"{budget}: {took_s:.2f} s" for budget, took_s in taken.items()))
+    claims = summarise(rounds)
+    typer.echo("budget   median s   over best")
+    for budget in config.budgets:
+        over = claims[f"over_best_{budget}"]
+        typer.echo(f"{budget:6d}   {claims[f'prefill_s_{budget}']:8.3f}   {over:9.2f}")
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        typer.echo(json.dumps(envelope("bench prefill", claims, {"rounds": rounds}, used)))

@@ -1,0 +1,156 @@
+"""`quire bench throughput`: Quire beside Transformers on the same prompts, against the ceilings."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.report import envelope, this_machine
+from quire.plan.ceilings import NotUsable, default_path, read_ceilings
+
+if TYPE_CHECKING:
+    from quire.bench.throughput import Round, ThroughputConfig
+
+PEER_NOTE = (
+    "For orientation: vLLM's CPU build took 3.98 s for this work (32 x (512 + 64), November 2026), "
+    "on another processor, a Sapphire Rapids with AMX; absolute times do not compare with it."
+)
+
+
+def throughput(  # noqa: PLR0913 - one parameter per option
+    *,
+    prompts: Annotated[int, typer.Option(min=1, help="How many, all at once.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=3, help="Generated for each.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    attention: Annotated[str, typer.Option(help="Who computes attention over pages.")] = "auto",
+    peers: Annotated[
+        str, typer.Option(help="The other arms, with commas: hf_static, hf_cb; or none.")
+    ] = "hf_static,hf_cb",
+    page: Annotated[
+        Path | None, typer.Option(help="Write the roofline page, one HTML file, here.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model and few tokens: tries it out.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Answer a batch of prompts with Quire and with Transformers, taking turns.
+
+    The model is a random-weight Llama of 125M parameters in bfloat16. What the memory reads and the
+    cores multiply at most is measured in the same run.
+    """
+    import torch
+
+    from quire.bench.parts import measure_parts
+    from quire.bench.throughput import (
+        QUICK_THROUGHPUT,
+        ThroughputBench,
+        ThroughputConfig,
+        peers_of,
+        summarise,
+    )
+    from quire.bench.workload import Workload
+
+    if threads:
+        torch.set_num_threads(threads)
+    if page is not None:
+        _refuse_page(page)
+    work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    config = replace(QUICK_THROUGHPUT, attention=attention, peers=peers_of(peers))
+    if not quick:
+        config = ThroughputConfig(
+            workload=work, repeats=repeats, attention=attention, peers=peers_of(peers)
+        )
+    bench = ThroughputBench(config)
+    rounds = []
+    for found in bench.rounds():
+        rounds.append(found)
+        _show_round(found)
+    claims = summarise(config, bench.spec, rounds, bench.regrets(rounds[-1]))
+    parts = measure_parts(config.workload, repeats=config.repeats, attention=attention)
+    _show_claims(claims, config)
+    _show_stored(torch.get_num_threads())
+    run = envelope(
+        "bench throughput",
+        claims,
+        {"rounds": [_stored(found) for found in rounds], "parts": [asdict(p) for p in parts]},
+        asdict(config) | {"threads": torch.get_num_threads(), "backend": bench.attention},
+    )
+    if page is not None:
+        _write_page(page, run)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _show_round(found: "Round") -> None:
+    arms = "  ".join(f"{result.arm} {result.total_s:.2f} s" for result in found.arms)
+    ways = "  ".join(f"{way} {taken_s * 1e3:.1f} ms" for way, taken_s in found.attention_s.items())
+    typer.echo(
+        f"{arms};  attention: {ways};  read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"product {found.flops_per_s / 1e9:,.0f} GFLOP/s"
+    )
+
+
+def _show_claims(claims: Mapping[str, int | float], config: "ThroughputConfig") -> None:
+    for name, value in claims.items():
+        typer.echo(f"{name:32} {value:,.4g}")
+    typer.echo(
+        f"mean_regret: how far below the best the chosen tokens' logits lie, read in float32 "
+        f"(first {config.judged_prompts} prompts)."
+    )
+    typer.echo(PEER_NOTE)
+
+
+def _show_stored(threads: int) -> None:
+    """Floors take the ceilings of their own run; those of a quiet machine stand beside them."""
+    found = read_ceilings(default_path(os.environ), this_machine(threads))
+    if isinstance(found, NotUsable):
+        typer.echo(f"No stored ceilings to compare with: {found.reason}.")
+    else:
+        typer.echo(
+            f"Stored ceilings, for comparison: read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
+            f"bfloat16 products up to {found.peak_product_rate() / 1e9:,.0f} GFLOP/s."
+        )
+
+
+def _stored(found: "Round") -> dict[str, object]:
+    """A round for JSON; of the answers only that they were whole is kept."""
+    arms = [
+        {key: value for key, value in asdict(result).items() if key != "tokens"}
+        for result in found.arms
+    ]
+    return asdict(found) | {"arms": arms}
+
+
+def _refuse_page(path: Path) -> None:
+    """Say before minutes of measuring that a page could not be drawn or written."""
+    import importlib.util
+
+    from quire.errors import ConfigError
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--page draws with matplotlib, which is not installed: pip install "
+            '"quire[report]", or leave --page out'
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--page {path}: there is no folder {path.parent}; make it first")
+
+
+def _write_page(path: Path, run: Mapping[str, object]) -> None:
+    from quire.bench.page import page, roofline_from
+    from quire.errors import ConfigError
+
+    try:
+        path.write_text(page(roofline_from(json.loads(json.dumps(run)))), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+    typer.echo(f"written: {path}")

@@ -1,0 +1,115 @@
+"""`quire profile` and the benches of throughput and prefill: quick runs, JSON, wrong options."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from quire.cli.main import app
+from quire.cli.report import this_machine
+from quire.plan.ceilings import Ceilings, NotUsable, read_ceilings
+
+CLAIMS = (
+    "total_ratio_vs_hf_static",
+    "total_ratio_vs_hf_cb",
+    "decode_step_over_floor",
+    "attention_over_read_ceiling",
+)
+
+
+def quire(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_profile_is_written_and_read_again(tmp_path: Path):
+    path = tmp_path / "ceilings.json"
+    run = last_line(quire("profile", "--quick", "--output", str(path), "--json"))
+
+    found = read_ceilings(path, this_machine(run["config"]["threads"]))
+    assert isinstance(found, Ceilings)
+    assert run["name"] == "profile"
+    assert run["claims"]["read_bytes_per_s"] == found.read_bytes_per_s
+    assert run["claims"]["bfloat16_flops_per_s"] == found.peak_product_rate()
+    assert isinstance(read_ceilings(path, this_machine(run["config"]["threads"] + 1)), NotUsable)
+
+
+def test_a_quick_profile_takes_no_ones_place(cache: Path):
+    assert last_line(quire("profile", "--quick", "--json"))["config"]["output"] is None
+    assert not cache.exists()
+
+
+def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
+    path = tmp_path / "page.html"
+    result = quire("bench", "throughput", "--quick", "--json", "--page", str(path))
+    run = last_line(result)
+
+    assert set(CLAIMS) <= set(run["claims"])
+    assert all(isinstance(value, int | float) for value in run["claims"].values())
+    assert [part["kind"] for part in run["arms"]["parts"]] == ["prefill", "decode"]
+    assert len(run["arms"]["rounds"]) == run["config"]["repeats"] == 2
+    assert "3.98 s" in result.output
+    assert "do not compare" in result.output
+    assert "ceilings.json is not there: run `quire profile`" in result.output
+    assert "output projection" in path.read_text(encoding="utf-8")
+
+
+def test_throughput_runs_quire_alone():
+    run = last_line(quire("bench", "throughput", "--quick", "--json", "--peers", "none"))
+
+    assert not [name for name in run["claims"] if "hf_" in name]
+    assert run["claims"]["quire_tokens_per_s"] > 0
+
+
+def test_prefill_prints_every_budget():
+    run = last_line(quire("bench", "prefill", "--quick", "--json"))
+
+    assert run["claims"]["best_step_tokens"] in run["config"]["budgets"]
+    assert run["claims"][f"over_best_{run['claims']['best_step_tokens']}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--peers", "vllm"), "unknown arm 'vllm'"),
+        (("--prompt-tokens", "9000"), "over the context"),
+        (("--page", "nowhere/page.html"), "no folder nowhere"),
+        (("--quick", "--attention", "nativ"), "unknown attention backend"),
+    ],
+)
+def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], message: str):
+    result = quire("bench", "throughput", *arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+
+
+def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "matplotlib" else real(name, *rest),
+    )
+
+    result = quire("bench", "throughput", "--quick", "--page", "page.html")
+
+    assert result.exit_code == 2
+    assert "quire[report]" in result.stderr
