@@ -1,0 +1,89 @@
+"""docs/make_roofline.py: from a run of the throughput bench to the page, and again from that."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quire.plan.measured import ENGINE
+from quire.plan.parts import PARTS
+from snippets import ROOT
+
+
+@pytest.fixture
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_roofline", ROOT / "docs/make_roofline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_object() -> dict[str, Any]:
+    costs = [{"name": name, "weight_bytes": 10**6, "kv_bytes": 0, "flops": 10**9} for name in PARTS]
+    measure = {
+        "kind": "decode",
+        "tokens": 32.0,
+        "steps": 5,
+        "costs": costs,
+        "seconds": dict.fromkeys((*PARTS, ENGINE), 0.01),
+    }
+    quire = {"total_s": 2.5, "prefill_s": 1.25, "decode_step_s": 0.02, "tokens_per_s": 819.2}
+    quire |= {"kv_bytes": 4_000_000, "mean_regret": 0.5}
+    claims = {f"quire_{name}": value for name, value in quire.items()}
+    claims |= {"read_bytes_per_s": 1e9, "product_flops_per_s": 1e12, "statistics_overhead": 0.125}
+    work = {"model": "125m", "prompts": 32, "prompt_tokens": 512, "new_tokens": 64}
+    return {
+        "claims": claims,
+        "arms": {"parts": [measure], "rounds": [1, 2, 3]},
+        "config": {"workload": work, "threads": 2, "repeats": 5},
+        "hardware": {"cpu": "a processor"},
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0", "quire": "0.1.0"},
+        "commit": "abc",
+    }
+
+
+def test_a_run_becomes_a_page_a_picture_and_kept_numbers(maker: ModuleType, tmp_path: Path):
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run.out").write_text("read 1 GB/s\n" + json.dumps(run_object()) + "\n")
+
+    maker.main([str(tmp_path / "run.out")], tmp_path)
+
+    text = (tmp_path / "roofline.md").read_text()
+    assert "| Quire | 2.50 | 1.25 | 20.0 | 819 | 4.0 | 0.5000 |" in text
+    assert "| `statistics_overhead` | 0.125 | at most 0.15 |" in text
+    for name in (*PARTS, ENGINE, "total"):
+        assert f"\n| {name} | " in text
+    assert (tmp_path / "images/roofline.svg").read_text().startswith("<svg")
+    kept = json.loads((tmp_path / "results/throughput.json").read_text())
+    assert kept["claims"] == run_object()["claims"]
+    assert list(kept["arms"]) == ["parts"]
+
+
+def test_the_page_can_be_made_again_from_what_was_kept(maker: ModuleType, tmp_path: Path):
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run.out").write_text(json.dumps(run_object()))
+    maker.main([str(tmp_path / "run.out")], tmp_path)
+    first = (tmp_path / "roofline.md").read_text()
+    (tmp_path / "roofline.md").unlink()
+
+    maker.main([], tmp_path)
+
+    assert (tmp_path / "roofline.md").read_text() == first
+
+
+def test_the_committed_page_is_that_of_the_committed_run(maker: ModuleType):
+    kept = ROOT / "docs/results/throughput.json"
+    if not kept.is_file():
+        pytest.skip("no run of the throughput bench has been kept yet")
+    run = json.loads(kept.read_text(encoding="utf-8"))
+
+    made = maker.document(run, maker.roofline_from(run))
+
+    assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == made
