@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from quire.cli.bench_prefill import prefill
+from quire.cli.bench_soak import soak
 from quire.cli.bench_throughput import throughput
 from quire.cli.report import envelope
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 bench_app.command()(throughput)
 bench_app.command()(prefill)
+bench_app.command()(soak)
 
 
 @bench_app.command()

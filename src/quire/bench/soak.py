@@ -1,0 +1,175 @@
+"""Resident memory over many generated tokens: requests come and go, are preempted, cancelled.
+
+    tokens    | warm-up | first tenth | ...................... | last tenth |
+                        |<- median -->|      growth between     |<- median ->|
+
+The warm-up sees the largest steps, so what grows after it is a leak. The slope is the least-squares
+line through all samples after the warm-up.
+"""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+ARMS = {
+    "everything": KVConfig(memory="24MiB"),  # room for about 30 of the requests that come
+    "evicting": KVConfig(memory="8MiB", evict="recent:cap=64,every=16,sinks=4"),
+}
+WARM_UP_SHARE = 0.1
+SAMPLES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakConfig:
+    """The workload: requests of random tokens that arrive at random.
+
+    Attributes:
+        tokens: to generate, in both arms together.
+        max_running: requests that run at the same time.
+        prompt_tokens, new_tokens: most of a request; each has 1 to so many.
+        cancelled: share of the requests that are cancelled on their way.
+        seed: of arrivals and lengths.
+    """
+
+    tokens: int = 100_000
+    max_running: int = 64
+    prompt_tokens: int = 96
+    new_tokens: int = 128
+    cancelled: float = 0.02
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SoakResult:
+    """One arm.
+
+    Attributes:
+        arm: its name.
+        generated_tokens, preemptions, requests: how much happened, the warm-up included.
+        samples: tokens generated so far and resident bytes, after the warm-up.
+    """
+
+    arm: str
+    generated_tokens: int
+    preemptions: int
+    requests: int
+    samples: Sequence[tuple[int, int]]
+
+    @property
+    def growth_bytes(self) -> int:
+        """Median of the last tenth of the samples less that of the first."""
+        resident = [rss_bytes for _, rss_bytes in self.samples]
+        tenth = max(1, len(resident) // 10)
+        return int(statistics.median(resident[-tenth:]) - statistics.median(resident[:tenth]))
+
+    @property
+    def growth_fraction(self) -> float:
+        """Growth over what was resident after the warm-up."""
+        return self.growth_bytes / self.samples[0][1]
+
+    @property
+    def slope_bytes_per_token(self) -> float:
+        """Least squares over all samples."""
+        tokens, resident = np.array(self.samples, dtype=np.float64).T
+        if len(tokens) < 2:
+            return 0.0
+        return float(np.polyfit(tokens, resident, 1)[0])
+
+
+class Soak:
+    """One engine under load.
+
+    Args:
+        model: whose engine.
+        kv: a scarce memory.
+        config: the workload.
+    """
+
+    def __init__(self, model: LoadedModel, kv: KVConfig, config: SoakConfig) -> None:
+        self.engine = Engine(model, kv, ScheduleConfig(max_running=config.max_running))
+        self.generated_tokens = 0
+        self.requests = 0
+        self._config = config
+        self._rng = random.Random(config.seed)
+
+    def generate(self, tokens: int) -> None:
+        """Run until so many more tokens have been generated."""
+        goal = self.generated_tokens + tokens
+        while self.generated_tokens < goal:
+            if self.engine.scheduler.num_waiting < self._config.max_running // 8:
+                self._arrive()
+            self.generated_tokens += sum(len(delta.token_ids) for delta in self.engine.step())
+
+    def finish(self) -> None:
+        """Answer what is open, and prove that every page is back.
+
+        Raises:
+            InvariantError: one is not.
+        """
+        while self.engine.has_work:
+            self.generated_tokens += sum(len(delta.token_ids) for delta in self.engine.step())
+        self.engine.check()
+
+    def _arrive(self) -> None:
+        rng, config = self._rng, self._config
+        for _ in range(rng.randint(0, 3)):
+            self.requests += 1
+            vocab_size = self.engine.model.spec.vocab_size
+            prompt = [
+                rng.randrange(vocab_size) for _ in range(rng.randint(1, config.prompt_tokens))
+            ]
+            request_id = self.engine.submit(prompt, self._params())
+            if rng.random() < config.cancelled:
+                self.engine.cancel(request_id)
+        running = self.engine.scheduler.running
+        if running and rng.random() < config.cancelled:
+            self.engine.cancel(rng.choice(running).request_id)
+
+    def _params(self) -> SamplingParams:
+        rng = self._rng
+        return SamplingParams(
+            max_tokens=rng.randint(1, self._config.new_tokens),
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([0.9, 1.0]),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            logprobs=rng.choice([None, None, None, 3]),
+            seed=rng.getrandbits(32),
+            ignore_eos=True,
+        )
+
+
+def run_arm(arm: str, model: LoadedModel, config: SoakConfig) -> SoakResult:
+    """Generate the arm's tokens and watch resident memory."""
+    tokens = max(SAMPLES, config.tokens // len(ARMS))
+    soak, process = Soak(model, ARMS[arm], config), psutil.Process()
+    soak.generate(int(WARM_UP_SHARE * tokens))
+    samples = [(soak.generated_tokens, process.memory_info().rss)]
+    while soak.generated_tokens < tokens:
+        soak.generate(tokens // SAMPLES)
+        samples.append((soak.generated_tokens, process.memory_info().rss))
+    soak.finish()
+    preemptions = soak.engine.scheduler.num_preemptions
+    return SoakResult(arm, soak.generated_tokens, preemptions, soak.requests, tuple(samples))
+
+
+def summarise(results: Sequence[SoakResult]) -> dict[str, int | float]:
+    """Claims: the arm that grew most, and how much happened in all."""
+    worst = max(results, key=lambda result: result.growth_bytes)
+    return {
+        "rss_growth_bytes": worst.growth_bytes,
+        "rss_growth_fraction": worst.growth_fraction,
+        "rss_slope_bytes_per_token": max(result.slope_bytes_per_token for result in results),
+        "generated_tokens": sum(result.generated_tokens for result in results),
+        "requests": sum(result.requests for result in results),
+        "preemptions": sum(result.preemptions for result in results),
+    }

@@ -1,0 +1,49 @@
+"""`quire bench soak`: does memory grow with the tokens generated?"""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from quire.cli.report import envelope
+
+
+def soak(
+    *,
+    tokens: Annotated[
+        int, typer.Option(min=2_000, help="Tokens to generate, half of them while evicting.")
+    ] = 100_000,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
+    ] = False,
+) -> None:
+    """Measure whether resident memory grows while requests come and go.
+
+    quire-tiny answers requests that arrive at random in a scarce KV memory, with preemptions and
+    cancellations, first without eviction and then with it.
+    """
+    import torch
+
+    from quire.bench.soak import ARMS, SoakConfig, run_arm, summarise
+    from quire.models.loader import load_model
+
+    if threads:
+        torch.set_num_threads(threads)
+    config = SoakConfig(tokens=tokens)
+    model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
+    results = []
+    for arm in ARMS:
+        result = run_arm(arm, model, config)
+        results.append(result)
+        typer.echo(
+            f"{arm}: {result.generated_tokens:,} tokens, {result.requests:,} requests, "
+            f"{result.preemptions:,} preemptions; resident {result.samples[0][1]:,} B after the "
+            f"warm-up, {result.growth_bytes:+,} B since "
+            f"({result.slope_bytes_per_token:+.2f} B a token)"
+        )
+    if as_json:
+        arms = {result.arm: asdict(result) for result in results}
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        typer.echo(json.dumps(envelope("bench soak", summarise(results), arms, used)))
