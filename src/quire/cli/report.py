@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from quire.plan.ceilings import Machine
+from quire.plan.container import container_total_bytes
 
 _PACKAGES = ("torch", "transformers", "numpy")
 
@@ -84,8 +85,10 @@ def this_machine(threads: int) -> Machine:
 
 
 def total_memory_bytes() -> int:
-    """Memory of this machine."""
-    return int(psutil.virtual_memory().total)
+    """Memory of this machine, or of the container this process is in."""
+    limit_bytes = container_total_bytes()
+    total_bytes = int(psutil.virtual_memory().total)
+    return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
 
 
 def _git(git: str, folder: Path, *arguments: str) -> str | None:

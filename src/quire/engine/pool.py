@@ -9,15 +9,19 @@ from quire.engine.activation import measure_activation_peak
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.kernels.select import select_backend
+from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import DTYPES, PageStore
 from quire.models.loader import LoadedModel
+from quire.plan.container import container_free_bytes
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
 from quire.policies.registry import Eviction, make_eviction
+from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import layout_for
+from quire.spec.pages import CacheLayout, PageClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
     )
-    total_bytes = _kv_bytes(model, config, schedule)
+    total_bytes = _kv_bytes(model, config, schedule, layout, eviction.spec)
     memory = KVMemory(
         layout,
         total_bytes,
@@ -106,7 +110,13 @@ def _codec(name: str, dtype: torch.dtype) -> str:
     return next(codec for codec, plain in DTYPES.items() if plain == dtype)
 
 
-def _kv_bytes(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> int:
+def _kv_bytes(
+    model: LoadedModel,
+    config: KVConfig,
+    schedule: ScheduleConfig,
+    layout: CacheLayout,
+    eviction: EvictionSpec,
+) -> int:
     device = model.decoder.device
     free_bytes = _free_bytes(device)
     if config.memory != "auto":
@@ -118,16 +128,42 @@ def _kv_bytes(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) ->
             )
         return asked_bytes
     total_bytes = free_bytes + model.weight_bytes
-    return auto_kv_memory(
+    left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,
         activation_peak_bytes=measure_activation_peak(model.decoder, schedule),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
+    return min(left_bytes, most_kv_bytes(layout, model.spec.max_positions, schedule, eviction))
+
+
+def most_kv_bytes(
+    layout: CacheLayout, max_positions: int, schedule: ScheduleConfig, eviction: EvictionSpec
+) -> int:
+    """Bytes of an arena that `max_running` requests as long as the context can never fill.
+
+    Whole slabs, as many as every page class needs when slab borders cut pages.
+    """
+    chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
+    pages: dict[PageClass, int] = {}
+    for group in layout.groups:
+        tokens = max_positions if group.ordered else eviction.peak_tokens(max_positions)
+        slots = group.slots_at_most(tokens, chunk_tokens)
+        needed = group.page_class.pages_for(slots) * group.num_lanes * schedule.max_running
+        pages[group.page_class] = pages.get(group.page_class, 0) + needed
+    sizes = [page_class.page_bytes for page_class in pages]
+    # at least the slabs of an arena of any size, which are largest in a large one
+    slab_bytes = choose_slab_bytes(1 << 60, sizes)
+    return slab_bytes * sum(
+        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
+        for page, count in pages.items()
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
+        free_bytes = int(psutil.virtual_memory().available)
+        contained = container_free_bytes()
+        return free_bytes if contained is None else min(free_bytes, max(0, contained))
     torch.cuda.empty_cache()  # what the allocator keeps for later is free too
     return torch.cuda.mem_get_info(device)[0]

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import engines
+import quire.engine.pool
+from quire.engine.core import Engine
 from quire.engine.pool import build_pool
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
@@ -91,3 +93,35 @@ def test_auto_leaves_a_tenth_of_what_is_free(model):
     free_bytes = psutil.virtual_memory().available
     total_bytes = build_pool(model, KVConfig(), ScheduleConfig()).kv.memory.total_bytes
     assert 0 < total_bytes < 0.95 * free_bytes
+
+
+def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
+    monkeypatch.setattr(quire.engine.pool, "container_free_bytes", lambda: 256 * MIB)
+    pool = build_pool(model, KVConfig(), ScheduleConfig(max_running=4096, step_tokens=64))
+
+    assert 0 < pool.kv.memory.total_bytes < 0.95 * 256 * MIB
+    with pytest.raises(ConfigError, match="268,435,456 B that are free"):
+        build_pool(model, KVConfig(memory="257MiB"), ScheduleConfig())
+
+
+def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
+    monkeypatch.setattr(quire.engine.pool, "container_free_bytes", lambda: -5)
+
+    with pytest.raises(ConfigError, match="no memory is left for KV"):
+        build_pool(model, KVConfig(), ScheduleConfig(step_tokens=64))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("evict", ["full", "recent:cap=16,every=4"])
+@pytest.mark.parametrize("page_tokens", [3, 16])
+def test_auto_takes_what_all_requests_can_ever_use_and_no_more(name, evict, page_tokens):
+    model, schedule = engines.load(name), ScheduleConfig(max_running=3, step_tokens=64)
+    if evict != "full" and all(layer.window for layer in model.spec.layers):
+        pytest.skip("every layer has a window already")
+    engine = Engine(model, KVConfig(evict=evict, page_tokens=page_tokens), schedule)
+    memory, admission = engine.pool.kv.memory, engine.scheduler.admission
+    pages = admission.peak_pages(model.spec.max_positions)
+    slabs = [-(-3 * n // memory.pools[c].pages_per_slab) for c, n in pages.items()]
+
+    assert sum(slabs) <= memory.arena.num_slabs
+    assert memory.total_bytes <= 3 * admission.peak_bytes(model.spec.max_positions) + 4 * MIB
