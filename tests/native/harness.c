@@ -1,9 +1,11 @@
 /* Runs attention.c under the address and undefined-behaviour sanitizers.
  *
  * Random lanes in pages that end exactly where their memory ends, compared with the plainest
- * attention in double precision. Free slots hold NaN. Exit code 0 when everything agrees.
+ * attention in double precision: walks, walks that are merged, blocks, column sums. Free slots hold
+ * NaN. Exit code 0 when everything agrees.
  */
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "attention.c"
 
@@ -27,9 +29,9 @@ static int one_case(int path, int dtype) {
     for (int r = 0; r < rows; r++) {
         row_ids[r] = r;
         starts[r] = total;
-        total += new_tokens[r] = between(1, 4);
+        total += new_tokens[r] = between(0, 1) ? 1 : between(2, 40);
         for (int l = 0; l < lanes; l++) {
-            slots[r * lanes + l] = new_tokens[r] + between(0, 90);
+            slots[r * lanes + l] = new_tokens[r] + between(0, 300);
             if (slots[r * lanes + l] > widest) widest = slots[r * lanes + l];
         }
     }
@@ -40,7 +42,31 @@ static int one_case(int path, int dtype) {
     size_t out_count = (size_t)total * num_heads * dim;
     uint8_t *query = malloc(out_count * item), *out = malloc(out_count * item);
     float *sinks = between(0, 1) ? malloc(sizeof(float) * num_heads) : NULL;
-    float *sums = between(0, 1) ? calloc((size_t)rows * lanes * heads * widest, sizeof(float)) : NULL;
+    float *sums = between(0, 1) ? calloc((size_t)rows * num_heads * widest, sizeof(float)) : NULL;
+    double *expected_sums = calloc((size_t)rows * num_heads * widest, sizeof(double));
+    int window = between(0, 1) ? between(1, 60) : 0;
+    part walks[60], blocks[12], merges[3], sum_parts[9];
+    int num_walks = 0, num_blocks = 0, num_merges = 0, num_sums = 0, num_partials = 0;
+    for (int r = 0; r < rows; r++) {
+        if (new_tokens[r] > 1 && quire_block_queries(path, dim)) {
+            for (int first = 0; first < new_tokens[r] * group; first += 50, num_blocks++) {
+                int left = new_tokens[r] * group - first;
+                blocks[num_blocks] = (part){r, first, left < 50 ? left : 50, -1};
+            }
+            for (int first = 0; first < widest; first += 256)
+                sum_parts[num_sums++] = (part){r, first, 256, -1};
+        } else if (new_tokens[r] == 1 && !window && between(0, 1)) { /* in pieces */
+            merges[num_merges++] = (part){r, 0, (widest + 63) / 64, num_partials};
+            for (int first = 0; first < widest; first += 64)
+                walks[num_walks++] = (part){r, first, 64, num_partials++};
+        } else {
+            walks[num_walks++] = (part){r, 0, widest, -1};
+        }
+    }
+    float *normalisers = malloc(sizeof(float) * 2 * total * num_heads);
+    float *partials = malloc(sizeof(float) * num_heads * (num_partials + 1) * (dim + 2));
+    int64_t scratch_bytes = quire_scratch_bytes(dim, sums ? widest : 0);
+    uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     for (int64_t i = 0; i < pages * page_bytes / item; i++) store_number(arena, i, dtype, NAN);
     for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
     for (size_t i = 0; i < out_count; i++) store_number(query, (int64_t)i, dtype, number());
@@ -59,9 +85,12 @@ static int one_case(int path, int dtype) {
         .table_row_stride = (int64_t)lanes * capacity, .table_lane_stride = capacity, .rows = row_ids,
         .slots = slots, .starts = starts, .tokens = new_tokens, .query = query,
         .query_token_stride = (int64_t)num_heads * dim, .query_head_stride = dim, .out = out,
-        .sinks = sinks, .column_sums = sums, .sums_stride = widest, .num_rows = rows,
-        .num_lanes = lanes, .heads_per_page = heads, .group = group, .head_dim = dim,
-        .page_tokens = tokens, .dtype = dtype, .window = between(0, 1) ? between(1, 60) : 0,
+        .sinks = sinks, .column_sums = sums, .sums_stride = widest, .normalisers = sums ? normalisers : NULL,
+        .partials = partials, .scratch = scratch, .scratch_bytes = scratch_bytes, .walks = walks,
+        .blocks = blocks, .merges = merges, .sums = sum_parts, .num_walks = num_walks,
+        .num_blocks = num_blocks, .num_merges = num_merges, .num_sums = sums ? num_sums : 0,
+        .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .head_dim = dim,
+        .page_tokens = tokens, .dtype = dtype, .window = window,
         .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
     };
     if (quire_attend(&a, NULL, 1)) return 1;
@@ -86,6 +115,8 @@ static int one_case(int path, int dtype) {
                 }
                 if (sinks) sum = exp(sinks[h] - top);
                 for (int s = first; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
+                for (int s = first; s <= own; s++)
+                    expected_sums[((int64_t)r * num_heads + h) * widest + s] += weight[s] / sum;
                 for (int d = 0; d < dim; d++) {
                     double expected = 0;
                     for (int s = first; s <= own; s++) {
@@ -97,6 +128,9 @@ static int one_case(int path, int dtype) {
                     if (!(error <= worst)) worst = error;
                 }
             }
+    for (int64_t i = 0; sums && i < (int64_t)rows * num_heads * widest; i++)
+        if (!(fabs(expected_sums[i] - sums[i]) <= worst)) worst = fabs(expected_sums[i] - sums[i]);
+    free(expected_sums), free(normalisers), free(partials), free(scratch);
     free(arena), free(table), free(query), free(out), free(sinks), free(sums), free(weight);
     double allowed = dtype == F32 ? 2e-5 : dtype == BF16 ? 2e-2 : 4e-3;
     if (worst <= allowed) return 0;

@@ -116,6 +116,8 @@ class AttentionBackend(Protocol):
         math: AttentionMath,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Float[Tensor, "row num_heads slot"] | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """Attend for all rows of the step.
 
@@ -125,6 +127,9 @@ class AttentionBackend(Protocol):
             math: scale and extras.
             query: the flat batch, after RoPE.
             fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim].
+            column_sums: float32 zeros, contiguous, at least as wide as the fullest lane; gets each
+                slot's weights summed over the row's queries of this step, for each query head. The
+                output is the same with and without.
 
         Returns:
             Like query.

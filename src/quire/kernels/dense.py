@@ -74,6 +74,12 @@ def _attend_plain(
 def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, math: AttentionMath, seen: Tensor | None
 ) -> Tensor:
+    weights = _weights(query, key, math, seen).to(value.dtype)
+    return (weights @ value[:, :, None]).reshape(query.shape)
+
+
+def _weights(query: Tensor, key: Tensor, math: AttentionMath, seen: Tensor | None) -> Tensor:
+    """[batch, num_kv_heads, group, query, token] in float32."""
     batch, _, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, num_queries, head_dim)
@@ -85,5 +91,25 @@ def _attend_block(
     if math.sinks is not None:
         column = math.sinks.float().view(-1, num_kv_heads, logits.shape[2], 1, 1)
         logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights @ value[:, :, None]).reshape(query.shape)
+    return torch.softmax(logits, dim=-1)[..., : key.shape[2]]
+
+
+def column_sums_dense(
+    query: Float[Tensor, "batch num_heads query head_dim"],
+    key: Float[Tensor, "batch num_kv_heads token head_dim"],
+    *,
+    math: AttentionMath,
+    seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
+) -> Float[Tensor, "batch num_heads token"]:
+    """Attention weights summed over the queries, in float32, in blocks of queries.
+
+    Arguments as for `attend_dense`; causal batches say so with `seen`.
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    sums = torch.zeros(batch, num_heads, key.shape[2], device=query.device)
+    for start in range(0, num_queries, PLAIN_BLOCK_QUERIES):
+        part = slice(start, start + PLAIN_BLOCK_QUERIES)
+        mask = seen if seen is None or seen.shape[2] == 1 else seen[:, :, part]
+        weights = _weights(query[:, :, part].float(), key.float(), math, mask)
+        sums += weights.sum(dim=3).view(sums.shape)
+    return sums

@@ -6,71 +6,17 @@ fresh chunks         nothing stored before them: they attend to themselves, noth
 other chunks         gathered and attended one entry at a time
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
-from quire.kernels.dense import attend_dense
+from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
 from quire.kernels.paging import gather_pages
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
-BUCKET_SLACK = 1.25  # longest over shortest entry of a decode bucket, beyond a page
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBucket:
-    """Decode entries gathered together.
-
-    Attributes:
-        rows: [entries] index of the row in the step.
-        lanes: [entries] lane among the layer's own.
-        columns: pages gathered for each entry.
-        shortest: slots of the shortest entry: what lies behind it may be no live slot.
-        dead: bool [entries, 1, slots - shortest, 1] slots that were never written, or None.
-        seen: bool [entries, 1, 1, slots], or None when every slot of every entry is seen.
-    """
-
-    rows: Tensor
-    lanes: Tensor
-    columns: int
-    shortest: int
-    dead: Tensor | None
-    seen: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows with the same number of new tokens that attend in one call.
-
-    Attributes:
-        rows: indices of the rows in the step.
-        tokens: new tokens of each.
-        slots: [lanes] slots of the row after the step; more than `tokens` only for a single row.
-    """
-
-    rows: NDArray[np.int64]
-    tokens: int
-    slots: NDArray[np.int32]
-
-    @property
-    def is_fresh(self) -> bool:
-        """Nothing was stored before these tokens."""
-        return bool((self.slots == self.tokens).all())
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredPlan:
-    """What the layers of a lane group share in one step."""
-
-    step: StepShape
-    window: int | None
-    buckets: tuple[DecodeBucket, ...]
-    chunks: tuple[Chunk, ...]
 
 
 class GatheredAttention:
@@ -90,61 +36,16 @@ class GatheredAttention:
         self.peak_scratch_bytes = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
-    # ---- once for all layers alike -------------------------------------------------------------
-
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Cut decode entries into buckets and group the chunks."""
-        decode = lanes.slots[: step.num_decode].reshape(-1)
-        order = np.argsort(decode, kind="stable")
-        buckets = [
-            self._bucket(decode, entries, lanes, page_tokens)
-            for entries in self._cut(decode[order], order, page_tokens, slot_bytes)
-        ]
-        return GatheredPlan(step, lanes.window, tuple(buckets), tuple(group_chunks(step, lanes)))
-
-    def _cut(
-        self,
-        lengths: NDArray[np.int32],
-        order: NDArray[np.int64],
-        page_tokens: int,
-        slot_bytes: int,
-    ) -> Iterator[NDArray[np.int64]]:
-        """Cut entries, sorted by length, where they get too long or too many for the scratch."""
-        start = 0
-        pages = -(-lengths.astype(np.int64) // page_tokens)
-        gathered_bytes = pages * (page_tokens * slot_bytes)
-        for i in range(1, len(order)):
-            too_long = lengths[i] > BUCKET_SLACK * lengths[start] + page_tokens
-            if too_long or (i + 1 - start) * gathered_bytes[i] > self._scratch_bytes:
-                yield order[start:i]
-                start = i
-        if len(order):
-            yield order[start:]
-
-    def _bucket(
-        self,
-        lengths: NDArray[np.int32],
-        entries: NDArray[np.int64],
-        lanes: LaneSlots,
-        page_tokens: int,
-    ) -> DecodeBucket:
-        held = lengths[entries, None]
-        rows, lane = np.divmod(entries, lanes.slots.shape[1])
-        columns, shortest = -(-int(held.max()) // page_tokens), int(held.min())
-        slot = np.arange(columns * page_tokens)
-        live = slot < held
-        seen = live if lanes.window is None else live & (slot >= held - lanes.window)
-        dead = ~live[:, shortest:]
-        return DecodeBucket(
-            rows=self._tensor(rows),
-            lanes=self._tensor(lane),
-            columns=columns,
-            shortest=shortest,
-            dead=self._tensor(dead)[:, None, :, None] if dead.any() else None,
-            seen=None if seen.all() else self._tensor(seen)[:, None, None],
+        return plan_gathering(
+            step,
+            lanes,
+            page_tokens=page_tokens,
+            slot_bytes=slot_bytes,
+            scratch_bytes=self._scratch_bytes,
+            device=self._device,
         )
-
-    # ---- every layer ---------------------------------------------------------------------------
 
     def attend(
         self,
@@ -153,13 +54,14 @@ class GatheredAttention:
         math: AttentionMath,
         query: Tensor,
         fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Tensor | None = None,
     ) -> Tensor:
         """Attend for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, GatheredPlan), "a plan comes from this backend"
         out = torch.empty_like(query)
-        num_decode = plan.step.num_decode
-        if num_decode:
-            self._decode(plan, pages, math, query[:num_decode], out[:num_decode])
+        for bucket in plan.buckets:
+            self._decode(bucket, plan, pages, math, query, out, column_sums)
         for chunk in plan.chunks:
             token = torch.cat(
                 [torch.arange(s, s + chunk.tokens) for s in plan.step.starts[chunk.rows].tolist()]
@@ -167,29 +69,39 @@ class GatheredAttention:
             shape = (len(chunk.rows), chunk.tokens, *query.shape[1:])
             q = query[token].view(shape).transpose(1, 2)
             if chunk.is_fresh:
-                attended = self._fresh_chunk(plan, chunk, math, q, token, fresh)
+                attended = self._fresh_chunk(plan, chunk, math, q, token, fresh, column_sums)
             else:
-                attended = self._stored_chunk(plan, chunk, math, q, pages)
+                attended = self._stored_chunk(plan, chunk, math, q, pages, column_sums)
             out[token] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
     def _decode(
-        self, plan: GatheredPlan, pages: LayerPages, math: AttentionMath, query: Tensor, out: Tensor
+        self,
+        bucket: DecodeBucket,
+        plan: GatheredPlan,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        out: Tensor,
+        column_sums: Tensor | None,
     ) -> None:
-        by_lane, out_by_lane = _by_lane(query, pages), _by_lane(out, pages)
-        for bucket in plan.buckets:
-            key, value = self._gather(pages, bucket.rows, bucket.lanes, bucket.columns)
-            if bucket.dead is not None:
-                # free slots may hold anything, and 0 * NaN is NaN
-                key[:, :, bucket.shortest :].masked_fill_(bucket.dead, 0)
-                value[:, :, bucket.shortest :].masked_fill_(bucket.dead, 0)
-            out_by_lane[bucket.rows, bucket.lanes] = attend_dense(
-                by_lane[bucket.rows, bucket.lanes].unsqueeze(2),
-                key,
-                value,
-                math=_math_of(math, pages, bucket.lanes),
-                seen=bucket.seen,
-            ).squeeze(2)
+        num_decode = plan.step.num_decode
+        rows, lanes = bucket.rows, bucket.lanes
+        by_lane, out_by_lane = (_by_lane(x[:num_decode], pages) for x in (query, out))
+        key, value = self._gather(pages, rows, lanes, bucket.columns)
+        if bucket.dead is not None:
+            # free slots may hold anything, and 0 * NaN is NaN
+            key.masked_fill_(bucket.dead, 0)
+            value.masked_fill_(bucket.dead, 0)
+        q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
+        attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
+        out_by_lane[rows, lanes] = attended.squeeze(2)
+        if column_sums is not None:
+            sums = column_sums_dense(q, key, math=own_math, seen=bucket.seen)
+            target = _by_lane(column_sums, pages)
+            for i, first in enumerate(bucket.slots[:, 0].tolist()):
+                row = target[int(rows[i]), int(lanes[i]), :, first : first + sums.shape[2]]
+                row.copy_(sums[i, :, : row.shape[1]])
 
     def _fresh_chunk(
         self,
@@ -199,9 +111,15 @@ class GatheredAttention:
         query: Tensor,
         token: Tensor,
         fresh: tuple[Tensor, Tensor],
+        column_sums: Tensor | None,
     ) -> Tensor:
         shape = (len(chunk.rows), chunk.tokens, *fresh[0].shape[1:])
         key, value = (x[token].view(shape).transpose(1, 2) for x in fresh)
+        if column_sums is not None:
+            seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
+            sums = column_sums_dense(query, key, math=math, seen=seen)
+            rows = torch.from_numpy(chunk.rows).to(self._device)
+            column_sums[rows, :, : chunk.tokens] = sums
         if plan.window is None or chunk.tokens <= plan.window:
             return attend_dense(query, key, value, math=math, seen=None, causal=True)
         seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
@@ -214,23 +132,27 @@ class GatheredAttention:
         math: AttentionMath,
         query: Tensor,
         pages: LayerPages,
+        column_sums: Tensor | None,
     ) -> Tensor:
-        row = self._tensor(chunk.rows)
-        parts = []
+        row, parts = torch.from_numpy(chunk.rows).to(self._device), []
+        per_lane = query.shape[1] // len(chunk.slots)
         for lane, slots in enumerate(chunk.slots.tolist()):
             lane_index = torch.tensor([lane], device=self._device)
-            columns = -(-slots // pages.page_tokens)
-            key, value = self._gather(pages, row, lane_index, columns)
-            per_lane = query.shape[1] // len(chunk.slots)
-            parts.append(
-                attend_dense(
-                    query[:, lane * per_lane : (lane + 1) * per_lane],
-                    key[:, :, :slots],
-                    value[:, :, :slots],
-                    math=_math_of(math, pages, lane_index),
-                    seen=self._chunk_seen(chunk.tokens, slots, plan.window),
-                )
-            )
+            heads = slice(lane * per_lane, (lane + 1) * per_lane)
+            # what lies behind the window of the oldest query is seen by none of them
+            oldest = slots - chunk.tokens
+            first = 0 if plan.window is None else max(0, oldest + 1 - plan.window)
+            column = first // pages.page_tokens
+            columns = torch.arange(column, -(-slots // pages.page_tokens), device=self._device)
+            live = slice(first - column * pages.page_tokens, slots - column * pages.page_tokens)
+            gathered = self._gather(pages, row, lane_index, columns[None])
+            key, value = (x[:, :, live] for x in gathered)
+            q, own_math = query[:, heads], _math_of(math, pages, lane_index)
+            seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
+            parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
+            if column_sums is not None:
+                sums = column_sums_dense(q, key, math=own_math, seen=seen)
+                column_sums[int(chunk.rows[0]), heads, first:slots] = sums[0]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _chunk_seen(self, tokens: int, slots: int, window: int | None) -> Tensor:
@@ -243,9 +165,11 @@ class GatheredAttention:
         return seen[None, None]
 
     def _gather(
-        self, pages: LayerPages, rows: Tensor, lanes: Tensor, columns: int
+        self, pages: LayerPages, rows: Tensor, lanes: Tensor, columns: Tensor
     ) -> tuple[Tensor, Tensor]:
-        numbers = pages.table[pages.rows[rows], pages.first_lane + lanes, :columns]
+        """Keys and values [entries, heads, slots, head_dim] of table columns [entries, columns]."""
+        columns = columns.clamp(max=pages.table.shape[2] - 1)
+        numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
         numbers = numbers.clamp_min(0).long()  # rows with fewer pages: any page, cleared as dead
         planes = (pages.key, pages.value)
         counts = [numbers.numel() * plane[0].numel() for plane in planes]
@@ -267,12 +191,9 @@ class GatheredAttention:
             self.peak_scratch_bytes = num_bytes
         return self._scratch
 
-    def _tensor(self, numbers: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
-
 
 def _by_lane(flat: Tensor, pages: LayerPages) -> Tensor:
-    """[rows, num_heads, head_dim] as [rows, lanes, heads of a lane, head_dim], the same memory."""
+    """[rows, num_heads, numbers] as [rows, lanes, heads of a lane, numbers], the same memory."""
     return flat.view(len(flat), pages.num_lanes, -1, flat.shape[2])
 
 
@@ -281,16 +202,3 @@ def _math_of(math: AttentionMath, pages: LayerPages, lanes: Tensor) -> Attention
     if math.sinks is None:
         return math
     return replace(math, sinks=math.sinks.view(pages.num_lanes, -1)[lanes])
-
-
-def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
-    """Group rows that start fresh with equally many tokens; the others stand alone."""
-    fresh: dict[int, list[int]] = {}
-    for row in range(step.num_decode, len(step.tokens)):
-        tokens, slots = int(step.tokens[row]), lanes.slots[row]
-        if (slots == tokens).all():
-            fresh.setdefault(tokens, []).append(row)
-        else:
-            yield Chunk(np.array([row]), tokens, slots)
-    for tokens, rows in fresh.items():
-        yield Chunk(np.array(rows), tokens, lanes.slots[rows[0]])

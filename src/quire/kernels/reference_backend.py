@@ -34,6 +34,8 @@ class ReferenceAttention:
         math: AttentionMath,
         query: Tensor,
         fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Tensor | None = None,
     ) -> Tensor:
         """Attend row by row and lane by lane; see `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan), "a plan comes from this backend"
@@ -45,9 +47,12 @@ class ReferenceAttention:
             for lane in range(pages.num_lanes):
                 part = (slice(start, start + tokens), slice(lane * heads, (lane + 1) * heads))
                 slots = int(plan.lanes.slots[row, lane])
-                out[part] = _attend_lane(
+                attended, sums = _attend_lane(
                     query[part], pages, math, (row, lane, slots), plan.lanes.window
-                ).to(out.dtype)
+                )
+                out[part] = attended.to(out.dtype)
+                if column_sums is not None:
+                    column_sums[row, part[1], slots - sums.shape[1] : slots] = sums
         return out
 
 
@@ -57,19 +62,20 @@ def _attend_lane(
     math: AttentionMath,
     place: tuple[int, int, int],
     window: int | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     row, lane, slots = place
-    slot = torch.arange(slots, device=query.device)
+    # what lies behind the window of the oldest query is seen by none of them
+    first = 0 if window is None else max(0, slots - len(query) + 1 - window)
+    slot = torch.arange(first, slots, device=query.device)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane][slot // pages.page_tokens]
     key, value = (x[numbers.long(), :, slot % pages.page_tokens] for x in (pages.key, pages.value))
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
-    out, _ = attend_reference(
+    return attend_reference(
         query,
         key,
         value,
         math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
-        query_positions=slot[slots - len(query) :],
+        query_positions=slot[len(slot) - len(query) :],
         key_positions=slot,
         window=window,
     )
-    return out

@@ -14,45 +14,10 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.native.arguments import AttentionArgs
 from quire.kernels.native.fitness import unfit_reason
 
-PATHS = ("plain C", "AVX-512", "AVX-512 with bfloat16 products")
-
-
-class AttentionArgs(ctypes.Structure):
-    """Mirrors `attention_args` of attention.c; its size is compared at load."""
-
-    _fields_ = (
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
-        ("page_bytes", ctypes.c_int64),
-        ("table", ctypes.c_void_p),
-        ("table_row_stride", ctypes.c_int64),
-        ("table_lane_stride", ctypes.c_int64),
-        ("rows", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("column_sums", ctypes.c_void_p),
-        ("sums_stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32),
-        ("num_lanes", ctypes.c_int32),
-        ("heads_per_page", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("first_lane", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("page_tokens", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("path", ctypes.c_int32),
-    )
+PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +26,16 @@ class NativeLibrary:
 
     Attributes:
         attend: `quire_attend` of attention.c.
+        block_queries: `quire_block_queries`.
+        scratch_bytes: `quire_scratch_bytes`.
         path: which code it runs on this CPU, an index into PATHS.
         parallel_for: address of torch's thread function, or None: one thread then.
         max_head_dim: largest head_dim it takes.
     """
 
     attend: "ctypes._NamedFuncPointer"
+    block_queries: "ctypes._NamedFuncPointer"
+    scratch_bytes: "ctypes._NamedFuncPointer"
     path: int
     parallel_for: int | None
     max_head_dim: int
@@ -105,6 +74,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         library = ctypes.CDLL(str(path))
         size, limit = library.quire_args_size, library.quire_max_head_dim
         attend, best_path = library.quire_attend, library.quire_best_path
+        block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
     size.restype = ctypes.c_int64
@@ -112,7 +82,11 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
     attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
     attend.restype = ctypes.c_int
-    return NativeLibrary(attend, best_path(), _torch_parallel_for(), limit())
+    scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64)
+    scratch_bytes.restype = ctypes.c_int64
+    return NativeLibrary(
+        attend, block_queries, scratch_bytes, best_path(), _torch_parallel_for(), limit()
+    )
 
 
 def _torch_parallel_for() -> int | None:

@@ -1,0 +1,133 @@
+"""What the gathered backend makes once for all layers alike: buckets of decode entries, chunks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.backend import LaneSlots, StepShape
+
+BUCKET_SLACK = 1.25  # longest over shortest entry of a decode bucket, beyond a page
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decode entries gathered together. An entry is a row with one new token, in one lane.
+
+    Attributes:
+        rows: [entries] index of the row in the step.
+        lanes: [entries] lane among the layer's own.
+        columns: [entries, columns] of the page table that are gathered.
+        slots: [entries, 1] number of the first gathered slot.
+        dead: bool [entries, 1, gathered slots, 1] slots that may hold anything, or None.
+        seen: bool [entries, 1, 1, gathered slots], or None when every slot is seen.
+    """
+
+    rows: Tensor
+    lanes: Tensor
+    columns: Tensor
+    slots: NDArray[np.int64]
+    dead: Tensor | None
+    seen: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows with the same number of new tokens that attend in one call.
+
+    Attributes:
+        rows: indices of the rows in the step.
+        tokens: new tokens of each.
+        slots: [lanes] slots of the row after the step; more than `tokens` only for a single row.
+    """
+
+    rows: NDArray[np.int64]
+    tokens: int
+    slots: NDArray[np.int32]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was stored before these tokens."""
+        return bool((self.slots == self.tokens).all())
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredPlan:
+    """What the layers of a lane group share in one step."""
+
+    step: StepShape
+    window: int | None
+    buckets: tuple[DecodeBucket, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def plan_gathering(
+    step: StepShape,
+    lanes: LaneSlots,
+    *,
+    page_tokens: int,
+    slot_bytes: int,
+    scratch_bytes: int,
+    device: torch.device,
+) -> GatheredPlan:
+    """Cut decode entries into buckets that fit the scratch memory, and group the chunks."""
+    held = lanes.slots[: step.num_decode].reshape(-1).astype(np.int64)
+    first = _first_seen(held, lanes.window) // page_tokens
+    pages = -(-held // page_tokens) - first
+    order = np.argsort(pages, kind="stable")
+    gathered_bytes = pages[order] * (page_tokens * slot_bytes)
+    buckets = []
+    for part in _cut(pages[order], gathered_bytes, scratch_bytes):
+        entries = order[part]
+        rows, lane = np.divmod(entries, lanes.slots.shape[1])
+        columns = first[entries, None] + np.arange(int(pages[entries].max()))
+        slot = first[entries, None] * page_tokens + np.arange(columns.shape[1] * page_tokens)
+        seen = slot < held[entries, None]
+        seen &= slot >= _first_seen(held[entries, None], lanes.window)
+        mask = None if seen.all() else torch.from_numpy(seen).to(device)
+        buckets.append(
+            DecodeBucket(
+                rows=torch.from_numpy(rows).to(device),
+                lanes=torch.from_numpy(lane).to(device),
+                columns=torch.from_numpy(columns).to(device),
+                slots=slot[:, :1],
+                dead=None if mask is None else ~mask[:, None, :, None],
+                seen=None if mask is None else mask[:, None, None],
+            )
+        )
+    return GatheredPlan(step, lanes.window, tuple(buckets), tuple(group_chunks(step, lanes)))
+
+
+def _first_seen(held: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    """First slot that the newest token of a lane sees."""
+    return np.zeros_like(held) if window is None else np.maximum(held - window, 0)
+
+
+def _cut(
+    pages: NDArray[np.int64], gathered_bytes: NDArray[np.int64], scratch_bytes: int
+) -> Iterator[slice]:
+    """Cut entries, sorted by pages, where they get too long or too many for the scratch."""
+    start = 0
+    for i in range(1, len(pages)):
+        too_long = pages[i] > BUCKET_SLACK * pages[start] + 1
+        if too_long or (i + 1 - start) * gathered_bytes[i] > scratch_bytes:
+            yield slice(start, i)
+            start = i
+    if len(pages):
+        yield slice(start, len(pages))
+
+
+def group_chunks(step: StepShape, lanes: LaneSlots) -> Iterator[Chunk]:
+    """Group rows that start fresh with equally many tokens; the others stand alone."""
+    fresh: dict[int, list[int]] = {}
+    for row in range(step.num_decode, len(step.tokens)):
+        tokens, slots = int(step.tokens[row]), lanes.slots[row]
+        if (slots == tokens).all():
+            fresh.setdefault(tokens, []).append(row)
+        else:
+            yield Chunk(np.array([row]), tokens, slots)
+    for tokens, rows in fresh.items():
+        yield Chunk(np.array(rows), tokens, lanes.slots[rows[0]])

@@ -1,0 +1,93 @@
+/* What a call is told. AttentionArgs in library.py mirrors `attention_args`, field by field. */
+#ifndef QUIRE_ARGS_H
+#define QUIRE_ARGS_H
+
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HAVE_X86 1
+#define INLINE static inline __attribute__((always_inline))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
+#define AVX512_BF16 \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,avx512bf16")))
+#endif
+
+enum { F32 = 0, BF16 = 1, F16 = 2 };
+enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
+
+/* A share of the work, done for every KV head.
+ *
+ * list     first, count are      partial
+ * walks    slots of the lane     number of its result to be merged, or -1: it is the whole row
+ * blocks   query vectors         not used
+ * merges   not used              first of its results; count says how many
+ * sums     slots of the lane     not used
+ */
+typedef struct {
+    int32_t row, first, count, partial;
+} part;
+
+typedef struct {
+    const uint8_t *key, *value; /* planes: page n at n * page_bytes */
+    int64_t page_bytes;
+    const int32_t *table; /* [all rows, all lanes, capacity] */
+    int64_t table_row_stride, table_lane_stride;
+    const int64_t *rows;   /* [num_rows] row of the table */
+    const int32_t *slots;  /* [num_rows, num_lanes] live slots, new tokens included */
+    const int64_t *starts; /* [num_rows] first token of the row in the flat batch */
+    const int32_t *tokens; /* [num_rows] new tokens */
+    const void *query;     /* [tokens, num_heads, head_dim] by strides, head_dim contiguous */
+    int64_t query_token_stride, query_head_stride;
+    void *out;          /* [tokens, num_heads, head_dim] contiguous */
+    const float *sinks; /* [num_heads] or NULL */
+    float *column_sums; /* [num_rows, num_heads, sums_stride] zeroed, or NULL */
+    int64_t sums_stride;
+    float *normalisers; /* [tokens, num_heads, 2] when there are sums: maximum, 1 / sum */
+    float *partials;    /* [kv heads, partials, group, head_dim + 2]: output, maximum, sum */
+    uint8_t *scratch;   /* scratch_bytes for each thread */
+    int64_t scratch_bytes;
+    const part *walks, *blocks, *merges, *sums;
+    int32_t num_walks, num_blocks, num_merges, num_sums, num_partials;
+    int32_t num_lanes, heads_per_page, group, first_lane;
+    int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
+    float scale, softcap;                         /* softcap 0: none */
+    int32_t path;
+} attention_args;
+
+static inline int num_kv_heads(const attention_args *a) { return a->num_lanes * a->heads_per_page; }
+static inline int num_heads(const attention_args *a) { return num_kv_heads(a) * a->group; }
+static inline int itemsize(const attention_args *a) { return a->dtype == F32 ? 4 : 2; }
+
+/* A lane: where the slots of one KV head of one row are. */
+typedef struct {
+    const int32_t *pages;
+    int64_t slots, head_bytes, vector_bytes;
+} lane;
+
+static inline lane lane_of(const attention_args *a, int row, int kv_head) {
+    int number = kv_head / a->heads_per_page;
+    int64_t vector_bytes = (int64_t)a->head_dim * itemsize(a);
+    lane l = {
+        a->table + a->rows[row] * a->table_row_stride + (a->first_lane + number) * a->table_lane_stride,
+        a->slots[row * a->num_lanes + number],
+        (kv_head % a->heads_per_page) * a->page_tokens * vector_bytes,
+        vector_bytes,
+    };
+    return l;
+}
+
+/* Where the slot's vector begins, from the start of a plane. */
+static inline int64_t slot_at(const attention_args *a, const lane *l, int64_t slot) {
+    return (int64_t)l->pages[slot / a->page_tokens] * a->page_bytes + l->head_bytes +
+           slot % a->page_tokens * l->vector_bytes;
+}
+
+/* Query vectors of a (row, KV head) are numbered: tokens of the chunk first, then heads. */
+static inline int64_t query_at(const attention_args *a, int row, int head, int pair) {
+    return (a->starts[row] + pair / a->group) * a->query_token_stride +
+           (head + pair % a->group) * a->query_head_stride;
+}
+
+#endif

@@ -1,0 +1,98 @@
+"""How the attention of a step is cut into parts that threads take one after the other.
+
+rows with few query vectors     one walk; a row of many slots, several walks and a merge
+rows with many query vectors    blocks of query vectors, and for column sums blocks of slots
+
+How a row is cut depends on the row alone, not on the others or on the number of threads: so does
+its output.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kernels.backend import LaneSlots, StepShape
+from quire.kernels.native.arguments import COUNT, FIRST, PART_FIELDS, PARTIAL, ROW
+
+WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
+WALK_TOKENS = 16  # likewise new tokens, where the library has no blocks
+WALK_SLOTS = 4096  # a walk over more slots is split
+SUM_SLOTS = 256  # slots of a part of column sums; what blocked.h packs at a time
+
+PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one layer; see `part` in args.h.
+
+    Attributes:
+        walks, blocks, merges, sums: int32 [parts, row first count partial].
+        num_partials: results that merges read.
+        others: rows left to another backend.
+        longest: most slots of a row.
+        work: slots times tokens, summed over the rows of walks and blocks.
+    """
+
+    walks: PartList
+    blocks: PartList
+    merges: PartList
+    sums: PartList
+    num_partials: int
+    others: NDArray[np.int64]
+    longest: int
+    work: int
+
+
+def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) -> Parts:
+    """Cut the rows of a step.
+
+    Args:
+        step: new tokens of the rows.
+        lanes: how full they are.
+        group: query heads that share a KV head.
+        block_queries: query vectors of a block; 0 where the library has no blocks.
+    """
+    slots = lanes.slots.max(axis=1).astype(np.int64)
+    tokens = step.tokens.astype(np.int64)
+    small = tokens <= WALK_TOKENS if block_queries == 0 else tokens * group <= WALK_QUERIES
+    small |= tokens == 1
+    walked, large = np.flatnonzero(small), np.flatnonzero(~small)
+    blocked = large if block_queries else large[:0]
+    one_token = (tokens == 1) & (lanes.window is None)
+    counts = np.where(one_token, -(-slots // WALK_SLOTS), 1)[walked]
+    walks = _repeat(walked, counts, WALK_SLOTS)
+    walks[:, COUNT][np.repeat(counts == 1, counts)] = slots.max(initial=0)
+    split = np.repeat(counts > 1, counts)
+    walks[:, PARTIAL] = np.where(split, np.cumsum(split) - 1, -1)
+    first = np.cumsum(np.where(counts > 1, counts, 0)) - counts
+    merges = np.zeros((int((counts > 1).sum()), PART_FIELDS), dtype=np.int32)
+    for field, column in ((ROW, walked), (COUNT, counts), (PARTIAL, first)):
+        merges[:, field] = column[counts > 1]
+    pairs = tokens[blocked] * group
+    size = max(block_queries, 1)
+    blocks = _repeat(blocked, -(-pairs // size), size)
+    blocks[:, COUNT] = np.minimum(size, np.repeat(pairs, -(-pairs // size)) - blocks[:, FIRST])
+    kept = walked if block_queries == 0 else np.arange(len(tokens))
+    return Parts(
+        walks=walks,
+        blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots: they begin
+        merges=merges,
+        sums=_repeat(blocked, -(-slots[blocked] // SUM_SLOTS), SUM_SLOTS),
+        num_partials=int(split.sum()),
+        others=large if block_queries == 0 else large[:0],
+        longest=int(slots.max(initial=0)),
+        work=int((slots[kept] * tokens[kept]).sum()),
+    )
+
+
+def _repeat(rows: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> PartList:
+    """`counts[i]` parts of `size` for row `rows[i]`, one behind the other."""
+    parts = np.zeros((int(counts.sum()), PART_FIELDS), dtype=np.int32)
+    parts[:, ROW] = np.repeat(rows, counts)
+    ends = np.cumsum(counts)
+    parts[:, FIRST] = (np.arange(len(parts)) - np.repeat(ends - counts, counts)) * size
+    parts[:, COUNT] = size
+    parts[:, PARTIAL] = -1
+    return parts

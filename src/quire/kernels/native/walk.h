@@ -1,0 +1,87 @@
+/* A walk: up to MAX_QUERIES query vectors that share a KV head go over its slots together, with an
+ * online softmax for each tile of 16 slots. Here the plain path, in portable C. */
+#ifndef QUIRE_WALK_H
+#define QUIRE_WALK_H
+
+#include <math.h>
+
+#include "numbers.h"
+
+#define MAX_QUERIES 8
+#define TILE 16
+#define MAX_HEAD_DIM 512
+
+typedef struct {
+    int count, head_dim;
+    int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
+    float *logits[MAX_QUERIES];                  /* by slot, kept for column sums; or NULL */
+    float maximum[MAX_QUERIES], sum[MAX_QUERIES];
+    float query[MAX_QUERIES][MAX_HEAD_DIM];   /* times scale */
+    uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
+    float out[MAX_QUERIES][MAX_HEAD_DIM];
+} walk;
+
+/* Up to 16 slots of one page. Slots from `count` on belong to nobody and may hold NaN. */
+typedef struct {
+    const uint8_t *key, *value;
+    int64_t slot; /* number of the first in the lane */
+    int count;
+} tile;
+
+static void cap_and_mask(const walk *w, const tile *t, int m, float softcap, float *logits) {
+    for (int i = 0; i < TILE; i++) {
+        int64_t slot = t->slot + i;
+        if (i >= t->count || slot < w->low[m] || slot >= w->high[m]) logits[i] = -INFINITY;
+        else if (softcap > 0) logits[i] = softcap * tanhf(logits[i] / softcap);
+    }
+}
+
+/* Update maximum and sum of query m; logits become weights. Returns the factor on what was there. */
+static float take_in(walk *w, int m, float *logits) {
+    float top = w->maximum[m], sum = 0;
+    for (int i = 0; i < TILE; i++) top = logits[i] > top ? logits[i] : top;
+    if (top == -INFINITY) {
+        memset(logits, 0, TILE * sizeof(float));
+        return 1;
+    }
+    float factor = expf(w->maximum[m] - top);
+    for (int i = 0; i < TILE; i++) {
+        logits[i] = expf(logits[i] - top);
+        sum += logits[i];
+    }
+    w->maximum[m] = top;
+    w->sum[m] = w->sum[m] * factor + sum;
+    return factor;
+}
+
+/* Slots the vector does not see are left as they are. */
+static void keep_logits(const walk *w, const tile *t, int m, const float *logits) {
+    for (int i = 0; w->logits[m] && i < t->count; i++)
+        if (t->slot + i >= w->low[m] && t->slot + i < w->high[m]) w->logits[m][t->slot + i] = logits[i];
+}
+
+static void walk_tile_plain(walk *w, const tile *t, int dtype, float softcap) {
+    float vectors[TILE][MAX_HEAD_DIM], weights[MAX_QUERIES][TILE];
+    int dim = w->head_dim;
+    for (int i = 0; i < t->count; i++)
+        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->key, (int64_t)i * dim + d, dtype);
+    for (int m = 0; m < w->count; m++) {
+        for (int i = 0; i < t->count; i++) {
+            float product = 0;
+            for (int d = 0; d < dim; d++) product += w->query[m][d] * vectors[i][d];
+            weights[m][i] = product;
+        }
+        cap_and_mask(w, t, m, softcap, weights[m]);
+        keep_logits(w, t, m, weights[m]);
+        float factor = take_in(w, m, weights[m]);
+        if (factor != 1)
+            for (int d = 0; d < dim; d++) w->out[m][d] *= factor;
+    }
+    for (int i = 0; i < t->count; i++)
+        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->value, (int64_t)i * dim + d, dtype);
+    for (int m = 0; m < w->count; m++)
+        for (int i = 0; i < t->count; i++)
+            for (int d = 0; d < dim; d++) w->out[m][d] += weights[m][i] * vectors[i][d];
+}
+
+#endif

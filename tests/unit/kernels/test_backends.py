@@ -1,0 +1,220 @@
+"""Every backend equals the reference, with and without column sums, whatever free slots hold."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lanes import Lanes
+from quire.kernels.backend import AttentionMath
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+from quire.kernels.reference_backend import ReferenceAttention
+
+CPU = torch.device("cpu")
+LIBRARY = load_library()
+NATIVE = {
+    f"native, {PATHS[path]}": NativeAttention(replace(LIBRARY, path=path), GatheredAttention(CPU))
+    for path in (range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ())
+}
+BACKENDS = {"gathered": GatheredAttention(CPU, scratch_bytes=4096)} | NATIVE
+REFERENCE = ReferenceAttention()
+
+any_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
+
+
+@st.composite
+def steps(draw):
+    """Decoding rows and chunks, lanes of one row equally full or not."""
+    ones = draw(st.integers(0, 3))
+    chunks = draw(st.lists(st.sampled_from([2, 5, 16, 17, 30, 70]), max_size=2))
+    tokens = [1] * ones + chunks or [1]
+    lanes = draw(st.sampled_from([1, 2]))
+    before = st.one_of(st.just(0), st.integers(0, 90), st.integers(250, 300))
+    window = draw(st.sampled_from([None, None, 1, 9, 40, 257]))
+    slots = []
+    for new in tokens:
+        row = [draw(before) + new for _ in range(lanes)]
+        slots.append(row if window is None else row[:1] * lanes)
+    return Lanes(
+        tokens=tokens,
+        slots=slots,
+        heads=draw(st.sampled_from([1, 3])),
+        head_dim=draw(st.sampled_from([8, 20, 64, 80, 96, 128, 256])),
+        page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
+        dtype=torch.float32,
+        window=window,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@any_backend
+@given(
+    lanes=steps(),
+    group=st.sampled_from([1, 2, 3, 7, 9]),
+    softcap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
+)
+def test_outputs_and_column_sums_equal_the_reference(backend, lanes, group, softcap, with_sinks):
+    query = lanes.query(group)
+    sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
+    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap, sinks=sinks)
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-4)
+    assert torch.equal(lanes.attend(backend, query, math), got)  # the same without sums
+
+
+@any_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [[1, 1, 1], [40, 17, 100]])
+def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_dim, tokens):
+    """The reference computes in float32 on the same stored numbers; prints the error's spread."""
+    lanes = Lanes(
+        tokens=tokens,
+        slots=[[300], [17], [128]],
+        heads=2,
+        head_dim=head_dim,
+        page_tokens=16,
+        dtype=dtype,
+    )
+    query, math = lanes.query(4), AttentionMath(scale=head_dim**-0.5)
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+    error = (got.float() - expected.float()).abs() / expected.float().abs().max()
+    at = torch.tensor([0.5, 0.9, 0.99, 1.0])
+    spread = ", ".join(f"{x:.1e}" for x in error.flatten().quantile(at).tolist())
+    print(f"relative error, quantiles {at.tolist()}: {spread}")
+
+    assert error.max() <= 2e-2
+    torch.testing.assert_close(sums, expected_sums, atol=2e-3, rtol=2e-2)
+
+
+@any_native
+@pytest.mark.parametrize("slots", [4096, 4097, 9000])
+def test_a_long_row_is_split_and_merged(backend, slots):
+    lanes = Lanes(
+        tokens=[1, 1],
+        slots=[[slots, slots - 4090], [5, 3]],
+        heads=1,
+        head_dim=16,
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query = lanes.query(9)
+    math = AttentionMath(scale=0.25, sinks=torch.linspace(-2, 6, 18))
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-6, rtol=1e-4)
+
+
+@any_native
+def test_a_row_is_judged_alone(backend):
+    """Neither the other rows nor the number of threads move a bit of its output."""
+    shape = {"heads": 2, "head_dim": 64, "page_tokens": 16, "dtype": torch.bfloat16}
+    slots, tokens = [[9000], [1200], [700]], [1, 1, 600]
+    lanes, math = Lanes(tokens=tokens, slots=slots, **shape), AttentionMath(scale=0.125)
+    query = lanes.query(2)
+    together = lanes.attend(backend, query, math)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(lanes.attend(backend, query, math), together)
+    finally:
+        torch.set_num_threads(threads)
+    for row, first in enumerate([0, 1, 2]):
+        alone = Lanes(tokens=tokens[row : row + 1], slots=slots[row : row + 1], **shape)
+        alone.table, alone.pages = lanes.table[row : row + 1], lanes.pages
+        alone.pages = replace(lanes.pages, rows=torch.tensor([row]))
+        part = slice(first, first + tokens[row])
+        assert torch.equal(alone.attend(backend, query[part], math), together[part])
+
+
+@any_native
+def test_a_table_row_and_a_lane_further_on_are_found(backend):
+    """Rows of the step are any rows of the table, lanes of the layer any lanes of the group."""
+    lanes = Lanes(
+        tokens=[1, 20],
+        slots=[[50, 40], [33, 33]],
+        heads=1,
+        head_dim=32,
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query, math = lanes.query(2), AttentionMath(scale=0.2)
+    expected = lanes.attend(backend, query, math)
+    _, count, columns = lanes.table.shape
+    wide = torch.full((7, count + 3, columns), -1, dtype=torch.int32)
+    wide[torch.tensor([5, 2]), 2 : 2 + count] = lanes.table
+    lanes.table = wide[torch.tensor([5, 2]), 2 : 2 + count]
+    lanes.pages = replace(lanes.pages, table=wide, rows=torch.tensor([5, 2]), first_lane=2)
+
+    assert torch.equal(lanes.attend(backend, query, math), expected)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the C extension is not built")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda pages: replace(pages, key=pages.key.double()), "pages of torch.float64"),
+        (lambda pages: replace(pages, table=pages.table.long()), "page table of torch.int64"),
+        (
+            lambda pages: replace(pages, key=pages.key.transpose(2, 3).clone().transpose(2, 3)),
+            "strides",
+        ),
+        (lambda pages: replace(pages, key=unaligned(pages.key)), "between two numbers"),
+    ],
+)
+def test_tensors_that_c_cannot_read_go_to_torch_with_a_notice(change, reason, caplog):
+    lanes = Lanes(
+        tokens=[1, 20],
+        slots=[[50], [33]],
+        heads=1,
+        head_dim=32,
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query, math = lanes.query(2), AttentionMath(scale=0.2)
+    backend = NativeAttention(LIBRARY, GatheredAttention(CPU))
+    expected = lanes.attend(backend, query, math)
+    assert not caplog.records
+    lanes.pages = change(lanes.pages)
+    reasons = []
+    backend = NativeAttention(LIBRARY, Recording(reasons))
+    for _ in range(2):
+        lanes.attend(backend, query, math)
+
+    assert reasons == ["attended", "attended"]
+    assert expected.isfinite().all()
+    assert len(caplog.records) == 1  # said once
+    assert reason in caplog.text
+
+
+class Recording(GatheredAttention):
+    """Notes that it was asked, and answers nothing: foreign tensors need not be its kind either."""
+
+    def __init__(self, notes):
+        super().__init__(CPU)
+        self._notes = notes
+
+    def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
+        self._notes.append("attended")
+        return query
+
+
+def unaligned(plane):
+    """A plane of the same shape, one byte off the boundary of its numbers."""
+    num_bytes = plane.untyped_storage().nbytes()
+    raw = np.zeros(num_bytes + 4, dtype=np.uint8)[1 : 1 + num_bytes]
+    return torch.from_numpy(raw.view(np.float32)).as_strided(plane.shape, plane.stride())
