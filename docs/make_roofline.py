@@ -76,7 +76,7 @@ def document(run: dict[str, Any], roofline: Roofline) -> str:
         + table(
             ("arm", "total s", "prefill s", "decode step ms", "tokens/s", "KV MB", "regret"), arms
         )
-        + "\nRegret: how far the logits of the chosen tokens lie below the best ones when the same\n"
+        + "\nRegret: how far the chosen tokens' logits lie below the best ones when the same\n"
         "weights in float32 read the answers; in bfloat16 right programs part at near ties, so\n"
         "that texts cannot be compared.\n\n"
         + table(("claim", "reached", "wanted"), reached)

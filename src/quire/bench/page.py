@@ -19,6 +19,7 @@ COLUMNS = (
     "part", "MB", "GFLOP", "FLOP/B", "floor ms", "measured ms", "over floor", "share"
 )  # fmt: skip
 _STYLES = dict(zip(KINDS, (("#b3261e", "o"), ("#1a7f5a", "^")), strict=True))
+_NAME_PLACES = (((6, -3), "left"), ((6, 6), "left"), ((-6, 4), "right"), ((-6, -10), "right"))
 _CSS = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1c1c1c}"
     "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;text-align:right;"
@@ -156,9 +157,11 @@ def _draw(axes: "Axes", roofline: Roofline) -> None:
         intensities += xs
         colour, marker = _STYLES[measure.kind]
         axes.scatter(xs, ys, label=measure.kind, zorder=3, color=colour, marker=marker)
-        for row, x, y in zip(shown, xs, ys, strict=True):
+        for i, (row, x, y) in enumerate(zip(shown, xs, ys, strict=True)):
+            # neighbours of one intensity lie above each other: their names go around them
+            where, side = _NAME_PLACES[i % len(_NAME_PLACES)]
             axes.annotate(
-                row.cost.name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8
+                row.cost.name, (x, y), where, textcoords="offset points", fontsize=8, ha=side
             )
     ends = [min(intensities) / 2, corner, max(intensities) * 2]
     roof = [min(x * roofline.read_bytes_per_s, roofline.flops_per_s) for x in ends]
