@@ -57,11 +57,55 @@ def test_bad_lines_get_an_error_record_and_the_others_run(batch):
     result, target = batch(mixed)
 
     records = {record["line"]: record for record in read_records(target)}
-    assert result.exit_code == 0
-    assert f"error records: {len(BAD)}\n" in result.stderr
+    assert result.exit_code == 1
+    assert f"error records: {len(BAD)} of {2 * len(BAD)} lines; --retry-failed" in result.stderr
     assert sorted(records) == list(range(1, 2 * len(BAD) + 1))
     for number, record in records.items():
         assert (record["error"] is None) == (number % 2 == 1), record
+
+
+def test_a_line_that_never_fits_is_named_in_words(batch):
+    _, target = batch([*prompts(1), {"id": "long", "prompt": [5] * 300}, {"prompt": [5] * 300}])
+
+    errors = {record["line"]: record["error"] for record in read_records(target)}
+    assert errors[1] is None
+    assert errors[2].startswith("line 2 ('long') does not fit: 300 prompt tokens and 6 to generate")
+    assert errors[3].startswith("line 3 does not fit: ")
+    assert not any("request-" in error for error in (errors[2], errors[3]))
+
+
+def test_failed_lines_are_tried_again_when_told_to_and_the_others_stay(batch):
+    lines = [*prompts(3), {"id": "long", "prompt": [5] * 300}, "{"]
+    _, target = batch(lines)
+    answered = [record for record in read_records(target) if record["error"] is None]
+
+    more = ("--kv-memory", "512KiB", "--json")
+    again, _ = batch(None, *more)
+    assert again.exit_code == 1  # nothing was tried, and it is still so
+    assert last_json(again)["claims"]["requests_answered"] == 0
+
+    retried, _ = batch(None, "--retry-failed", *more)
+    records = {record["line"]: record for record in read_records(target)}
+    assert retried.exit_code == 1
+    assert "error records: 1 of 5 lines" in retried.stderr
+    assert last_json(retried)["claims"]["requests_answered"] == 2
+    assert last_json(retried)["claims"]["requests_answered_before"] == 3
+    assert records[4]["error"] is None
+    assert "not JSON" in records[5]["error"]
+    assert read_records(target)[:3] == answered
+    assert len(read_records(target)) == 5
+
+
+def test_failed_lines_of_openais_format_are_tried_again_too(batch):
+    body = {"prompt": [5] * 300, "max_tokens": 2}
+    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    batch([asked])
+
+    result, target = batch(None, "--retry-failed", "--kv-memory", "512KiB")
+
+    (record,) = read_records(target)
+    assert result.exit_code == 0
+    assert record["response"]["status_code"] == 200
 
 
 def test_blank_lines_are_no_requests(batch):

@@ -49,6 +49,13 @@ def batch(  # noqa: PLR0913 - one parameter per option
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Throw away what is in OUT.jsonl.")
     ] = False,
+    retry_failed: Annotated[
+        bool,
+        typer.Option(
+            "--retry-failed",
+            help="Try lines with error records again, such as after giving more memory.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="End with one line of JSON on standard output.")
     ] = False,
@@ -57,7 +64,8 @@ def batch(  # noqa: PLR0913 - one parameter per option
 
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
     sampling options. A broken line gets an error record and the others run. Killed at any moment
-    and started again with the same arguments, it goes on where it was.
+    and started again with the same arguments, it goes on where it was. Exit code 1 when OUT.jsonl
+    has error records at the end.
     """
     task = BatchTask(
         source=source,
@@ -66,7 +74,8 @@ def batch(  # noqa: PLR0913 - one parameter per option
         with_prompt=with_prompt,
     )
     survey = _survey(source, target)
-    with BatchOutput(target, _state(settings, task, survey), overwrite=overwrite) as output:
+    state = _state(settings, task, survey)
+    with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
         result = _run(settings, task, output, left) if left else _Result(BatchTally(), None, 0.0)
     claims = {"requests_answered_before": survey.requests - left} | _claims(result)
@@ -75,6 +84,13 @@ def batch(  # noqa: PLR0913 - one parameter per option
         arms = {"finish_reasons": result.tally.finish_reasons}
         config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
         typer.echo(json.dumps(envelope("batch", claims, arms, config)))
+    if output.failed:
+        typer.echo(
+            f"error records: {len(output.failed)} of {survey.requests} lines; --retry-failed tries "
+            "them again",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +195,6 @@ def _show(target: Path, claims: Mapping[str, int | float]) -> None:
     for name, value in claims.items():
         table.add_row(name.replace("_", " "), _shown(name, value))
     Console().print(table)
-    if claims["requests_with_errors"]:
-        typer.echo(f"error records: {claims['requests_with_errors']}", err=True)
 
 
 def _shown(name: str, value: int | float) -> str:

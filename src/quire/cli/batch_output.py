@@ -76,20 +76,25 @@ class BatchOutput:
         path: of the records.
         state: of this run.
         overwrite: throw away what is there.
+        retry_failed: throw away records of errors, so that their lines are tried again.
 
     Attributes:
         answered: numbers of the input lines that have a record.
+        failed: of them, those whose record tells of an error.
         seed: of this run, from its first start.
 
     Raises:
         ConfigError: it belongs to another run, is damaged, in use, or cannot be written.
     """
 
-    def __init__(self, path: Path, state: RunState, *, overwrite: bool) -> None:
+    def __init__(
+        self, path: Path, state: RunState, *, overwrite: bool, retry_failed: bool = False
+    ) -> None:
         self.path = path
         self._state = state
         self._held: list[bytes] = []
         self.answered: set[int] = set()
+        self.failed: set[int] = set()
         self.seed = state.seed
         try:
             self._file: BinaryIO = path.open("ab+", buffering=0)
@@ -97,6 +102,8 @@ class BatchOutput:
             raise _unwritable(path, error) from error
         try:
             self._open(overwrite=overwrite)
+            if retry_failed and self.failed:
+                self._drop_failed()
         except OSError as error:
             self._file.close()
             raise _unwritable(path, error) from error
@@ -106,6 +113,7 @@ class BatchOutput:
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Hold records back until `flush`."""
+        self.failed |= {record["line"] for record in records if record.get("error") is not None}
         self._held += [json.dumps(record).encode() + b"\n" for record in records]
 
     @property
@@ -208,17 +216,37 @@ class BatchOutput:
             record = json.loads(line)
         except ValueError:
             record = None
-        number = record.get("line") if isinstance(record, dict) else None
+        number, error = None, None
+        if isinstance(record, dict):
+            number, error = record.get("line"), record.get("error")
         last = self._state.input_lines
         if not isinstance(number, int) or not 1 <= number <= last or number in answered:
             raise ConfigError(
                 f"{self.path} is damaged: its line {count} is no record of a line that has none "
                 f"before; remove that line to have it answered again, or {_START_OVER}"
             )
+        if error is not None:
+            self.failed.add(number)
         return number
+
+    def _drop_failed(self) -> None:
+        """Put the other records in the place of all: at once, so that a kill loses none of them."""
+        with self.path.open("rb") as lines:
+            kept = [line for line in lines if json.loads(line)["line"] not in self.failed]
+        replace_atomically(self.path, b"".join(kept))
+        self._file.close()  # it was the old file, and so was its lock
+        self._file = self.path.open("ab+", buffering=0)
+        self._lock()
+        self.answered -= self.failed
+        self.failed.clear()
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Replace a file of text; see `replace_atomically`."""
+    replace_atomically(path, text.encode())
+
+
+def replace_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a whole new one: whoever reads it sees the old or the new, never a part.
 
     Raises:
@@ -226,8 +254,8 @@ def write_atomically(path: Path, text: str) -> None:
     """
     beside = path.with_name(path.name + ".new")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with beside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

@@ -13,7 +13,7 @@ from quire.cli.batch_records import BatchTally, Record, answer_record, error_rec
 from quire.cli.drive import Driver, Job
 from quire.engine.llm import LLM
 from quire.engine.outputs import Answer
-from quire.errors import RequestError
+from quire.errors import NeverFits, RequestError
 
 GROUP_RECORDS = 32
 GROUP_S = 0.5
@@ -55,7 +55,7 @@ class BatchRun:
         for job, result in self._driver.run(self._jobs()):
             line = self._lines.pop(job.key)
             if isinstance(result, RequestError):
-                self._put(error_record(line.head, str(result)), None)
+                self._put(error_record(line.head, _refusal_text(line, result)), None)
                 continue
             record = answer_record(
                 line,
@@ -108,3 +108,11 @@ class BatchRun:
     def _flush(self) -> None:
         self._output.flush()
         self._written_s = time.monotonic()
+
+
+def _refusal_text(line: BatchLine, refusal: RequestError) -> str:
+    """What a refused line is told; one that does not fit is named: its text stands for itself."""
+    if not isinstance(refusal, NeverFits):
+        return str(refusal)
+    name = "" if line.head.name is None else f" ({line.head.name!r})"
+    return f"line {line.head.number}{name} does not fit: {refusal}"

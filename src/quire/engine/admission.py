@@ -67,7 +67,7 @@ class Admission:
         """
         if not self.fits_alone(request.final_tokens):
             raise NeverFits(
-                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens and "
+                f"{len(request.prompt_token_ids)} prompt tokens and "
                 f"{request.params.max_tokens} to generate need "
                 f"{self.peak_bytes(request.final_tokens):,} B of KV, the whole pool has "
                 f"{self.memory.total_bytes:,} B; shorten the prompt, lower max_tokens, raise "

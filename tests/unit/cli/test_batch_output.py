@@ -196,3 +196,45 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError):
         write_atomically(path, "new")
     assert path.read_text() == "old"
+
+
+ERRORS = ({"line": 1, "error": None}, {"line": 2, "error": "x"}, {"line": 3, "error": {"code": 1}})
+
+
+def test_records_of_errors_are_known_after_a_new_start_and_while_writing(path: Path):
+    with start(path) as output:
+        output.write(ERRORS)
+        assert output.failed == {2, 3}
+
+    with start(path) as output:
+        assert output.failed == {2, 3}
+        assert output.answered == {1, 2, 3}
+
+
+def test_failed_lines_are_dropped_for_another_try_and_the_lock_stays(path: Path):
+    with start(path) as output:
+        output.write(ERRORS)
+
+    with BatchOutput(path, STATE, overwrite=False, retry_failed=True) as output:
+        assert (output.answered, output.failed) == ({1}, set())
+        assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
+        with pytest.raises(ConfigError, match="being written"):
+            start(path)
+        output.write([{"line": 2, "error": None}])
+
+    assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_retry_that_cannot_replace_the_file_loses_nothing(path: Path, monkeypatch):
+    with start(path) as output:
+        output.write(ERRORS)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        BatchOutput(path, STATE, overwrite=False, retry_failed=True)
+
+    assert path.read_bytes() == before
