@@ -32,13 +32,27 @@ class Evictor:
     def _evict_group(self, table: LaneTable, row: int, keep: int) -> None:
         memory = self._kv.memory
         view = KVView(self._positions(table, row), int(memory.lengths[row]))
-        mask = self._policy.select(view, keep)
-        self._check(mask, view, keep)
+        mask = self._checked(self._select(view, keep), view, keep)
         name = table.group.name
         commit_compaction(memory, plan_compaction(memory, name, row, mask.cpu().numpy()))
 
-    def _check(self, mask: Tensor, view: KVView, keep: int) -> None:
+    def _select(self, view: KVView, keep: int) -> object:
+        """Ask the policy; whatever it raises is its request's business and nobody else's."""
+        try:
+            return self._policy.select(view, keep)
+        except PolicyError:
+            raise
+        except Exception as error:
+            name = type(self._policy).__name__
+            raise PolicyError(f"policy {name} raised {type(error).__name__}: {error}") from error
+
+    def _checked(self, mask: object, view: KVView, keep: int) -> Tensor:
         name, shape = type(self._policy).__name__, list(view.positions.shape)
+        if not isinstance(mask, Tensor):
+            raise PolicyError(
+                f"policy {name} must give a mask, a tensor of type torch.bool {shape}, got a "
+                f"{type(mask).__name__}"
+            )
         if mask.dtype != torch.bool or list(mask.shape) != shape:
             raise PolicyError(
                 f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
@@ -50,6 +64,7 @@ class Evictor:
                 f"policy {name} must keep {keep} live slots in each lane, it kept "
                 f"{sorted(set(kept.tolist()))}"
             )
+        return mask
 
     def _positions(self, table: LaneTable, row: int) -> Tensor:
         """[lanes, slots] logical positions, NO_SLOT behind a lane's last slot."""

@@ -84,13 +84,20 @@ def make_eviction(text: str) -> Eviction:
     options = dict(parsed.options)
     if "cap" not in options:
         raise ConfigError(f"policy {text!r} needs a cap in tokens, such as cap=512")
-    spec = EvictionSpec(
-        cap=_integer("cap", options.pop("cap")),
-        every=_integer("every", options.pop("every", str(DEFAULT_EVERY_TOKENS))),
-    )
+    cap, every = _integer("cap", options.pop("cap")), options.pop("every", None)
+    if every is not None:
+        spec = EvictionSpec(cap=cap, every=_integer("every", every))
+        policy = _make_policy(parsed.name, known[parsed.name], options)
+        _check_cap(text, policy, spec)
+        return Eviction(policy, spec)
     policy = _make_policy(parsed.name, known[parsed.name], options)
-    _check_cap(text, policy, spec)
-    return Eviction(policy, spec)
+    least = DEFAULT_EVERY_TOKENS + max(1, policy.least_cap)
+    if cap < least:
+        raise ConfigError(
+            f"{text!r}: expected a cap of {least} tokens or more, of which {DEFAULT_EVERY_TOKENS} "
+            f"leave at a time, got {cap}"
+        )
+    return Eviction(policy, EvictionSpec(cap=cap))
 
 
 def _check_cap(text: str, policy: EvictionPolicy, spec: EvictionSpec) -> None:

@@ -1,11 +1,13 @@
 """What a policy promises is checked: when it is registered, and whenever it is asked."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import engines
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.core import Engine
 from quire.engine.eviction import Evictor
 from quire.errors import ConfigError, PolicyError
@@ -79,8 +81,11 @@ def test_more_protected_slots_than_may_stay_are_refused():
         (lambda view, keep: view.live, "must keep 18"),
         (lambda view, keep: torch.zeros(3, 5, dtype=torch.bool), "bool [2, 24]"),
         (lambda view, keep: view.positions.double(), "got torch.float64"),
+        (lambda view, keep: view.live.tolist(), "got a list"),
+        (lambda view, keep: view.positions[7], "policy Masked raised IndexError: "),
+        (lambda view, keep: {}["key"], "policy Masked raised KeyError: 'key'"),
     ],
-    ids=["count", "shape", "type"],
+    ids=["count", "shape", "type", "list", "torch error", "python error"],
 )
 def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint):
     model = engines.load("llama")
@@ -136,3 +141,49 @@ def test_a_class_that_is_no_dataclass_is_refused():
 def test_a_name_is_given_once():
     with pytest.raises(ConfigError, match="two policies are called 'recent'"):
         registry.register("recent")(dataclass(frozen=True)(type("Other", (Recent,), {})))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "recent:cap=10",
+            "expected a cap of 65 tokens or more, of which 64 leave at a time, got 10",
+        ),
+        ("recent:cap=64", "expected a cap of 65 tokens or more"),
+        ("recent:cap=68,sinks=4", "expected a cap of 69 tokens or more"),
+        ("recent:cap=-1", "expected a cap of 65 tokens or more"),
+    ],
+)
+def test_a_small_cap_is_refused_without_a_word_on_options_nobody_gave(text, says):
+    with pytest.raises(ConfigError) as refused:
+        registry.make_eviction(text)
+
+    assert says in str(refused.value)
+    assert "every" not in str(refused.value)
+
+
+def test_the_smallest_cap_that_is_asked_for_is_taken():
+    assert registry.make_eviction("recent:cap=65").spec.cap == 65
+    assert registry.make_eviction("recent:cap=69,sinks=4").spec.cap == 69
+
+
+def test_a_server_goes_on_after_a_policy_that_raises():
+    def broken(view, keep):
+        raise ZeroDivisionError("no budget")
+
+    config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
+    engine = Engine(engines.load("llama"), config)
+    engine.scheduler._evict = Evictor(engine.pool.kv, Masked(broken))
+
+    async def main():
+        async with AsyncLLM(engine) as llm:
+            failed = await llm.generate([3] * 40, engines.greedy())
+            answered = await llm.generate([4] * 5, engines.greedy())
+            return failed, answered, llm.is_alive
+
+    failed, answered, alive = asyncio.run(main())
+
+    assert "policy Masked raised ZeroDivisionError: no budget" in failed.error
+    assert answered.finish_reason == "length"
+    assert alive
