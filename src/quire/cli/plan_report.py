@@ -134,6 +134,8 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         ConfigError: an option is wrong, or nothing fits; the message gives the numbers.
     """
     options = options or PlanOptions()
+    if options.step_tokens < 1:
+        raise ConfigError(f"step_tokens={options.step_tokens}: expected 1 or more")
     config = read_config(model_folder)
     refuse_model_type(str(config.get("model_type")))
     model = ModelSpec.from_config(config)

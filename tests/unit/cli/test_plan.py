@@ -161,6 +161,7 @@ def test_the_largest_step_is_the_engines_where_nothing_is_said():
         (("--sequence-tokens", "0"), "sequence_tokens=0"),
         (("--batch", "-1"), "=-1"),
         (("--step-tokens=-1",), "step_tokens=-1"),
+        (("--step-tokens", "0"), "step_tokens=0: expected 1 or more"),
         (("--workload", "1,2"), "expected input tokens, output tokens and batch"),
         (("--workload", "1,2,x"), "expected input tokens, output tokens and batch"),
         (("--workload", "0,2,3"), "workload 0,2,3"),
