@@ -7,7 +7,8 @@ import torch
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.native.backend import DTYPES, NativeAttention
+from quire.kernels.native.arguments import DTYPES
+from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention

@@ -1,6 +1,7 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -8,15 +9,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.backend import (
-    AttentionBackend,
-    AttentionMath,
-    LaneSlots,
-    LayerPages,
-    StepShape,
-)
+from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages
 from quire.kernels.paging import write_slots
 from quire.kv.device_tables import DeviceTable
+from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.spec.pages import LaneGroup
@@ -42,6 +38,29 @@ class PagedKV:
             if not group.private
             for index, layer in enumerate(group.layers)
         }
+        self._batch: FlatBatch | None = None
+
+    def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
+        """The shape of a step; the last one again when nothing changed."""
+        if self._batch is None or not self._batch.is_for(rows, tokens):
+            self._batch = FlatBatch.of(rows, tokens, self.store.device)
+        return self._batch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What one lane group does in a step.
+
+    Attributes:
+        plans: the backend's plan for each layer.
+        pages, offsets: int64 [layers, tokens, lanes of a layer] where new tokens are written.
+        table: the group's page table on the device.
+    """
+
+    plans: tuple[object, ...]
+    pages: Tensor
+    offsets: Tensor
+    table: Tensor
 
 
 class StepAttention:
@@ -54,18 +73,12 @@ class StepAttention:
     """
 
     def __init__(self, kv: PagedKV, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
-        self._kv, self._rows = kv, rows
-        self._shape = StepShape.of(tokens)
-        self._row_index = self._tensor(rows)
-        row = np.repeat(np.arange(len(rows)), tokens)
-        self._token_row = self._tensor(row)
-        self._token_offset = self._tensor(np.arange(len(row)) - self._shape.starts[row])
-        self._tables = {name: table.current() for name, table in kv.tables.items()}
-        self._plans = {
-            (group.name, index): plan
+        self._kv = kv
+        self._batch = kv.flat_batch(rows, tokens)
+        self._groups = {
+            group.name: self._group_step(group)
             for group in kv.memory.layout.groups
             if not group.private
-            for index, plan in enumerate(self._layer_plans(group))
         }
 
     def attend(
@@ -86,59 +99,71 @@ class StepAttention:
             value: like key.
         """
         group, index = self._kv.place[layer]
-        plan, pages, offsets = self._plans[group.name, index]
+        step = self._groups[group.name]
+        pages, offsets = step.pages[index], step.offsets[index]
         views = self._kv.store.views(group.page_class)
         assert views.value is not None, "lanes that attend have a value plane"
         shape = (len(key), group.lanes_per_layer, group.page_class.heads, group.page_class.head_dim)
         write_slots(views.key, key.reshape(shape), pages, offsets)
         write_slots(views.value, value.reshape(shape), pages, offsets)
         if views.positions is not None:
-            views.positions[pages, offsets] = self._positions().expand_as(pages)
+            views.positions[pages, offsets] = self._positions.expand_as(pages)
         layer_pages = LayerPages(
             key=views.key,
             value=views.value,
-            table=self._tables[group.name],
-            rows=self._row_index,
+            table=step.table,
+            rows=self._batch.row_index,
             first_lane=index * group.lanes_per_layer,
             num_lanes=group.lanes_per_layer,
         )
-        return self._kv.backend.attend(plan, layer_pages, math, query, (key, value))
+        return self._kv.backend.attend(step.plans[index], layer_pages, math, query, (key, value))
 
-    def _layer_plans(self, group: LaneGroup) -> Iterator[tuple[object, Tensor, Tensor]]:
-        """For each layer the backend's plan, and pages and offsets [tokens, lanes] to write to.
+    def _group_step(self, group: LaneGroup) -> GroupStep:
+        slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
+        pages, offsets = self._new_slots(group, slots)
+        return GroupStep(
+            plans=self._plans(group, slots),
+            pages=pages,
+            offsets=offsets,
+            table=self._kv.tables[group.name].current(),
+        )
 
-        Where all lanes of a group are equally full, one plan serves its layers.
-        """
-        slots = self._kv.memory.tables[group.name].num_slots[self._rows]
-        alike = bool((slots == slots[:, :1]).all())
-        plan: object = None
-        for index in range(len(group.layers)):
-            first = index * group.lanes_per_layer
-            lanes = slice(first, first + group.lanes_per_layer)
-            if index == 0 or not alike:
-                plan = self._backend_plan(group, slots[:, lanes])
-            yield plan, *self._new_slots(group, slots, lanes)
-
-    def _backend_plan(self, group: LaneGroup, slots: NDArray[np.int32]) -> object:
-        page_class = group.page_class
+    def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
+        """One for each layer; where all lanes of a group are equally full, one for all layers."""
+        page_class, num_layers = group.page_class, len(group.layers)
         slot_bytes = page_class.page_bytes // page_class.tokens
-        lanes = LaneSlots(slots, group.window)
-        return self._kv.backend.plan(self._shape, lanes, page_class.tokens, slot_bytes)
+        by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
+        distinct = 1 if (slots == slots[:, :1]).all() else num_layers
+        plans = [
+            self._kv.backend.plan(
+                self._batch.shape,
+                LaneSlots(np.ascontiguousarray(by_layer[:, layer]), group.window),
+                page_class.tokens,
+                slot_bytes,
+            )
+            for layer in range(distinct)
+        ]
+        return tuple(plans if distinct == num_layers else plans * num_layers)
 
-    def _new_slots(
-        self, group: LaneGroup, slots: NDArray[np.int32], lanes: slice
-    ) -> tuple[Tensor, Tensor]:
-        per_page = group.page_class.tokens
-        before = self._tensor(slots[:, lanes] - self._shape.tokens[:, None])
-        slot = before[self._token_row] + self._token_offset[:, None]
-        row = self._row_index[self._token_row][:, None]
-        lane = torch.arange(lanes.start, lanes.stop, device=slot.device)
-        return self._tables[group.name][row, lane, slot // per_page].long(), slot % per_page
+    def _new_slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+        """Pages and offsets to write to, [layers, tokens, lanes of a layer], all layers at once."""
+        batch, shape = self._batch, (len(group.layers), 1, group.lanes_per_layer)
+        before = (slots - batch.shape.tokens[:, None]).astype(np.int64)
+        slot = before[batch.token_row] + batch.token_offset[:, None]
+        slot = slot.reshape(len(slot), shape[0], shape[2]).swapaxes(0, 1)
+        column, offset = np.divmod(slot, group.page_class.tokens)
+        row = batch.rows[batch.token_row][None, :, None]
+        lane = np.arange(slots.shape[1]).reshape(shape)
+        pages = self._kv.memory.tables[group.name].pages[row, lane, column]
+        return self._tensor(pages), self._tensor(offset)
 
+    @cached_property
     def _positions(self) -> Tensor:
         """Logical positions of the batch's tokens, int32 [tokens, 1]."""
-        first = self._tensor(self._kv.memory.lengths[self._rows] - self._shape.tokens)
-        return (first[self._token_row] + self._token_offset).int()[:, None]
+        batch = self._batch
+        first = self._kv.memory.lengths[batch.rows] - batch.shape.tokens
+        position = first[batch.token_row] + batch.token_offset
+        return self._tensor(position).int()[:, None]
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = np.ascontiguousarray(numbers, dtype=np.int64)

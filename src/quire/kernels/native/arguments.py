@@ -2,6 +2,13 @@
 
 import ctypes
 
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import LayerPages
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
 ROW, FIRST, COUNT, PARTIAL, PART_FIELDS = 0, 1, 2, 3, 4  # columns of a part: see `part` in args.h
 
 
@@ -51,3 +58,25 @@ class AttentionArgs(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("path", ctypes.c_int32),
     )
+
+
+def unfit_tensors(pages: LayerPages, query: Tensor) -> str | None:
+    """Why C cannot read these tensors, or None."""
+    _, heads, tokens, head_dim = pages.key.shape
+    inner = (tokens * head_dim, head_dim, 1)
+    planes = (pages.key, pages.value)
+    if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
+        return "tensors are not all on the CPU"
+    if query.dtype not in DTYPES or any(plane.dtype != query.dtype for plane in planes):
+        return f"pages of {pages.key.dtype} and queries of {query.dtype}"
+    if any(
+        plane.stride()[1:] != inner or plane.stride(0) != pages.key.stride(0) for plane in planes
+    ):
+        return f"pages with strides {pages.key.stride()} and {pages.value.stride()}"
+    if any(t.data_ptr() % t.itemsize for t in (*planes, query)):
+        return "tensors that begin between two numbers"
+    if pages.table.dtype != torch.int32 or pages.rows.dtype != torch.int64:
+        return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
+    if pages.table.stride(2) != 1 or query.shape[1] % (pages.num_lanes * heads):
+        return "a page table that is not contiguous, or heads that do not divide"
+    return None

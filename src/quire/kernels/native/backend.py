@@ -16,11 +16,10 @@ from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.gathered_plan import GatheredPlan, group_chunks
-from quire.kernels.native.arguments import AttentionArgs
+from quire.kernels.native.arguments import DTYPES, AttentionArgs, unfit_tensors
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts, cut
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins
 
 _log = logging.getLogger(__name__)
@@ -45,6 +44,14 @@ class NativePlan:
         self.slots = np.ascontiguousarray(lanes.slots)
         self._gathered, self._sizes = gathered, sizes
         self._parts: dict[tuple[int, int], Parts] = {}
+        self._checked: dict[tuple[int, int], str | None] = {}
+
+    def unfit(self, pages: LayerPages, query: Tensor) -> str | None:
+        """Why C cannot read these tensors, or None; looked at once for all layers alike."""
+        key = (pages.key.data_ptr(), query.data_ptr() % query.itemsize)
+        if key not in self._checked:
+            self._checked[key] = unfit_tensors(pages, query)
+        return self._checked[key]
 
     def parts(self, group: int, block_queries: int) -> Parts:
         """The parts for layers with so many query heads to a KV head."""
@@ -101,7 +108,7 @@ class NativeAttention:
     ) -> Tensor:
         """Attend for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
-        unfit = _unfit(pages, query)
+        unfit = plan.unfit(pages, query)
         if unfit:
             self._notice(unfit)
             return self._gathered.attend(
@@ -199,25 +206,3 @@ class NativeAttention:
         if reason not in self._noticed:
             self._noticed.add(reason)
             _log.warning("attention runs through torch and not through C: %s", reason)
-
-
-def _unfit(pages: LayerPages, query: Tensor) -> str | None:
-    """Why C cannot read these tensors, or None."""
-    _, heads, tokens, head_dim = pages.key.shape
-    inner = (tokens * head_dim, head_dim, 1)
-    planes = (pages.key, pages.value)
-    if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
-        return "tensors are not all on the CPU"
-    if query.dtype not in DTYPES or any(plane.dtype != query.dtype for plane in planes):
-        return f"pages of {pages.key.dtype} and queries of {query.dtype}"
-    if any(
-        plane.stride()[1:] != inner or plane.stride(0) != pages.key.stride(0) for plane in planes
-    ):
-        return f"pages with strides {pages.key.stride()} and {pages.value.stride()}"
-    if any(t.data_ptr() % t.itemsize for t in (*planes, query)):
-        return "tensors that begin between two numbers"
-    if pages.table.dtype != torch.int32 or pages.rows.dtype != torch.int64:
-        return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
-    if pages.table.stride(2) != 1 or query.shape[1] % (pages.num_lanes * heads):
-        return "a page table that is not contiguous, or heads that do not divide"
-    return None
