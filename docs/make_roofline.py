@@ -19,7 +19,8 @@ HEADER = "<!-- Written by docs/make_roofline.py. Run it again, do not change thi
 ARMS = {
     "quire": "Quire",
     "hf_static": "Transformers, static batch",
-    "hf_cb": "Transformers, continuous batching",
+    "hf_cb": "Transformers, continuous batching, best settings found",
+    "hf_cb_default": "Transformers, continuous batching, default settings",
 }
 TARGETS = {
     "total_ratio_vs_hf_static": "at most 0.7",

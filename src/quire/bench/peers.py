@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +21,26 @@ from quire.bench.workload import Workload
 from quire.errors import InvariantError
 from quire.spec.model import ModelSpec
 
-# What served it best on a CPU of those tried: small pages, and steps of few tokens, since its
-# attention multiplies every query of a step with every key of the step.
-CONTINUOUS_PAGE_TOKENS = 16
-CONTINUOUS_STEP_TOKENS = 256
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousSettings:
+    """What Transformers' continuous batching is told, beside the size of its cache.
+
+    Attributes:
+        page_tokens: slots in a page.
+        step_tokens: tokens in a step at most; None: as it likes.
+        requests: requests in a step at most; None: as it likes.
+    """
+
+    page_tokens: int
+    step_tokens: int | None = None
+    requests: int | None = None
+
+
+# Its attention multiplies every query of a step with every key of the step, whoever they belong to,
+# so on a CPU few requests at a time serve it best: 4 of 2, 4, 8, 16 and all, steps of 512 tokens.
+BEST = ContinuousSettings(page_tokens=64, step_tokens=512, requests=4)
+DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
 
 
 class StaticArm:
@@ -76,14 +93,21 @@ class ContinuousArm:
         model: see `StaticArm`; the two can share one, it is put back after each run.
         workload: the prompts.
         spec: the model's shape, for the bytes it reserves.
+        settings: BEST, or DEFAULT, which then is the arm's name.
     """
 
-    name = "hf_cb"
-
-    def __init__(self, model: PreTrainedModel, workload: Workload, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        workload: Workload,
+        spec: ModelSpec,
+        settings: ContinuousSettings = BEST,
+    ) -> None:
+        self.name = "hf_cb" if settings is BEST else "hf_cb_default"
+        self._settings = settings
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
-        pages = -(-workload.final_tokens // CONTINUOUS_PAGE_TOKENS)
+        pages = -(-workload.final_tokens // settings.page_tokens)
         self._blocks = workload.prompts * pages
 
     def run(self) -> ArmResult:
@@ -95,8 +119,9 @@ class ContinuousArm:
         prompts, new_tokens = self._workload.prompt_ids(), self._workload.new_tokens
         config = ContinuousBatchingConfig(
             num_blocks=self._blocks,
-            page_size=CONTINUOUS_PAGE_TOKENS,
-            max_batch_tokens=CONTINUOUS_STEP_TOKENS,
+            page_size=self._settings.page_tokens,
+            max_batch_tokens=self._settings.step_tokens,
+            max_requests_per_batch=self._settings.requests,
             allow_block_sharing=False,  # no two prompts begin alike
         )
         started_s = time.perf_counter()
@@ -115,14 +140,15 @@ class ContinuousArm:
                 f"continuous batching of Transformers gave answers of "
                 f"{sorted(map(len, answers))} tokens to {len(prompts)} prompts, not {new_tokens}"
             )
-        # from the last prompt's first token on, all sequences decode together
+        slots = self._blocks * self._settings.page_tokens
+        # the one read last: from its first token on nothing is read any more
         last: list[float] = max((output.timestamps for output in found.values()), key=min)
         return ArmResult(
             arm=self.name,
             total_s=total_s,
             prefill_s=last[0] - started_s,
             decode_step_s=_median_gap(last),
-            kv_bytes=self._blocks * CONTINUOUS_PAGE_TOKENS * self._spec.kv_bytes_per_token(2),
+            kv_bytes=slots * self._spec.kv_bytes_per_token(2),
             tokens=tuple(answers),
         )
 

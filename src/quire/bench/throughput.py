@@ -15,7 +15,7 @@ from quire.bench.arms import Arm, ArmResult, QuireArm
 from quire.bench.attention import AttentionBench, AttentionShape
 from quire.bench.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
 from quire.bench.models import random_model, random_weights
-from quire.bench.peers import ContinuousArm, StaticArm
+from quire.bench.peers import DEFAULT, ContinuousArm, StaticArm
 from quire.bench.regret import RegretJudge
 from quire.bench.timing import seconds
 from quire.bench.workload import QUICK_WORKLOAD, Workload
@@ -24,6 +24,7 @@ from quire.plan.parts import RowTokens, step_parts, total_cost
 from quire.spec.model import ModelSpec
 
 PEERS = ("hf_static", "hf_cb")
+SLOW_PEERS = ("hf_cb_default",)  # run when they are asked for
 ATTENTION_PASSES = 5  # in each round
 
 
@@ -36,7 +37,7 @@ class ThroughputConfig:
         attention_shape: of the attention bench.
         repeats: measured rounds, after one that is not.
         attention: Quire's backend.
-        peers: the other arms, of PEERS.
+        peers: the other arms, of PEERS and SLOW_PEERS.
         buffer_bytes: read to measure the memory.
         judged_prompts: the first so many answers are judged, see `RegretJudge`.
         product: [rows, inner, columns] multiplied in bfloat16 to measure the cores.
@@ -71,8 +72,8 @@ def peers_of(names: str) -> tuple[str, ...]:
         return ()
     found = tuple(name.strip() for name in names.split(","))
     for name in found:
-        if name not in PEERS:
-            raise UnknownName("arm", name, (*PEERS, "none"))
+        if name not in (*PEERS, *SLOW_PEERS):
+            raise UnknownName("arm", name, (*PEERS, *SLOW_PEERS, "none"))
     return found
 
 
@@ -110,6 +111,7 @@ class ThroughputBench:
         peers: dict[str, Arm] = {
             "hf_static": StaticArm(theirs, workload, self.spec),
             "hf_cb": ContinuousArm(theirs, workload, self.spec),
+            "hf_cb_default": ContinuousArm(theirs, workload, self.spec, DEFAULT),
         }
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
         self._attention = AttentionBench(config.attention_shape).ways()

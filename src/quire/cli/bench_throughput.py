@@ -29,7 +29,8 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Annotated[str, typer.Option(help="Who computes attention over pages.")] = "auto",
     peers: Annotated[
-        str, typer.Option(help="The other arms, with commas: hf_static, hf_cb; or none.")
+        str,
+        typer.Option(help="The other arms, with commas: hf_static, hf_cb, hf_cb_default; or none."),
     ] = "hf_static,hf_cb",
     page: Annotated[
         Path | None, typer.Option(help="Write the roofline page, one HTML file, here.")

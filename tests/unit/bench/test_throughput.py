@@ -119,15 +119,17 @@ def test_the_kv_of_the_arms_by_hand():
     """A token has 2 layers * 2 heads * 16 numbers * K and V * 2 B = 256 B; 4 prompts.
 
     Quire ends with 47 tokens (the last is never read) in 3 pages of 16 slots; a static cache has 47
-    too; continuous batching reserves pages for 48.
+    too; continuous batching reserves one page of 64 slots for each, by default one of 256.
     """
-    [found] = ThroughputBench(replace(QUICK_THROUGHPUT, repeats=1)).rounds()
+    config = replace(QUICK_THROUGHPUT, repeats=1, peers=("hf_static", "hf_cb", "hf_cb_default"))
+    [found] = ThroughputBench(config).rounds()
     kv_bytes = {arm.arm: arm.kv_bytes for arm in found.arms}
 
     assert kv_bytes == {
         "quire": 4 * 48 * 256,
         "hf_static": 4 * 47 * 256,
-        "hf_cb": 4 * 48 * 256,
+        "hf_cb": 4 * 64 * 256,
+        "hf_cb_default": 4 * 256 * 256,
     }
 
 
