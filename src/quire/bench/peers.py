@@ -38,7 +38,7 @@ class ContinuousSettings:
 
 
 # Its attention multiplies every query of a step with every key of the step, whoever they belong to,
-# so on a CPU few requests at a time serve it best: 4 of 2, 4, 8, 16 and all, steps of 512 tokens.
+# so on a CPU few requests at a time serve it best: of 2, 4, 8 and all, 4 in steps of 512 tokens.
 BEST = ContinuousSettings(page_tokens=64, step_tokens=512, requests=4)
 DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
 
