@@ -23,7 +23,8 @@ class ArmResult:
         arm: its name.
         total_s: from the first prompt to the last token.
         prefill_s: until every prompt has its first token.
-        decode_step_s: median time of a step in which all sequences decode.
+        decode_step_s: median time of a step in which all sequences decode, 0 where there was none;
+            for Transformers' continuous batching, in which all that it takes at a time do.
         kv_bytes: most KV at once; for Transformers' continuous batching what it reserves.
         tokens: the answers.
     """

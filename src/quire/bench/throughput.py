@@ -192,10 +192,11 @@ def summarise(
         )
         claims[f"{result.arm}_kv_bytes"] = max(found.arms[i].kv_bytes for found in rounds)
         claims[f"{result.arm}_mean_regret"] = regrets[result.arm]
-    claims["decode_step_over_floor"] = statistics.median(
-        found.arms[0].decode_step_s / decode_floor_s(spec, config.workload, found)
-        for found in rounds
-    )
+    if all(found.arms[0].decode_step_s for found in rounds):
+        claims["decode_step_over_floor"] = statistics.median(
+            found.arms[0].decode_step_s / decode_floor_s(spec, config.workload, found)
+            for found in rounds
+        )
     claims["read_bytes_per_s"] = statistics.median(found.read_bytes_per_s for found in rounds)
     claims["product_flops_per_s"] = statistics.median(found.flops_per_s for found in rounds)
     return claims | attention_claims(config.attention_shape, rounds)

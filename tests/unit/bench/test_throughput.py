@@ -77,6 +77,15 @@ def test_a_decode_floor_by_hand():
     assert claims["decode_step_over_floor"] == pytest.approx(0.1 * 20e9 / 414_930_432)
 
 
+def test_nothing_is_claimed_of_decode_steps_that_did_not_occur():
+    spec = ModelSpec.from_config(llama_125m().to_dict())
+    found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.0),))
+
+    assert "decode_step_over_floor" not in summarise(
+        ThroughputConfig(), spec, [found], {"quire": 0.0}
+    )
+
+
 def test_attention_claims_by_hand():
     """A batch of 2 x 5 tokens with K and V of one head of 4 numbers in 2 B: 160 B.
 
