@@ -13,7 +13,7 @@ from quire.version import __version__
 
 COMMANDS = (
     *("generate", "chat", "batch", "serve", "plan", "demo", "doctor", "policies", "codecs"),
-    "eval",
+    *("profile", "eval", "bench"),
 )
 
 
@@ -52,7 +52,7 @@ def test_help_names_every_command():
         assert name in result.output
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "eval gate"])
+@pytest.mark.parametrize("name", [*COMMANDS, "eval gate", "bench throughput", "bench prefill"])
 def test_every_command_explains_itself(name: str):
     result = quire(*name.split(), "--help")
 
