@@ -21,7 +21,7 @@ static int between(int low, int high) { return low + (int)(random_bits() % (uint
 static float number(void) { return (float)(random_bits() >> 40) / 8388608.0f - 1.0f; }
 
 static int one_case(int path, int dtype) {
-    int dims[] = {8, 33, 64, 80, 128, 256}, dim = dims[between(0, 5)], tokens = between(1, 35);
+    int dims[] = {8, 33, 64, 80, 128, 256}, dim = dims[between(0, 5)], tokens = between(0, 1) ? 16 * between(1, 2) : between(1, 35);
     int lanes = between(1, 2), heads = between(1, 2), group = between(1, 5), rows = between(1, 3);
     int item = dtype == F32 ? 4 : 2, total = 0, widest = 0;
     int64_t page_bytes = 2ll * heads * tokens * dim * item, row_ids[3], starts[3];

@@ -29,7 +29,7 @@ any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
 
 
 @st.composite
-def steps(draw):
+def steps(draw, dtype=torch.float32):
     """Decoding rows and chunks, lanes of one row equally full or not."""
     ones = draw(st.integers(0, 3))
     chunks = draw(st.lists(st.sampled_from([2, 5, 16, 17, 30, 70]), max_size=2))
@@ -47,7 +47,7 @@ def steps(draw):
         heads=draw(st.sampled_from([1, 3])),
         head_dim=draw(st.sampled_from([8, 20, 64, 80, 96, 128, 256])),
         page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
-        dtype=torch.float32,
+        dtype=dtype,
         window=window,
         seed=draw(st.integers(0, 1000)),
     )
@@ -70,6 +70,24 @@ def test_outputs_and_column_sums_equal_the_reference(backend, lanes, group, soft
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-4)
     assert torch.equal(lanes.attend(backend, query, math), got)  # the same without sums
+
+
+@any_backend
+@given(
+    lanes=steps(torch.bfloat16),
+    group=st.sampled_from([1, 2, 4, 5, 8, 11]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap):
+    query = lanes.query(group)
+    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap)
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+
+    atol = 2e-2 * float(expected.abs().max())
+    torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=2e-2)
+    torch.testing.assert_close(sums, expected_sums, atol=2e-3, rtol=2e-2)
+    assert torch.equal(lanes.attend(backend, query, math), got)
 
 
 @any_backend

@@ -21,7 +21,7 @@
 
 #include "blocked.h"
 #include "walk_avx2.h"
-#include "walk_avx512.h"
+#include "walk_wide.h"
 
 static void walk_tile(const attention_args *a, walk *w, const tile *t) {
 #ifdef HAVE_X86
@@ -49,22 +49,54 @@ static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
     }
 }
 
+#ifdef HAVE_X86
+static void point_to(const attention_args *a, const lane *l, int64_t slot, const uint8_t **key,
+                     const uint8_t **value) {
+    for (int g = 0; g < WIDE_TILES; g++) {
+        int64_t at = slot_at(a, l, slot + g * TILE);
+        key[g] = a->key + at;
+        value[g] = a->value + at;
+    }
+}
+#endif
+
+/* Go over as many times 32 slots as every vector sees, from `slot` on; return the slot after them. */
+static int64_t walk_wide_tiles(const attention_args *a, walk *w, const lane *l, int64_t slot,
+                               int64_t end) {
+#ifdef HAVE_X86
+    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16 || !has_wide(w->head_dim)) return slot;
+    if (a->page_tokens % TILE) return slot;
+    if (w->low[w->count - 1] > slot || slot % TILE) return slot;
+    end = w->high[0] < end ? w->high[0] : end;
+    for (; slot + WIDE <= end; slot += WIDE) {
+        wide_tile t = {.slot = slot};
+        point_to(a, l, slot, t.key, t.value);
+        point_to(a, l, slot + 2 * WIDE <= end ? slot + WIDE : slot, t.next_key, t.next_value);
+        walk_wide(w, &t, a->scale, a->softcap);
+    }
+#else
+    (void)a, (void)w, (void)l, (void)end;
+#endif
+    return slot;
+}
+
 /* Go over the slots first .. end - 1 that any of the vectors sees. */
 static void walk_lane(const attention_args *a, walk *w, const lane *l, int64_t first, int64_t end) {
     int tokens = a->page_tokens;
-    int64_t low = w->low[0], high = w->high[w->count - 1]; /* both rise with the token */
-    low = low < first ? first : low;
+    int64_t slot = w->low[0], high = w->high[w->count - 1]; /* both rise with the token */
+    slot = slot < first ? first : slot;
     high = high > end ? end : high;
-    for (int64_t slot = low / tokens * tokens; slot < high; slot += tokens) {
-        int64_t at = slot_at(a, l, slot);
-        if (slot + tokens < high) prefetch_page(a, slot_at(a, l, slot + tokens), tokens * l->vector_bytes);
-        for (int i = low > slot ? (int)(low - slot) : 0; i < tokens && slot + i < high; i += TILE) {
-            tile t = {a->key + at + i * l->vector_bytes, a->value + at + i * l->vector_bytes, slot + i,
-                      TILE};
-            if (tokens - i < t.count) t.count = tokens - i;
-            if (high - t.slot < t.count) t.count = (int)(high - t.slot);
-            walk_tile(a, w, &t);
-        }
+    while (slot < high) {
+        slot = walk_wide_tiles(a, w, l, slot, high);
+        if (slot >= high) break;
+        int64_t at = slot_at(a, l, slot), left = tokens - slot % tokens; /* of the page */
+        if (slot % tokens == 0 && slot + tokens < high)
+            prefetch_page(a, slot_at(a, l, slot + tokens), tokens * l->vector_bytes);
+        tile t = {a->key + at, a->value + at, slot, TILE - (int)(slot % TILE)};
+        if (left < t.count) t.count = (int)left;
+        if (high - slot < t.count) t.count = (int)(high - slot);
+        walk_tile(a, w, &t);
+        slot += t.count;
     }
 }
 
