@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from quire.errors import UnsupportedModel
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.packing import pack_linears
 from quire.models.rope import RopeRegimes
 from quire.models.support import refuse_class, refuse_config
 from quire.spec.model import ModelSpec
@@ -24,9 +25,10 @@ from quire.spec.model import ModelSpec
 class TransformersDecoder:
     """A Transformers model behind the `Decoder` seam.
 
-    The decoder takes the model over: its attention and rotary modules are changed for good, and a
-    model belongs to one decoder. Forwards of one decoder run one after the other, also when several
-    threads ask; different decoders do not wait for each other.
+    The decoder takes the model over: its attention and rotary modules are changed for good, bfloat16
+    linear layers on a CPU are packed (see `packing`), and a model belongs to one decoder. Forwards
+    of one decoder run one after the other, also when several threads ask; different decoders do not
+    wait for each other.
 
     Args:
         model: a causal language model on its final device, in its final dtype.
@@ -46,6 +48,7 @@ class TransformersDecoder:
         self._spec = ModelSpec.from_config(model.config.to_dict())
         self._rope = RopeRegimes(model)
         self._bridge = install(model)
+        pack_linears(model)
         self._forward_lock = threading.Lock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()

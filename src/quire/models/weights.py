@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelError
+from quire.models.packing import PackedLinear
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -77,9 +78,10 @@ def read_model(
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all parameters and buffers, shared ones counted once."""
+    """Bytes of all parameters, packed weights and buffers, shared ones counted once."""
     tensors = [*model.parameters(), *model.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    packed = sum(m.packed_bytes for m in model.modules() if isinstance(m, PackedLinear))
+    return packed + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _weight_files(folder: Path) -> list[Path]:
