@@ -65,7 +65,7 @@ static int one_case(int path, int dtype) {
     }
     float *normalisers = malloc(sizeof(float) * 2 * total * num_heads);
     float *partials = malloc(sizeof(float) * num_heads * (num_partials + 1) * (dim + 2));
-    int64_t scratch_bytes = quire_scratch_bytes(dim, sums ? widest : 0);
+    int64_t scratch_bytes = quire_scratch_bytes(dim, sums ? widest : 0, heads);
     uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     for (int64_t i = 0; i < pages * page_bytes / item; i++) store_number(arena, i, dtype, NAN);
     for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
@@ -89,7 +89,7 @@ static int one_case(int path, int dtype) {
         .partials = partials, .scratch = scratch, .scratch_bytes = scratch_bytes, .walks = walks,
         .blocks = blocks, .merges = merges, .sums = sum_parts, .num_walks = num_walks,
         .num_blocks = num_blocks, .num_merges = num_merges, .num_sums = sums ? num_sums : 0,
-        .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .head_dim = dim,
+        .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim,
         .page_tokens = tokens, .dtype = dtype, .window = window,
         .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
     };

@@ -91,6 +91,21 @@ class AttentionMath:
     sinks: Shaped[Tensor, "*batch num_heads"] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NewSlots:
+    """Where a layer's new tokens are written.
+
+    Attributes:
+        key, value: typed views of all pages of the class.
+        pages, offsets: int64 [new tokens, lanes].
+    """
+
+    key: Float[Tensor, "page head token head_dim"]
+    value: Float[Tensor, "page head token head_dim"]
+    pages: Int[Tensor, "new_token lane"]
+    offsets: Int[Tensor, "new_token lane"]
+
+
 @runtime_checkable
 class AttentionBackend(Protocol):
     """Computes attention over pages. Holds no state of any sequence."""
@@ -107,6 +122,15 @@ class AttentionBackend(Protocol):
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """What can be made once for all layers whose lanes are equally full."""
+        ...
+
+    def write(
+        self,
+        slots: NewSlots,
+        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    ) -> None:
+        """Put the keys and values of the flat batch into their slots."""
         ...
 
     def attend(

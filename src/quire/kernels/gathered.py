@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
-from quire.kernels.paging import gather_pages
+from quire.kernels.paging import gather_pages, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
@@ -46,6 +46,10 @@ class GatheredAttention:
             scratch_bytes=self._scratch_bytes,
             device=self._device,
         )
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        write_slots(slots, key, value)
 
     def attend(
         self,

@@ -8,15 +8,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.kernels.backend import NewSlots
+
 
 def write_slots(
-    plane: Float[Tensor, "page head token head_dim"],
-    numbers: Float[Tensor, "row lane head head_dim"],
-    pages: Int[Tensor, "row lane"],
-    offsets: Int[Tensor, "row lane"],
+    slots: NewSlots,
+    key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
 ) -> None:
-    """Write one vector per head into the slot (pages, offsets) of each row and lane."""
-    plane[pages, :, offsets] = numbers
+    """Write one vector per token and KV head into its slot, for keys and values."""
+    for plane, fresh in ((slots.key, key), (slots.value, value)):
+        shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
+        plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)
 
 
 def gather_pages(

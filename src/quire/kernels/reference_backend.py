@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.paging import write_slots
 from quire.kernels.reference import attend_reference
 
 
@@ -26,6 +27,10 @@ class ReferenceAttention:
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Keep the shapes."""
         return ReferencePlan(step, lanes)
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        write_slots(slots, key, value)
 
     def attend(
         self,

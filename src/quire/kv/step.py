@@ -9,8 +9,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages
-from quire.kernels.paging import write_slots
+from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, NewSlots
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
@@ -103,9 +102,7 @@ class StepAttention:
         pages, offsets = step.pages[index], step.offsets[index]
         views = self._kv.store.views(group.page_class)
         assert views.value is not None, "lanes that attend have a value plane"
-        shape = (len(key), group.lanes_per_layer, group.page_class.heads, group.page_class.head_dim)
-        write_slots(views.key, key.reshape(shape), pages, offsets)
-        write_slots(views.value, value.reshape(shape), pages, offsets)
+        self._kv.backend.write(NewSlots(views.key, views.value, pages, offsets), key, value)
         if views.positions is not None:
             views.positions[pages, offsets] = self._positions.expand_as(pages)
         layer_pages = LayerPages(

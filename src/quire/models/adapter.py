@@ -25,10 +25,10 @@ from quire.spec.model import ModelSpec
 class TransformersDecoder:
     """A Transformers model behind the `Decoder` seam.
 
-    The decoder takes the model over: its attention and rotary modules are changed for good, bfloat16
-    linear layers on a CPU are packed (see `packing`), and a model belongs to one decoder. Forwards
-    of one decoder run one after the other, also when several threads ask; different decoders do not
-    wait for each other.
+    The decoder takes the model over: its attention and rotary modules are changed for good,
+    bfloat16 linear layers on a CPU are packed (see `packing`), and a model belongs to one decoder.
+    Forwards of one decoder run one after the other, also when several threads ask; different
+    decoders do not wait for each other.
 
     Args:
         model: a causal language model on its final device, in its final dtype.

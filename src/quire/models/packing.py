@@ -5,6 +5,8 @@ thirds to nine tenths of the time, larger ones the same or less, and gives the s
 inductor does the same with these operators when it freezes a model.
 """
 
+from typing import TypeGuard
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -46,7 +48,7 @@ class PackedLinear(nn.Module):
 def can_pack() -> bool:
     """Whether this torch and this CPU multiply packed bfloat16 weights."""
     operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if not all(hasattr(torch.ops.mkldnn, name) for name in operators):
         return False
@@ -54,7 +56,7 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace the linear layers of a model on a CPU by packed ones, where that changes nothing else.
+    """Replace the linear layers of a model on a CPU by packed ones, where nothing else changes.
 
     Left alone: weights that another module shares (a head tied to the embedding: it would be there
     twice), layers derived from `nn.Linear`, and layers with hooks.
@@ -71,7 +73,7 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
-def _is_packable(module: nn.Module) -> bool:
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear
         and module.weight.dtype == _DTYPE

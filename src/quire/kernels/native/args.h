@@ -51,6 +51,7 @@ typedef struct {
     const part *walks, *blocks, *merges, *sums;
     int32_t num_walks, num_blocks, num_merges, num_sums, num_partials;
     int32_t num_lanes, heads_per_page, group, first_lane;
+    int32_t heads_together; /* KV heads of a page walked by one thread; divides heads_per_page */
     int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
     float scale, softcap;                         /* softcap 0: none */
     int32_t path;

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import LayerPages
+from quire.kernels.backend import LayerPages, NewSlots
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -50,6 +50,7 @@ class AttentionArgs(ctypes.Structure):
         ("heads_per_page", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("first_lane", ctypes.c_int32),
+        ("heads_together", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("page_tokens", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
@@ -57,6 +58,25 @@ class AttentionArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("path", ctypes.c_int32),
+    )
+
+
+class WriteArgs(ctypes.Structure):
+    """Mirrors `write_args` of write.h; its size is compared at load."""
+
+    _fields_ = (
+        ("plane", ctypes.c_void_p * 2),
+        ("fresh", ctypes.c_void_p * 2),
+        ("token_stride", ctypes.c_int64 * 2),
+        ("head_stride", ctypes.c_int64 * 2),
+        ("page_bytes", ctypes.c_int64),
+        ("vector_bytes", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int32),
+        ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
     )
 
 
@@ -80,3 +100,17 @@ def unfit_tensors(pages: LayerPages, query: Tensor) -> str | None:
     if pages.table.stride(2) != 1 or query.shape[1] % (pages.num_lanes * heads):
         return "a page table that is not contiguous, or heads that do not divide"
     return None
+
+
+def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
+    """Whether C can copy these keys and values into these planes."""
+    _, _, tokens, head_dim = slots.key.shape
+    planes, fresh = (slots.key, slots.value), (key, value)
+    return (
+        all(t.device.type == "cpu" and t.dtype == key.dtype for t in (*planes, *fresh))
+        and all(plane.stride()[1:] == (tokens * head_dim, head_dim, 1) for plane in planes)
+        and slots.key.stride(0) == slots.value.stride(0)
+        and all(t.stride(2) == 1 for t in fresh)
+        and slots.pages.is_contiguous()
+        and slots.offsets.is_contiguous()
+    )

@@ -1,4 +1,4 @@
-/* Attention over pages: decoding rows, and chunks of prompts.
+/* Attention over pages: decoding rows, and chunks of prompts; and writing new slots (write.h).
  *
  * Plain C, no Python and no torch headers; threads are torch's own, through the address of its
  * exported `torch_parallel_for`. The caller says how the work is shared out (see `part`):
@@ -22,6 +22,7 @@
 #include "blocked.h"
 #include "walk_avx2.h"
 #include "walk_wide.h"
+#include "write.h"
 
 static void walk_tile(const attention_args *a, walk *w, const tile *t) {
 #ifdef HAVE_X86
@@ -49,33 +50,57 @@ static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
     }
 }
 
+/* Whether 32 slots at a time can be walked, from `slot` on, by vectors that see them all. */
+static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 #ifdef HAVE_X86
-static void point_to(const attention_args *a, const lane *l, int64_t slot, const uint8_t **key,
-                     const uint8_t **value) {
-    for (int g = 0; g < WIDE_TILES; g++) {
-        int64_t at = slot_at(a, l, slot + g * TILE);
-        key[g] = a->key + at;
-        value[g] = a->value + at;
-    }
+    return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(w->head_dim) &&
+           a->page_tokens % TILE == 0 && slot % TILE == 0 && w->low[w->count - 1] <= slot;
+#else
+    (void)a, (void)w, (void)slot;
+    return 0;
+#endif
+}
+
+#ifdef HAVE_X86
+#define MAX_AHEAD 2
+
+/* Where the 32 slots `tiles` times 32 behind `slot` lie; where there are no more, some that exist. */
+static void point_to(const attention_args *a, const lane *l, int64_t slot, int64_t end, int tiles,
+                     int64_t *at) {
+    int64_t wanted = slot + tiles * WIDE;
+    if (wanted + WIDE > end) wanted = end - WIDE;
+    for (int g = 0; g < WIDE_TILES; g++) at[g] = slot_at(a, l, wanted + g * TILE);
 }
 #endif
 
-/* Go over as many times 32 slots as every vector sees, from `slot` on; return the slot after them. */
-static int64_t walk_wide_tiles(const attention_args *a, walk *w, const lane *l, int64_t slot,
-                               int64_t end) {
+/* Go over as many times 32 slots as every vector of these heads sees, from `slot` on, heads inside:
+ * their vectors are neighbours in a page. Return the slot after them. */
+static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int heads, const lane *l,
+                               int64_t slot, int64_t end) {
 #ifdef HAVE_X86
-    if (a->path != PATH_AVX512_BF16 || a->dtype != BF16 || !has_wide(w->head_dim)) return slot;
-    if (a->page_tokens % TILE) return slot;
-    if (w->low[w->count - 1] > slot || slot % TILE) return slot;
-    end = w->high[0] < end ? w->high[0] : end;
+    int64_t head_bytes = a->page_tokens * l->vector_bytes;
+    int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* where these 32 slots lie, and the following ones */
+    int ahead = a->head_dim > 96 ? 1 : MAX_AHEAD; /* short vectors take less time than memory does */
+    int tiles = (heads - 1 + ahead) / heads;
+    end = w[0]->high[0] < end ? w[0]->high[0] : end;
+    if (slot + WIDE > end) return slot;
+    for (int k = 0; k <= tiles; k++) point_to(a, l, slot, end, k, at[k]);
     for (; slot + WIDE <= end; slot += WIDE) {
-        wide_tile t = {.slot = slot};
-        point_to(a, l, slot, t.key, t.value);
-        point_to(a, l, slot + 2 * WIDE <= end ? slot + WIDE : slot, t.next_key, t.next_value);
-        walk_wide(w, &t, a->scale, a->softcap);
+        for (int h = 0; h < heads; h++) {
+            wide_tile t = {.slot = slot};
+            int64_t next_head = (h + ahead) % heads * head_bytes;
+            for (int g = 0; g < WIDE_TILES; g++) {
+                int64_t here = at[0][g] + h * head_bytes, then = at[(h + ahead) / heads][g] + next_head;
+                t.key[g] = a->key + here, t.value[g] = a->value + here;
+                t.next_key[g] = a->key + then, t.next_value[g] = a->value + then;
+            }
+            walk_wide(w[h], &t, a->scale, a->softcap);
+        }
+        memmove(at[0], at[1], tiles * sizeof(at[0]));
+        point_to(a, l, slot + WIDE, end, tiles, at[tiles]);
     }
 #else
-    (void)a, (void)w, (void)l, (void)end;
+    (void)a, (void)w, (void)heads, (void)l, (void)end;
 #endif
     return slot;
 }
@@ -87,7 +112,7 @@ static void walk_lane(const attention_args *a, walk *w, const lane *l, int64_t f
     slot = slot < first ? first : slot;
     high = high > end ? end : high;
     while (slot < high) {
-        slot = walk_wide_tiles(a, w, l, slot, high);
+        if (is_wide(a, w, slot)) slot = walk_wide_tiles(a, &w, 1, l, slot, high);
         if (slot >= high) break;
         int64_t at = slot_at(a, l, slot), left = tokens - slot % tokens; /* of the page */
         if (slot % tokens == 0 && slot + tokens < high)
@@ -178,36 +203,62 @@ static float *partial_of(const attention_args *a, int kv_head, int64_t number, i
 /* Where the logits are kept until the normaliser is known: for a row with one token in the sums
  * themselves (vector m is a head then), else in scratch behind the walk. */
 static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
-    float *kept = (float *)((uint8_t *)w + (sizeof(walk) + 63) / 64 * 64);
+    float *kept = (float *)((uint8_t *)w + walk_bytes());
     for (int m = 0; a->column_sums && m < w->count; m++)
         w->logits[m] = a->tokens[row] == 1 ? sums_of_head(a, row, head + m) : kept + m * a->sums_stride;
 }
 
-static void do_walk(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
-    walk *w = (walk *)scratch;
+static void finish_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
+    int head = kv_head * a->group;
+    for (int m = 0; m < w->count; m++) {
+        if (p->partial >= 0) {
+            float *result = partial_of(a, kv_head, p->partial, first + m);
+            memcpy(result, w->out[m], a->head_dim * sizeof(float));
+            result[a->head_dim] = w->maximum[m];
+            result[a->head_dim + 1] = w->sum[m];
+            continue;
+        }
+        float over = 1 / w->sum[m];
+        store_output(a, p->row, head, first + m, w->out[m], over);
+        if (w->logits[m])
+            finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
+                           w->low[m], w->high[m], w->maximum[m], over);
+    }
+}
+
+static void begin_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
+    int left = a->tokens[p->row] * a->group - first, head = kv_head * a->group;
     lane l = lane_of(a, p->row, kv_head);
-    int pairs = a->tokens[p->row] * a->group, head = kv_head * a->group;
-    for (int first = 0; first < pairs; first += MAX_QUERIES) {
-        w->count = pairs - first < MAX_QUERIES ? pairs - first : MAX_QUERIES;
-        load_queries(a, w, &l, p->row, head, first);
-        if (p->first == 0) add_sinks(a, w, head, first);
-        keep_for_sums(a, w, p->row, head + first);
-        walk_lane(a, w, &l, p->first, (int64_t)p->first + p->count);
-        for (int m = 0; m < w->count; m++) {
-            if (p->partial >= 0) {
-                float *result = partial_of(a, kv_head, p->partial, first + m);
-                memcpy(result, w->out[m], a->head_dim * sizeof(float));
-                result[a->head_dim] = w->maximum[m];
-                result[a->head_dim + 1] = w->sum[m];
-                continue;
-            }
-            float over = 1 / w->sum[m];
-            store_output(a, p->row, head, first + m, w->out[m], over);
-            if (w->logits[m])
-                finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
-                               w->low[m], w->high[m], w->maximum[m], over);
+    w->count = left < MAX_QUERIES ? left : MAX_QUERIES;
+    load_queries(a, w, &l, p->row, head, first);
+    if (p->first == 0) add_sinks(a, w, head, first);
+    keep_for_sums(a, w, p->row, head + first);
+}
+
+/* A part of a row for `heads` neighbouring KV heads of a page, side by side. */
+static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, uint8_t *scratch) {
+    int64_t end = (int64_t)p->first + p->count;
+    walk *walks[MAX_TOGETHER];
+    for (int h = 0; h < heads; h++) walks[h] = (walk *)(scratch + h * walk_bytes());
+    for (int first = 0; first < a->tokens[p->row] * a->group; first += MAX_QUERIES) {
+        for (int h = 0; h < heads; h++) begin_walk(a, p, kv_head + h, walks[h], first);
+        lane l = lane_of(a, p->row, kv_head);
+        int64_t slot = walks[0]->low[0] < p->first ? p->first : walks[0]->low[0];
+        if (heads > 1 && is_wide(a, walks[0], slot))
+            slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
+        for (int h = 0; h < heads; h++) {
+            l = lane_of(a, p->row, kv_head + h);
+            walk_lane(a, walks[h], &l, slot, end);
+            finish_walk(a, p, kv_head + h, walks[h], first);
         }
     }
+}
+
+static void do_walk(const attention_args *a, const part *p, int number, uint8_t *scratch) {
+    int heads = a->heads_together, kv_head = number * heads;
+    /* logits of several tokens are kept behind the walk: there is room for one */
+    int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
+    for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, scratch);
 }
 
 /* The walks of a long row with one token: their outputs on the scale of the largest maximum. */
@@ -250,15 +301,15 @@ static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t
 
 /* ---- sharing out -------------------------------------------------------------------------------- */
 
-typedef void (*doing)(const attention_args *, const part *, int kv_head, uint8_t *scratch);
+typedef void (*doing)(const attention_args *, const part *, int number, uint8_t *scratch);
 typedef void (*parallel_function)(int64_t begin, int64_t end, void *context);
 typedef int32_t (*parallel_for)(int64_t, int64_t, int64_t, parallel_function, void *);
 
-/* Two lists of parts, each part once for every KV head; threads take the next one. */
+/* Two lists of parts, each part once for every KV head (or some together); threads take the next. */
 typedef struct {
     const attention_args *args;
     const part *list[2];
-    int32_t length[2];
+    int32_t length[2], heads[2];
     doing what[2];
     atomic_llong next;
 } work;
@@ -266,14 +317,14 @@ typedef struct {
 static void take_items(int64_t begin, int64_t end, void *context) {
     work *shared = context;
     const attention_args *a = shared->args;
-    int heads = num_kv_heads(a);
-    int64_t items = (int64_t)(shared->length[0] + shared->length[1]) * heads, item;
+    int64_t first = (int64_t)shared->length[0] * shared->heads[0];
+    int64_t items = first + (int64_t)shared->length[1] * shared->heads[1], item;
     (void)end;
     while ((item = atomic_fetch_add(&shared->next, 1)) < items) {
-        int64_t number = item / heads;
-        int which = number >= shared->length[0];
-        const part *p = shared->list[which] + number - (which ? shared->length[0] : 0);
-        shared->what[which](a, p, (int)(item % heads), a->scratch + begin * a->scratch_bytes);
+        int which = item >= first, heads = shared->heads[which];
+        int64_t number = which ? item - first : item;
+        shared->what[which](a, shared->list[which] + number / heads, (int)(number % heads),
+                            a->scratch + begin * a->scratch_bytes);
     }
 }
 
@@ -312,9 +363,14 @@ int quire_block_queries(int path, int head_dim) {
     return 0;
 }
 
-/* Scratch of one thread: for a walk with its logits when sums of several tokens are asked for. */
-int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride) {
-    size_t bytes = (sizeof(walk) + 63) / 64 * 64 + MAX_QUERIES * (size_t)sums_stride * sizeof(float);
+int quire_max_together(void) { return MAX_TOGETHER; }
+
+/* Scratch of one thread: for walks, or one walk and its logits when sums of several tokens are asked
+ * for, or a block. */
+int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_together) {
+    size_t walks = walk_bytes() * (size_t)heads_together;
+    size_t bytes = walk_bytes() + MAX_QUERIES * (size_t)sums_stride * sizeof(float);
+    if (walks > bytes) bytes = walks;
 #ifdef HAVE_X86
     if (block_bytes(head_dim) > bytes) bytes = block_bytes(head_dim);
 #endif
@@ -323,9 +379,21 @@ int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride) {
 
 /* Attend; 0 on success. `run` is torch's parallel_for, or NULL for one thread. */
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
+    int heads = num_kv_heads(args);
     work first = {args, {args->blocks, args->walks}, {args->num_blocks, args->num_walks},
-                  {do_block, do_walk}, 0};
+                  {heads, heads / args->heads_together}, {do_block, do_walk}, 0};
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
-                 {do_merge, do_sums}, 0};
+                 {heads, heads}, {do_merge, do_sums}, 0};
     return share_out(&first, run, num_threads) || share_out(&then, run, num_threads);
 }
+
+#define TOKENS_A_THREAD 8
+
+/* Write; 0 on success. */
+int quire_write(const write_args *args, parallel_for run) {
+    if (run == NULL || args->num_tokens <= TOKENS_A_THREAD) write_tokens(0, args->num_tokens, (void *)args);
+    else return run(0, args->num_tokens, TOKENS_A_THREAD, write_tokens, (void *)args) != 0;
+    return 0;
+}
+
+int64_t quire_write_args_size(void) { return sizeof(write_args); }

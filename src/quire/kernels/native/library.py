@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.native.arguments import AttentionArgs
+from quire.kernels.native.arguments import AttentionArgs, WriteArgs
 from quire.kernels.native.fitness import unfit_reason
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -26,6 +26,7 @@ class NativeLibrary:
 
     Attributes:
         attend: `quire_attend` of attention.c.
+        write: `quire_write`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
         path: which code it runs on this CPU, an index into PATHS.
@@ -34,6 +35,7 @@ class NativeLibrary:
     """
 
     attend: "ctypes._NamedFuncPointer"
+    write: "ctypes._NamedFuncPointer"
     block_queries: "ctypes._NamedFuncPointer"
     scratch_bytes: "ctypes._NamedFuncPointer"
     path: int
@@ -72,20 +74,24 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         return NotLoaded(f"{path.name} cannot be used: {unfit}")
     try:
         library = ctypes.CDLL(str(path))
-        size, limit = library.quire_args_size, library.quire_max_head_dim
+        sizes = library.quire_args_size, library.quire_write_args_size
+        limit, write = library.quire_max_head_dim, library.quire_write
         attend, best_path = library.quire_attend, library.quire_best_path
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
-    size.restype = ctypes.c_int64
-    if size() != ctypes.sizeof(AttentionArgs):
+    for size in sizes:
+        size.restype = ctypes.c_int64
+    if [size() for size in sizes] != [ctypes.sizeof(args) for args in (AttentionArgs, WriteArgs)]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
     attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
     attend.restype = ctypes.c_int
-    scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64)
+    write.argtypes = (ctypes.POINTER(WriteArgs), ctypes.c_void_p)
+    write.restype = ctypes.c_int
+    scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     scratch_bytes.restype = ctypes.c_int64
     return NativeLibrary(
-        attend, block_queries, scratch_bytes, best_path(), _torch_parallel_for(), limit()
+        attend, write, block_queries, scratch_bytes, best_path(), _torch_parallel_for(), limit()
     )
 
 

@@ -10,6 +10,7 @@
 #define MAX_QUERIES 8
 #define TILE 16
 #define MAX_HEAD_DIM 512
+#define MAX_TOGETHER 8 /* KV heads of a page that one thread walks side by side */
 
 typedef struct {
     int count, head_dim;
@@ -20,6 +21,8 @@ typedef struct {
     uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
     float out[MAX_QUERIES][MAX_HEAD_DIM];
 } walk;
+
+static inline size_t walk_bytes(void) { return (sizeof(walk) + 63) / 64 * 64; }
 
 /* Up to 16 slots of one page. Slots from `count` on belong to nobody and may hold NaN. */
 typedef struct {

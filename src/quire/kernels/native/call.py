@@ -1,0 +1,160 @@
+"""A call of the C library: built once for a step, changed from layer to layer."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.native.arguments import DTYPES, AttentionArgs, WriteArgs
+from quire.kernels.native.library import NativeLibrary
+from quire.kernels.native.parts import Parts
+
+MAX_TOGETHER = 8  # as in walk.h
+WALKS_A_THREAD = 4  # below, heads are walked one by one, to share the work out evenly
+SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins
+
+
+class Scratch:
+    """Memory that grows and is used again."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """How large it has become."""
+        return self._bytes.numel()
+
+    def address(self, num_bytes: int) -> int:
+        """Where `num_bytes` can be used; what was there before is gone."""
+        if self.num_bytes < num_bytes:
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes.data_ptr()
+
+
+class AttentionCall:
+    """The arguments that the layers of a step share, and what keeps their memory alive.
+
+    Args:
+        library: the loaded C library.
+        step, lanes: the plan's.
+        parts: how the rows are cut.
+        pages: of any layer.
+        query: of any layer.
+        column_sums: of any layer, or None for a call without.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        step: StepShape,
+        lanes: LaneSlots,
+        parts: Parts,
+        pages: LayerPages,
+        query: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
+        self._library, self._parts = library, parts
+        self._step, self._lanes = step, lanes
+        heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
+        self._num_threads = 1 if parts.work < SERIAL_WORK else torch.get_num_threads()
+        together = heads_together(heads_per_page, parts, self._num_threads)
+        sums_stride = 0 if column_sums is None else column_sums.stride(1)
+        self._thread_bytes = library.scratch_bytes(head_dim, sums_stride, together)
+        self._partials_bytes = 4 * parts.num_partials * num_heads * (head_dim + 2)
+        self._normalisers_bytes = 0 if column_sums is None else 8 * query.shape[0] * num_heads
+        self._args = AttentionArgs(
+            page_bytes=pages.key.stride(0) * pages.key.itemsize,
+            table=pages.table.data_ptr(),
+            table_row_stride=pages.table.stride(0),
+            table_lane_stride=pages.table.stride(1),
+            rows=pages.rows.data_ptr(),
+            slots=lanes.slots.ctypes.data,
+            starts=step.starts.ctypes.data,
+            tokens=step.tokens.ctypes.data,
+            sums_stride=sums_stride,
+            scratch_bytes=self._thread_bytes,
+            walks=parts.walks.ctypes.data,
+            blocks=parts.blocks.ctypes.data,
+            merges=parts.merges.ctypes.data,
+            sums=parts.sums.ctypes.data,
+            num_walks=len(parts.walks),
+            num_blocks=len(parts.blocks),
+            num_merges=len(parts.merges),
+            num_sums=0 if column_sums is None else len(parts.sums),
+            num_partials=parts.num_partials,
+            num_lanes=pages.num_lanes,
+            heads_per_page=heads_per_page,
+            group=num_heads // (pages.num_lanes * heads_per_page),
+            heads_together=together,
+            head_dim=head_dim,
+            page_tokens=pages.page_tokens,
+            dtype=DTYPES[query.dtype],
+            window=lanes.window or 0,
+            path=library.path,
+        )
+
+    def attend(
+        self,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        out: Tensor,
+        column_sums: Tensor | None,
+        scratch: Scratch,
+    ) -> None:
+        """Attend in one layer; `out` is contiguous, rows in no part are left alone."""
+        args = self._args
+        query = query if query.stride(2) == 1 else query.contiguous()
+        sinks = None if math.sinks is None else math.sinks.float().contiguous()
+        memory = scratch.address(
+            self._thread_bytes * self._num_threads + self._partials_bytes + self._normalisers_bytes
+        )
+        args.key, args.value = pages.key.data_ptr(), pages.value.data_ptr()
+        args.first_lane = pages.first_lane
+        args.query, args.out = query.data_ptr(), out.data_ptr()
+        args.query_token_stride, args.query_head_stride = query.stride(0), query.stride(1)
+        args.sinks = None if sinks is None else sinks.data_ptr()
+        args.scale, args.softcap = math.scale, math.softcap or 0.0
+        args.scratch = memory
+        args.partials = memory + self._thread_bytes * self._num_threads
+        if column_sums is not None:
+            args.column_sums = column_sums.data_ptr()
+            args.normalisers = args.partials + self._partials_bytes
+        parallel_for = self._library.parallel_for
+        if self._library.attend(ctypes.byref(args), parallel_for, self._num_threads):
+            raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
+    """KV heads that one thread walks side by side: as many as leave every thread enough walks.
+
+    Their vectors are neighbours in a page, so memory is read in longer pieces. Changes no output.
+    """
+    enough = len(parts.walks) // (WALKS_A_THREAD * num_threads)
+    fitting = (h for h in range(MAX_TOGETHER, 0, -1) if heads_per_page % h == 0)
+    return next(fitting) if enough else 1
+
+
+def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+    """Write keys and values [tokens, num_kv_heads, head_dim], the last axis contiguous."""
+    itemsize = key.itemsize
+    _, heads_per_page, page_tokens, head_dim = slots.key.shape
+    args = WriteArgs(
+        plane=(slots.key.data_ptr(), slots.value.data_ptr()),
+        fresh=(key.data_ptr(), value.data_ptr()),
+        token_stride=(key.stride(0) * itemsize, value.stride(0) * itemsize),
+        head_stride=(key.stride(1) * itemsize, value.stride(1) * itemsize),
+        page_bytes=slots.key.stride(0) * itemsize,
+        vector_bytes=head_dim * itemsize,
+        pages=slots.pages.data_ptr(),
+        offsets=slots.offsets.data_ptr(),
+        num_tokens=len(key),
+        num_lanes=slots.pages.shape[1],
+        heads_per_page=heads_per_page,
+        page_tokens=page_tokens,
+    )
+    if library.write(ctypes.byref(args), library.parallel_for):
+        raise InvariantError("torch_parallel_for failed inside the C extension")

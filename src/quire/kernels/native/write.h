@@ -1,0 +1,50 @@
+/* Putting the keys and values of a step's tokens into their slots.
+ *
+ * The slots of decoding rows lie on as many lines of memory that no cache holds. All lines of some
+ * tokens are asked for first, then written: one wait and not one for each.
+ */
+#ifndef QUIRE_WRITE_H
+#define QUIRE_WRITE_H
+
+#include <string.h>
+
+#include "args.h"
+
+#define TOKENS_AHEAD 16
+
+/* WriteArgs in arguments.py mirrors this. Strides are in bytes. */
+typedef struct {
+    uint8_t *plane[2]; /* keys, values: page n at n * page_bytes */
+    const uint8_t *fresh[2]; /* [tokens, lanes * heads_per_page, head_dim] */
+    int64_t token_stride[2], head_stride[2];
+    int64_t page_bytes, vector_bytes;
+    const int64_t *pages, *offsets; /* [tokens, lanes] */
+    int32_t num_tokens, num_lanes, heads_per_page, page_tokens;
+} write_args;
+
+static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
+    int64_t place = token * a->num_lanes + head / a->heads_per_page;
+    int64_t slot = (int64_t)(head % a->heads_per_page) * a->page_tokens + a->offsets[place];
+    return a->plane[which] + a->pages[place] * a->page_bytes + slot * a->vector_bytes;
+}
+
+static void write_tokens(int64_t begin, int64_t end, void *context) {
+    const write_args *a = context;
+    int heads = a->num_lanes * a->heads_per_page;
+    for (int64_t first = begin; first < end; first += TOKENS_AHEAD) {
+        int64_t last = first + TOKENS_AHEAD < end ? first + TOKENS_AHEAD : end;
+        for (int64_t token = first; token < last; token++)
+            for (int head = 0; head < heads; head++)
+                for (int which = 0; which < 2; which++)
+                    for (int64_t i = 0; i < a->vector_bytes; i += 64)
+                        __builtin_prefetch(slot_of(a, which, token, head) + i, 1);
+        for (int64_t token = first; token < last; token++)
+            for (int head = 0; head < heads; head++)
+                for (int which = 0; which < 2; which++)
+                    memcpy(slot_of(a, which, token, head),
+                           a->fresh[which] + token * a->token_stride[which] + head * a->head_stride[which],
+                           (size_t)a->vector_bytes);
+    }
+}
+
+#endif
