@@ -86,12 +86,14 @@ class Round:
         attention_s: seconds of each way to attend.
         read_bytes_per_s: of memory.
         flops_per_s: of the bfloat16 product.
+        batch_flops_per_s: of the same with as many rows as there are prompts.
     """
 
     arms: tuple[ArmResult, ...]
     attention_s: Mapping[str, float]
     read_bytes_per_s: float
     flops_per_s: float
+    batch_flops_per_s: float
 
 
 class ThroughputBench:
@@ -117,6 +119,7 @@ class ThroughputBench:
         self._attention = AttentionBench(config.attention_shape).ways()
         self._memory = MemoryProbe(config.buffer_bytes)
         self._product = ProductProbe("bfloat16", *config.product)
+        self._batch_product = ProductProbe("bfloat16", workload.prompts, *config.product[1:])
 
     @property
     def attention(self) -> str:
@@ -152,18 +155,20 @@ class ThroughputBench:
             attention_s={name: statistics.median(taken) for name, taken in times.items()},
             read_bytes_per_s=statistics.median(reads),
             flops_per_s=statistics.median(rates),
+            batch_flops_per_s=statistics.median(self._batch_product.rate() for _ in range(3)),
         )
 
 
-def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round) -> float:
+def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round, flops_per_s: float) -> float:
     """Least time of a decode step halfway through the answers.
 
-    The larger of bytes of weights and KV over the read rate, and FLOPs over the product rate.
+    The larger of bytes of weights and KV over the read rate, and FLOPs over a product rate: that of
+    large products, which no step can beat, or that of the batch's own shape.
     """
     before = workload.prompt_tokens + workload.new_tokens // 2
     rows = [RowTokens(new=1, before=before)] * workload.prompts
     cost = total_cost(step_parts(spec, rows, sampled_rows=workload.prompts))
-    return cost.floor_s(found.read_bytes_per_s, found.flops_per_s)
+    return cost.floor_s(found.read_bytes_per_s, flops_per_s)
 
 
 def summarise(
@@ -193,10 +198,12 @@ def summarise(
         claims[f"{result.arm}_kv_bytes"] = max(found.arms[i].kv_bytes for found in rounds)
         claims[f"{result.arm}_mean_regret"] = regrets[result.arm]
     if all(found.arms[0].decode_step_s for found in rounds):
-        claims["decode_step_over_floor"] = statistics.median(
-            found.arms[0].decode_step_s / decode_floor_s(spec, config.workload, found)
-            for found in rounds
-        )
+        for name, rate in (("", "flops_per_s"), ("batch_", "batch_flops_per_s")):
+            claims[f"decode_step_over_{name}floor"] = statistics.median(
+                found.arms[0].decode_step_s
+                / decode_floor_s(spec, config.workload, found, getattr(found, rate))
+                for found in rounds
+            )
     claims["read_bytes_per_s"] = statistics.median(found.read_bytes_per_s for found in rounds)
     claims["product_flops_per_s"] = statistics.median(found.flops_per_s for found in rounds)
     return claims | attention_claims(config.attention_shape, rounds)

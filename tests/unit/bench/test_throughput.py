@@ -41,6 +41,7 @@ def round_of(quire_s: float, static_s: float, **changes: object) -> Round:
         "attention_s": {"gathered": 6.0, "sdpa": 4.0, "native": 2.0, "native sums": 2.5},
         "read_bytes_per_s": 20e9,
         "flops_per_s": 500e9,
+        "batch_flops_per_s": 100e9,
     }
     return Round(**(fields | changes))
 
@@ -67,14 +68,16 @@ def test_a_decode_floor_by_hand():
     the head's 24,576,000 and the last norm's 768 make 100,092,672, or 200,185,344 B. Rows looked
     up: 32 * 768 * 2 = 49,152 B. KV: 1,024 B a layer and token, 12,288 B in all; 545 read and 1
     written: 32 * 546 * 12,288 = 214,695,936 B. At 20 GB/s the 414,930,432 B take 20.75 ms; the
-    FLOPs at 500 GFLOP/s take less.
+    FLOPs at 500 GFLOP/s take less, at 100 GFLOP/s more.
     """
     spec = ModelSpec.from_config(llama_125m().to_dict())
     found = round_of(1.0, 1.0)
 
-    assert decode_floor_s(spec, Workload(), found) == pytest.approx(414_930_432 / 20e9)
+    floor_s = decode_floor_s(spec, Workload(), found, found.flops_per_s)
+    assert floor_s == pytest.approx(414_930_432 / 20e9)
     claims = summarise(ThroughputConfig(), spec, [found], {"quire": 0.0, "hf_static": 0.0})
     assert claims["decode_step_over_floor"] == pytest.approx(0.1 * 20e9 / 414_930_432)
+    assert claims["decode_step_over_batch_floor"] < claims["decode_step_over_floor"]
 
 
 def test_nothing_is_claimed_of_decode_steps_that_did_not_occur():
