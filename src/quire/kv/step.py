@@ -38,12 +38,34 @@ class PagedKV:
             for index, layer in enumerate(group.layers)
         }
         self._batch: FlatBatch | None = None
+        self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
 
     def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
         """The shape of a step; the last one again when nothing changed."""
         if self._batch is None or not self._batch.is_for(rows, tokens):
             self._batch = FlatBatch.of(rows, tokens, self.store.device)
         return self._batch
+
+    def layer_pages(self, group: LaneGroup, rows: Tensor) -> tuple[LayerPages, ...]:
+        """The pages of each layer of a group; the last ones again while rows and table stay."""
+        table = self.tables[group.name].current()
+        made = self._layer_pages.get(group.name)
+        if made is None or made[0].rows is not rows or made[0].table is not table:
+            views = self.store.views(group.page_class)
+            assert views.value is not None, "lanes that attend have a value plane"
+            made = tuple(
+                LayerPages(
+                    key=views.key,
+                    value=views.value,
+                    table=table,
+                    rows=rows,
+                    first_lane=index * group.lanes_per_layer,
+                    num_lanes=group.lanes_per_layer,
+                )
+                for index in range(len(group.layers))
+            )
+            self._layer_pages[group.name] = made
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +74,15 @@ class GroupStep:
 
     Attributes:
         plans: the backend's plan for each layer.
-        pages, offsets: int64 [layers, tokens, lanes of a layer] where new tokens are written.
-        table: the group's page table on the device.
+        pages: the layers' pages.
+        new_slots: where the layers write new tokens.
+        positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
     """
 
     plans: tuple[object, ...]
-    pages: Tensor
-    offsets: Tensor
-    table: Tensor
+    pages: tuple[LayerPages, ...]
+    new_slots: tuple[NewSlots, ...]
+    positions: Tensor | None
 
 
 class StepAttention:
@@ -98,31 +121,23 @@ class StepAttention:
             value: like key.
         """
         group, index = self._kv.place[layer]
-        step = self._groups[group.name]
-        pages, offsets = step.pages[index], step.offsets[index]
-        views = self._kv.store.views(group.page_class)
-        assert views.value is not None, "lanes that attend have a value plane"
-        self._kv.backend.write(NewSlots(views.key, views.value, pages, offsets), key, value)
-        if views.positions is not None:
-            views.positions[pages, offsets] = self._positions.expand_as(pages)
-        layer_pages = LayerPages(
-            key=views.key,
-            value=views.value,
-            table=step.table,
-            rows=self._batch.row_index,
-            first_lane=index * group.lanes_per_layer,
-            num_lanes=group.lanes_per_layer,
-        )
-        return self._kv.backend.attend(step.plans[index], layer_pages, math, query, (key, value))
+        step, backend = self._groups[group.name], self._kv.backend
+        slots = step.new_slots[index]
+        backend.write(slots, key, value)
+        if step.positions is not None:
+            step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
+        return backend.attend(step.plans[index], step.pages[index], math, query, (key, value))
 
     def _group_step(self, group: LaneGroup) -> GroupStep:
         slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
+        layers = self._kv.layer_pages(group, self._batch.row_index)
         pages, offsets = self._new_slots(group, slots)
+        places = zip(pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
             plans=self._plans(group, slots),
-            pages=pages,
-            offsets=offsets,
-            table=self._kv.tables[group.name].current(),
+            pages=layers,
+            new_slots=tuple(NewSlots(layers[0].key, layers[0].value, *place) for place in places),
+            positions=self._kv.store.views(group.page_class).positions,
         )
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:

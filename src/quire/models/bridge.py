@@ -124,8 +124,9 @@ def _check(
 ) -> None:
     name = type(module).__name__
     for option, given in options.items():
-        known = option in _KNOWN_OPTIONS or option.startswith("output_")
-        if not known and given is not None and given is not False:
+        if option in _KNOWN_OPTIONS or given is None or given is False:
+            continue
+        if not option.startswith("output_"):
             raise UnsupportedModel(
                 f"{name} passes {option!r} to attention, which pages do not know; "
                 "run this model with Transformers itself"

@@ -25,6 +25,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self._multiply = (
+            torch.ops.mkldnn._linear_pointwise.default
+        )  # found once: it is called often
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     @property
@@ -39,9 +42,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
         """Multiply, as `nn.Linear` does."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed, self.bias, "none", [], ""
-        )
+        out: Tensor = self._multiply(rows, self._packed, self.bias, "none", [], "")
         return out
 
 
@@ -67,10 +68,13 @@ def pack_linears(model: nn.Module) -> None:
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             owners[id(weight)] = owners.get(id(weight), 0) + 1
+    packed: dict[nn.Module, PackedLinear] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_packable(child) and owners[id(child.weight)] == 1:
-                setattr(parent, name, PackedLinear(child))
+                if child not in packed:
+                    packed[child] = PackedLinear(child)
+                setattr(parent, name, packed[child])
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

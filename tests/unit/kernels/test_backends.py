@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanes import Lanes
-from quire.kernels.backend import AttentionMath
+from quire.kernels.backend import AttentionMath, NewSlots
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -114,6 +114,28 @@ def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_di
 
     assert error.max() <= 2e-2
     torch.testing.assert_close(sums, expected_sums, atol=2e-3, rtol=2e-2)
+
+
+@any_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(backend, tokens, lanes, dtype):
+    heads, head_dim, page_tokens, num_pages = 2, 40, 16, 1000
+    generator = torch.Generator().manual_seed(tokens)
+    arena = torch.zeros(num_pages, 2, heads, page_tokens, head_dim, dtype=dtype)
+    places = torch.randperm(num_pages * page_tokens, generator=generator)[: tokens * lanes]
+    pages, offsets = (x.view(tokens, lanes) for x in (places // page_tokens, places % page_tokens))
+    # as models give them: heads first in memory
+    fresh = torch.randn(2, lanes * heads, tokens, head_dim, generator=generator).to(dtype)
+    key, value = fresh.transpose(1, 2)
+    backend.write(NewSlots(arena[:, 0], arena[:, 1], pages, offsets), key, value)
+
+    for which, numbers in ((0, key), (1, value)):
+        written = arena[pages, which, :, offsets].reshape(numbers.shape)
+        assert torch.equal(written, numbers)
+    live = (arena != 0).any(dim=-1).any(dim=2).any(dim=1)
+    assert int(live.sum()) == tokens * lanes
 
 
 @any_native
