@@ -1,4 +1,4 @@
-"""Packed linear layers give the bits of plain ones; only layers that own their weight are packed."""
+"""Packed linear layers give the bits of plain ones; only those that own their weight are packed."""
 
 import pytest
 import torch

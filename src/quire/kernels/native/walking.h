@@ -1,0 +1,267 @@
+/* Walks over the pages of a row: which tiles, by which path, and what becomes of the results. */
+#ifndef QUIRE_WALKING_H
+#define QUIRE_WALKING_H
+
+#include "walk_avx2.h"
+#include "walk_wide.h"
+
+static void walk_tile(const attention_args *a, walk *w, const tile *t) {
+#ifdef HAVE_X86
+    int dim = w->head_dim;
+    if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && t->count == TILE && dim % 32 == 0) {
+        walk_tile_bf16(w, t, a->scale, a->softcap);
+        return;
+    }
+    if (a->path >= PATH_AVX512) {
+        walk_tile_avx512(w, t, a->dtype, a->softcap);
+        return;
+    }
+    if (a->path == PATH_AVX2 && dim % 8 == 0) {
+        walk_tile_avx2(w, t, a->dtype, a->softcap);
+        return;
+    }
+#endif
+    walk_tile_plain(w, t, a->dtype, a->softcap);
+}
+
+static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes && i < 4096; i += 64) {
+        __builtin_prefetch(a->key + at + i);
+        __builtin_prefetch(a->value + at + i);
+    }
+}
+
+/* Whether 32 slots at a time can be walked, from `slot` on, by vectors that see them all. */
+static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
+#ifdef HAVE_X86
+    return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(w->head_dim) &&
+           a->page_tokens % TILE == 0 && slot % TILE == 0 && w->low[w->count - 1] <= slot;
+#else
+    (void)a, (void)w, (void)slot;
+    return 0;
+#endif
+}
+
+#ifdef HAVE_X86
+#define MAX_AHEAD 2
+
+/* Where the 32 slots `tiles` times 32 behind `slot` lie; where there are no more, some that exist. */
+static void point_to(const attention_args *a, const lane *l, int64_t slot, int64_t end, int tiles,
+                     int64_t *at) {
+    int64_t wanted = slot + tiles * WIDE;
+    if (wanted + WIDE > end) wanted = end - WIDE;
+    for (int g = 0; g < WIDE_TILES; g++) at[g] = slot_at(a, l, wanted + g * TILE);
+}
+#endif
+
+/* Go over as many times 32 slots as every vector of these heads sees, from `slot` on, heads inside:
+ * their vectors are neighbours in a page. Return the slot after them. */
+static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int heads, const lane *l,
+                               int64_t slot, int64_t end) {
+#ifdef HAVE_X86
+    int64_t head_bytes = a->page_tokens * l->vector_bytes;
+    int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* where these 32 slots lie, and the following ones */
+    int ahead = a->head_dim > 96 ? 1 : MAX_AHEAD; /* short vectors take less time than memory does */
+    int tiles = (heads - 1 + ahead) / heads;
+    end = w[0]->high[0] < end ? w[0]->high[0] : end;
+    if (slot + WIDE > end) return slot;
+    for (int k = 0; k <= tiles; k++) point_to(a, l, slot, end, k, at[k]);
+    for (; slot + WIDE <= end; slot += WIDE) {
+        for (int h = 0; h < heads; h++) {
+            wide_tile t = {.slot = slot};
+            int64_t next_head = (h + ahead) % heads * head_bytes;
+            for (int g = 0; g < WIDE_TILES; g++) {
+                int64_t here = at[0][g] + h * head_bytes, then = at[(h + ahead) / heads][g] + next_head;
+                t.key[g] = a->key + here, t.value[g] = a->value + here;
+                t.next_key[g] = a->key + then, t.next_value[g] = a->value + then;
+            }
+            walk_wide(w[h], &t, a->scale, a->softcap);
+        }
+        memmove(at[0], at[1], tiles * sizeof(at[0]));
+        point_to(a, l, slot + WIDE, end, tiles, at[tiles]);
+    }
+#else
+    (void)a, (void)w, (void)heads, (void)l, (void)end;
+#endif
+    return slot;
+}
+
+/* Go over the slots first .. end - 1 that any of the vectors sees. */
+static void walk_lane(const attention_args *a, walk *w, const lane *l, int64_t first, int64_t end) {
+    int tokens = a->page_tokens;
+    int64_t slot = w->low[0], high = w->high[w->count - 1]; /* both rise with the token */
+    slot = slot < first ? first : slot;
+    high = high > end ? end : high;
+    while (slot < high) {
+        if (is_wide(a, w, slot)) slot = walk_wide_tiles(a, &w, 1, l, slot, high);
+        if (slot >= high) break;
+        int64_t at = slot_at(a, l, slot), left = tokens - slot % tokens; /* of the page */
+        if (slot % tokens == 0 && slot + tokens < high)
+            prefetch_page(a, slot_at(a, l, slot + tokens), tokens * l->vector_bytes);
+        tile t = {a->key + at, a->value + at, slot, TILE - (int)(slot % TILE)};
+        if (left < t.count) t.count = (int)left;
+        if (high - slot < t.count) t.count = (int)(high - slot);
+        walk_tile(a, w, &t);
+        slot += t.count;
+    }
+}
+
+static void load_queries(const attention_args *a, walk *w, const lane *l, int row, int head, int first) {
+    int whole = (a->head_dim + 15) / 16 * 16;
+    w->head_dim = a->head_dim;
+    for (int m = 0; m < w->count; m++) {
+        int64_t at = query_at(a, row, head, first + m);
+        for (int d = 0; d < a->head_dim; d++)
+            w->query[m][d] = load_number(a->query, at + d, a->dtype) * a->scale;
+        memset(w->out[m], 0, whole * sizeof(float));
+        if (a->dtype == BF16)
+            memcpy(w->half[m], (const uint16_t *)a->query + at, 2 * (size_t)a->head_dim);
+        w->high[m] = l->slots - a->tokens[row] + (first + m) / a->group + 1;
+        w->low[m] = a->window && w->high[m] > a->window ? w->high[m] - a->window : 0;
+        w->logits[m] = NULL;
+        w->maximum[m] = -INFINITY;
+        w->sum[m] = 0;
+    }
+}
+
+/* A sink is a logit without a value: it is there before the first slot. */
+static void add_sinks(const attention_args *a, walk *w, int head, int first) {
+    for (int m = 0; a->sinks && m < w->count; m++) {
+        w->maximum[m] = a->sinks[head + (first + m) % a->group];
+        w->sum[m] = 1;
+    }
+}
+
+static float *sums_of_head(const attention_args *a, int row, int head) {
+    return a->column_sums + ((int64_t)row * num_heads(a) + head) * a->sums_stride;
+}
+
+static void store_output(const attention_args *a, int row, int head, int pair, const float *out,
+                         float over) {
+    int64_t at = ((a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group) * a->head_dim;
+    for (int d = 0; d < a->head_dim; d++) store_number(a->out, at + d, a->dtype, out[d] * over);
+}
+
+/* Logits of the slots low .. high - 1 become weights and are added to the sums (or replace them). */
+static void weigh_columns(const float *logits, float *sums, int64_t low, int64_t high, float maximum,
+                          float over) {
+    for (int64_t slot = low; slot < high; slot++) {
+        float weight = expf(logits[slot] - maximum) * over;
+        sums[slot] = sums == logits ? weight : sums[slot] + weight;
+    }
+}
+#ifdef HAVE_X86
+static AVX512 void weigh_columns_avx512(const float *logits, float *sums, int64_t low, int64_t high,
+                                        float maximum, float over) {
+    for (int64_t slot = low; slot < high; slot += 16) {
+        __mmask16 inside = between16(0, high - slot);
+        __m512 x = _mm512_maskz_loadu_ps(inside, logits + slot);
+        x = _mm512_mul_ps(exp16(_mm512_sub_ps(x, _mm512_set1_ps(maximum))), _mm512_set1_ps(over));
+        if (sums != logits) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(inside, sums + slot));
+        _mm512_mask_storeu_ps(sums + slot, inside, x);
+    }
+}
+#endif
+
+static void finish_columns(const attention_args *a, const float *logits, float *sums, int64_t low,
+                           int64_t high, float maximum, float over) {
+#ifdef HAVE_X86
+    if (a->path >= PATH_AVX512) {
+        weigh_columns_avx512(logits, sums, low, high, maximum, over);
+        return;
+    }
+#endif
+    weigh_columns(logits, sums, low, high, maximum, over);
+}
+
+static float *partial_of(const attention_args *a, int kv_head, int64_t number, int m) {
+    int64_t result = ((int64_t)kv_head * a->num_partials + number) * a->group + m;
+    return a->partials + result * (a->head_dim + 2);
+}
+
+/* Where the logits are kept until the normaliser is known: for a row with one token in the sums
+ * themselves (vector m is a head then), else in scratch behind the walk. */
+static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
+    float *kept = (float *)((uint8_t *)w + walk_bytes());
+    for (int m = 0; a->column_sums && m < w->count; m++)
+        w->logits[m] = a->tokens[row] == 1 ? sums_of_head(a, row, head + m) : kept + m * a->sums_stride;
+}
+
+static void finish_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
+    int head = kv_head * a->group;
+    for (int m = 0; m < w->count; m++) {
+        if (p->partial >= 0) {
+            float *result = partial_of(a, kv_head, p->partial, first + m);
+            memcpy(result, w->out[m], a->head_dim * sizeof(float));
+            result[a->head_dim] = w->maximum[m];
+            result[a->head_dim + 1] = w->sum[m];
+            continue;
+        }
+        float over = 1 / w->sum[m];
+        store_output(a, p->row, head, first + m, w->out[m], over);
+        if (w->logits[m])
+            finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
+                           w->low[m], w->high[m], w->maximum[m], over);
+    }
+}
+
+static void begin_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
+    int left = a->tokens[p->row] * a->group - first, head = kv_head * a->group;
+    lane l = lane_of(a, p->row, kv_head);
+    w->count = left < MAX_QUERIES ? left : MAX_QUERIES;
+    load_queries(a, w, &l, p->row, head, first);
+    if (p->first == 0) add_sinks(a, w, head, first);
+    keep_for_sums(a, w, p->row, head + first);
+}
+
+/* A part of a row for `heads` neighbouring KV heads of a page, side by side. */
+static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, uint8_t *scratch) {
+    int64_t end = (int64_t)p->first + p->count;
+    walk *walks[MAX_TOGETHER];
+    for (int h = 0; h < heads; h++) walks[h] = (walk *)(scratch + h * walk_bytes());
+    for (int first = 0; first < a->tokens[p->row] * a->group; first += MAX_QUERIES) {
+        for (int h = 0; h < heads; h++) begin_walk(a, p, kv_head + h, walks[h], first);
+        lane l = lane_of(a, p->row, kv_head);
+        int64_t slot = walks[0]->low[0] < p->first ? p->first : walks[0]->low[0];
+        if (heads > 1 && is_wide(a, walks[0], slot))
+            slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
+        for (int h = 0; h < heads; h++) {
+            l = lane_of(a, p->row, kv_head + h);
+            walk_lane(a, walks[h], &l, slot, end);
+            finish_walk(a, p, kv_head + h, walks[h], first);
+        }
+    }
+}
+
+static void do_walk(const attention_args *a, const part *p, int number, uint8_t *scratch) {
+    int heads = a->heads_together, kv_head = number * heads;
+    /* logits of several tokens are kept behind the walk: there is room for one */
+    int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
+    for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, scratch);
+}
+
+/* The walks of a long row with one token: their outputs on the scale of the largest maximum. */
+static void do_merge(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
+    float *out = (float *)scratch;
+    int head = kv_head * a->group, dim = a->head_dim;
+    int64_t high = lane_of(a, p->row, kv_head).slots;
+    int64_t low = a->window && high > a->window ? high - a->window : 0;
+    for (int m = 0; m < a->group; m++) {
+        float maximum = -INFINITY, sum = 0;
+        memset(out, 0, dim * sizeof(float));
+        for (int i = 0; i < p->count; i++)
+            maximum = fmaxf(maximum, partial_of(a, kv_head, p->partial + i, m)[dim]);
+        for (int i = 0; i < p->count; i++) {
+            const float *result = partial_of(a, kv_head, p->partial + i, m);
+            float factor = expf(result[dim] - maximum);
+            sum += factor * result[dim + 1];
+            for (int d = 0; d < dim; d++) out[d] += factor * result[d];
+        }
+        store_output(a, p->row, head, m, out, 1 / sum);
+        if (!a->column_sums) continue;
+        float *sums = sums_of_head(a, p->row, head + m);
+        finish_columns(a, sums, sums, low, high, maximum, 1 / sum);
+    }
+}
+
+#endif
