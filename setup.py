@@ -30,7 +30,11 @@ class BuildWithDigest(build_ext):
     """Writes beside each library its SHA-256 and the machine it was built on."""
 
     def run(self):
-        """Build, then look at what is there."""
+        """Build, then look at what is there; what an earlier build left must not pass for it."""
+        for extension in self.extensions:
+            old = Path(self.get_ext_fullpath(extension.name))
+            for path in (old, old.with_name(old.name + ".json")):
+                path.unlink(missing_ok=True)
         super().run()
         for extension in self.extensions:
             library = Path(self.get_ext_fullpath(extension.name))

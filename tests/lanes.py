@@ -33,6 +33,9 @@ class Lanes:
             page = self.table[row, lane][slot // page_tokens].long()
             vectors = torch.randn(len(slot), 2, heads, head_dim, generator=generator).to(dtype)
             arena[page, :, :, slot % page_tokens] = vectors
+            if len(slot):  # pages that no query sees are gone
+                self.table[row, lane, : int(slot[0]) // page_tokens] = -1
+                self.table[row, lane, int(slot[-1]) // page_tokens + 1 :] = -1
         self.pages = LayerPages(
             key=arena[:, 0],
             value=arena[:, 1],

@@ -125,7 +125,7 @@ class AttentionBench:
             return lambda: backend.attend(plan, self.pages, self._math, self._query, fresh)
         sums = torch.zeros(shape.batch, shape.num_heads, shape.tokens)
         return lambda: backend.attend(
-            plan, self.pages, self._math, self._query, fresh, column_sums=sums
+            plan, self.pages, self._math, self._query, fresh, column_sums=sums.zero_()
         )
 
     def _fresh(self) -> tuple[Tensor, Tensor]:

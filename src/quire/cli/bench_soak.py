@@ -12,7 +12,8 @@ from quire.cli.report import envelope
 def soak(
     *,
     tokens: Annotated[
-        int, typer.Option(min=2_000, help="Tokens to generate, half of them while evicting.")
+        int,
+        typer.Option(min=2_000, help="Tokens to generate at least, half of them while evicting."),
     ] = 100_000,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
     as_json: Annotated[

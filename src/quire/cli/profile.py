@@ -18,7 +18,7 @@ def profile(
         typer.Option(help="File to write. Default: quire/ceilings.json in the user's cache."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, keeps nothing.")
+        bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
     ] = False,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
     as_json: Annotated[

@@ -36,7 +36,8 @@ class FlatBatch:
         cls, rows: NDArray[np.int64], tokens: NDArray[np.int32], device: torch.device
     ) -> "FlatBatch":
         """Lay out the rows one behind the other."""
-        shape = StepShape.of(tokens)
+        rows = rows.copy()  # the caller may use its arrays again
+        shape = StepShape.of(tokens.copy())
         token_row = np.repeat(np.arange(len(rows)), tokens)
         return cls(
             rows=rows,

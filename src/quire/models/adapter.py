@@ -26,7 +26,8 @@ class TransformersDecoder:
     """A Transformers model behind the `Decoder` seam.
 
     The decoder takes the model over: its attention and rotary modules are changed for good,
-    bfloat16 linear layers on a CPU are packed (see `packing`), and a model belongs to one decoder.
+    bfloat16 linear layers on a CPU are packed (see `packing`; `save_pretrained` would miss their
+    weights), and a model belongs to one decoder.
     Forwards of one decoder run one after the other, also when several threads ask; different
     decoders do not wait for each other.
 

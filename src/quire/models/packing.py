@@ -59,6 +59,8 @@ def can_pack() -> bool:
 def pack_linears(model: nn.Module) -> None:
     """Replace the linear layers of a model on a CPU by packed ones, where nothing else changes.
 
+    One layer at a time: besides the model, memory is taken for the largest weight only.
+
     Left alone: weights that another module shares (a head tied to the embedding: it would be there
     twice), layers derived from `nn.Linear`, and layers with hooks.
     """
@@ -68,13 +70,16 @@ def pack_linears(model: nn.Module) -> None:
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             owners[id(weight)] = owners.get(id(weight), 0) + 1
-    packed: dict[nn.Module, PackedLinear] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
             if _is_packable(child) and owners[id(child.weight)] == 1:
-                if child not in packed:
-                    packed[child] = PackedLinear(child)
-                setattr(parent, name, packed[child])
+                places.setdefault(id(child), []).append((parent, name))
+    # nothing here may hold a plain layer: each must go before the next is packed
+    for found in places.values():
+        packed = PackedLinear(getattr(*found[0]))
+        for parent, name in found:
+            setattr(parent, name, packed)
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

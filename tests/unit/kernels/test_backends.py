@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanes import Lanes
-from quire.kernels.backend import AttentionMath, NewSlots
+from quire.errors import InvariantError
+from quire.kernels.backend import AttentionMath, LaneSlots, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -31,7 +32,7 @@ any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
 @st.composite
 def steps(draw, dtype=torch.float32):
     """Decoding rows and chunks, lanes of one row equally full or not."""
-    ones = draw(st.integers(0, 3))
+    ones = draw(st.sampled_from([0, 1, 2, 3, 9]))
     chunks = draw(st.lists(st.sampled_from([2, 5, 16, 17, 30, 70]), max_size=2))
     tokens = [1] * ones + chunks or [1]
     lanes = draw(st.sampled_from([1, 2]))
@@ -44,8 +45,8 @@ def steps(draw, dtype=torch.float32):
     return Lanes(
         tokens=tokens,
         slots=slots,
-        heads=draw(st.sampled_from([1, 3])),
-        head_dim=draw(st.sampled_from([8, 20, 64, 80, 96, 128, 256])),
+        heads=draw(st.sampled_from([1, 3, 8])),
+        head_dim=draw(st.sampled_from([8, 20, 33, 64, 80, 96, 128, 256, 512])),
         page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
         dtype=dtype,
         window=window,
@@ -239,6 +240,47 @@ def test_tensors_that_c_cannot_read_go_to_torch_with_a_notice(change, reason, ca
     assert expected.isfinite().all()
     assert len(caplog.records) == 1  # said once
     assert reason in caplog.text
+
+
+@any_native
+def test_a_plan_asked_with_another_dtype_makes_itself_ready_anew(backend):
+    """Two layers of one plan with other tensors than the first: nothing is taken for granted."""
+    shape = {
+        "tokens": [1, 20],
+        "slots": [[50], [33]],
+        "heads": 1,
+        "head_dim": 32,
+        "page_tokens": 16,
+    }
+    wide = Lanes(**shape, dtype=torch.float32)
+    narrow = Lanes(**shape, dtype=torch.bfloat16)
+    math = AttentionMath(scale=0.2)
+    plan = backend.plan(StepShape.of(wide.tokens), LaneSlots(wide.slots, None), 16, 256)
+    for lanes in (wide, narrow, wide):
+        query = lanes.query(2)
+        got = backend.attend(plan, lanes.pages, math, query, lanes.fresh())
+        assert torch.equal(got, lanes.attend(backend, query, math))
+
+
+@any_native
+def test_column_sums_too_small_for_the_step_are_a_mistake(backend):
+    lanes = Lanes(
+        tokens=[1], slots=[[50]], heads=1, head_dim=32, page_tokens=16, dtype=torch.float32
+    )
+    sums = torch.zeros(1, 2, 49)
+    with pytest.raises(InvariantError, match="column sums"):
+        lanes.attend(backend, lanes.query(2), AttentionMath(scale=0.2), column_sums=sums)
+
+
+@any_native
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 64), (2, 32)])
+def test_keys_that_do_not_fit_the_pages_are_not_written_by_c(backend, heads, head_dim):
+    """Half of the heads, or half of each vector: C would read beyond them; torch refuses."""
+    arena = torch.zeros(4, 2, 2, 16, 64)
+    place = torch.zeros(3, 1, dtype=torch.int64)
+    fresh = torch.ones(3, heads, head_dim)
+    with pytest.raises((RuntimeError, IndexError)):
+        backend.write(NewSlots(arena[:, 0], arena[:, 1], place, place), fresh, fresh)
 
 
 class Recording(GatheredAttention):

@@ -1,5 +1,6 @@
 """The C source under the address and undefined-behaviour sanitizers, without Python in between."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ def test_no_byte_outside_its_memory_is_touched(tmp_path):
     flags = ["-O1", "-std=c11", "-Wall", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     build = ["gcc", *flags, f"-I{SOURCE}", str(HARNESS), "-o", str(program), "-lm"]
     built = subprocess.run(build, capture_output=True, text=True)
-    if "cannot find" in built.stderr:
+    if "cannot find" in built.stderr and "CI" not in os.environ:
         pytest.skip("gcc has no sanitizer libraries here")
     assert built.returncode == 0, built.stderr
     ran = subprocess.run([program], capture_output=True, text=True)

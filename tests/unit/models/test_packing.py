@@ -1,5 +1,7 @@
 """Packed linear layers give the bits of plain ones; only those that own their weight are packed."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,22 @@ def test_a_packed_model_gives_the_same_logits_and_weighs_the_same():
         assert torch.equal(packed(ids).logits, plain(ids).logits)
     assert len(packed_names(packed)) == 2 * 7 + 1
     assert weight_bytes(packed) == weight_bytes(plain)
+
+
+def test_a_plain_weight_is_gone_before_the_next_is_packed(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(4)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    original = PackedLinear.__init__
+
+    def counting(self, linear):
+        original(self, linear)
+        alive.append(sum(weight() is not None for weight in weights))
+
+    monkeypatch.setattr(PackedLinear, "__init__", counting)
+    pack_linears(model)
+
+    assert alive == [4, 3, 2, 1]
 
 
 def test_a_head_tied_to_the_embedding_stays_plain():

@@ -1,4 +1,4 @@
-/* What a call is told. AttentionArgs in library.py mirrors `attention_args`, field by field. */
+/* What a call is told. AttentionArgs in arguments.py mirrors `attention_args`, field by field. */
 #ifndef QUIRE_ARGS_H
 #define QUIRE_ARGS_H
 

@@ -5,10 +5,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import LayerPages, NewSlots
+from quire.kernels.backend import AttentionMath, LayerPages, NewSlots
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+MAX_TOGETHER = 8  # KV heads one thread walks side by side, as in walk.h
+SUM_SLOTS = 256  # slots of a part of column sums: BLOCK_SLOTS of blocked.h
 ROW, FIRST, COUNT, PARTIAL, PART_FIELDS = 0, 1, 2, 3, 4  # columns of a part: see `part` in args.h
 
 
@@ -80,37 +82,54 @@ class WriteArgs(ctypes.Structure):
     )
 
 
-def unfit_tensors(pages: LayerPages, query: Tensor) -> str | None:
+def unfit_tensors(
+    pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
+) -> str | None:
     """Why C cannot read these tensors, or None."""
-    _, heads, tokens, head_dim = pages.key.shape
-    inner = (tokens * head_dim, head_dim, 1)
+    _, heads, _, head_dim = pages.key.shape
     planes = (pages.key, pages.value)
     if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
         return "tensors are not all on the CPU"
     if query.dtype not in DTYPES or any(plane.dtype != query.dtype for plane in planes):
         return f"pages of {pages.key.dtype} and queries of {query.dtype}"
-    if any(
-        plane.stride()[1:] != inner or plane.stride(0) != pages.key.stride(0) for plane in planes
-    ):
+    if not _are_pages(pages.key, pages.value):
         return f"pages with strides {pages.key.stride()} and {pages.value.stride()}"
     if any(t.data_ptr() % t.itemsize for t in (*planes, query)):
         return "tensors that begin between two numbers"
     if pages.table.dtype != torch.int32 or pages.rows.dtype != torch.int64:
         return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
-    if pages.table.stride(2) != 1 or query.shape[1] % (pages.num_lanes * heads):
-        return "a page table that is not contiguous, or heads that do not divide"
+    if pages.table.stride(2) != 1 or not pages.rows.is_contiguous():
+        return "a page table or rows that are not contiguous"
+    if query.shape[1] % (pages.num_lanes * heads) or query.shape[2] != head_dim:
+        return f"queries {tuple(query.shape)} for pages of {heads} heads of {head_dim}"
+    if math.sinks is not None and math.sinks.numel() != query.shape[1]:
+        return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
+    if column_sums is not None and not (
+        column_sums.dtype == torch.float32 and column_sums.is_contiguous()
+    ):
+        return "column sums that are no contiguous float32"
     return None
+
+
+def _are_pages(key: Tensor, value: Tensor) -> bool:
+    """Whether two planes are of the same pages, row-major inside."""
+    _, _, tokens, head_dim = key.shape
+    inner = (tokens * head_dim, head_dim, 1)
+    alike = key.shape == value.shape and key.stride() == value.stride()
+    return alike and key.stride()[1:] == inner
 
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
     """Whether C can copy these keys and values into these planes."""
-    _, _, tokens, head_dim = slots.key.shape
-    planes, fresh = (slots.key, slots.value), (key, value)
+    _, heads, _, head_dim = slots.key.shape
+    num_tokens, num_lanes = slots.pages.shape
+    places = (slots.pages, slots.offsets)
     return (
-        all(t.device.type == "cpu" and t.dtype == key.dtype for t in (*planes, *fresh))
-        and all(plane.stride()[1:] == (tokens * head_dim, head_dim, 1) for plane in planes)
-        and slots.key.stride(0) == slots.value.stride(0)
-        and all(t.stride(2) == 1 for t in fresh)
-        and slots.pages.is_contiguous()
-        and slots.offsets.is_contiguous()
+        key.shape == value.shape == (num_tokens, num_lanes * heads, head_dim)
+        and slots.offsets.shape == slots.pages.shape
+        and all(t.device.type == "cpu" for t in (slots.key, slots.value, key, value, *places))
+        and all(t.dtype == key.dtype for t in (slots.key, slots.value, value))
+        and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
+        and _are_pages(slots.key, slots.value)
+        and all(t.stride(2) == 1 for t in (key, value))
     )

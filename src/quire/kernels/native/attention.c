@@ -102,6 +102,13 @@ int quire_block_queries(int path, int head_dim) {
 }
 
 int quire_max_together(void) { return MAX_TOGETHER; }
+int quire_sum_slots(void) {
+#ifdef HAVE_X86
+    return BLOCK_SLOTS;
+#else
+    return 0;
+#endif
+}
 
 /* Scratch of one thread: for walks, or one walk and its logits when sums of several tokens are asked
  * for, or a block. */

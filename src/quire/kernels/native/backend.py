@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.gathered_plan import GatheredPlan, group_chunks
@@ -43,14 +44,14 @@ class NativePlan:
     Attributes:
         step, lanes: their arrays are contiguous, as C wants them.
         page_tokens, slot_bytes: of the page class.
-        ready: by query heads and stride of the column sums (0 for none).
+        ready: by what the tensors of a layer are like.
     """
 
     step: StepShape
     lanes: LaneSlots
     page_tokens: int
     slot_bytes: int
-    ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
+    ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
 
 
 class NativeAttention:
@@ -102,10 +103,19 @@ class NativeAttention:
     ) -> Tensor:
         """Attend for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
-        key = (query.shape[1], 0 if column_sums is None else column_sums.stride(1))
+        key = (
+            query.shape[1:],
+            query.dtype,
+            query.data_ptr() % query.itemsize,
+            pages.key.data_ptr(),
+            pages.table.data_ptr(),
+            pages.rows.data_ptr(),
+            math.sinks is None,
+            None if column_sums is None else column_sums.shape,
+        )
         ready = plan.ready.get(key)
         if ready is None:
-            ready = plan.ready[key] = self._make_ready(plan, pages, query, column_sums)
+            ready = plan.ready[key] = self._make_ready(plan, pages, math, query, column_sums)
         if ready.gathered is None:
             out = torch.empty(query.shape, dtype=query.dtype)
         else:
@@ -118,9 +128,15 @@ class NativeAttention:
         return out
 
     def _make_ready(
-        self, plan: NativePlan, pages: LayerPages, query: Tensor, column_sums: Tensor | None
+        self,
+        plan: NativePlan,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        column_sums: Tensor | None,
     ) -> Ready:
-        unfit = unfit_tensors(pages, query)
+        _require_room(plan, query, column_sums)
+        unfit = unfit_tensors(pages, math, query, column_sums)
         if unfit:
             self._notice(unfit)
             whole = self._gathered.plan(plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes)
@@ -142,3 +158,15 @@ def _chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:
     wanted = set(rows.tolist())
     chunks = [c for c in group_chunks(plan.step, plan.lanes) if wanted >= set(c.rows.tolist())]
     return GatheredPlan(plan.step, plan.lanes.window, (), tuple(chunks))
+
+
+def _require_room(plan: NativePlan, query: Tensor, column_sums: Tensor | None) -> None:
+    """Column sums too small for the step would be a mistake of the caller in every backend."""
+    if column_sums is None:
+        return
+    wanted = (len(plan.step.tokens), query.shape[1], int(plan.lanes.slots.max(initial=0)))
+    rows, heads, slots = column_sums.shape
+    if (rows, heads) != wanted[:2] or slots < wanted[2]:
+        raise InvariantError(
+            f"column sums {tuple(column_sums.shape)} for a step that needs {wanted}"
+        )

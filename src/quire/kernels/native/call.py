@@ -7,11 +7,10 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
-from quire.kernels.native.arguments import DTYPES, AttentionArgs, WriteArgs
+from quire.kernels.native.arguments import DTYPES, MAX_TOGETHER, AttentionArgs, WriteArgs
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
 
-MAX_TOGETHER = 8  # as in walk.h
 WALKS_A_THREAD = 4  # below, heads are walked one by one, to share the work out evenly
 SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins
 
@@ -57,7 +56,7 @@ class AttentionCall:
         column_sums: Tensor | None,
     ) -> None:
         self._library, self._parts = library, parts
-        self._step, self._lanes = step, lanes
+        self._step, self._lanes, self._pages = step, lanes, pages
         heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
         self._num_threads = 1 if parts.work < SERIAL_WORK else torch.get_num_threads()
         together = heads_together(heads_per_page, parts, self._num_threads)
@@ -129,7 +128,7 @@ class AttentionCall:
 
 
 def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
-    """KV heads that one thread walks side by side: as many as leave every thread enough walks.
+    """KV heads that one thread walks side by side: one where there are few walks to share out.
 
     Their vectors are neighbours in a page, so memory is read in longer pieces. Changes no output.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.native.arguments import AttentionArgs, WriteArgs
+from quire.kernels.native.arguments import MAX_TOGETHER, SUM_SLOTS, AttentionArgs, WriteArgs
 from quire.kernels.native.fitness import unfit_reason
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -63,7 +63,10 @@ def load_library() -> NativeLibrary | NotLoaded:
     found = [folder / f"_attention{s}" for s in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in found if path.is_file()), None)
     if path is None:
-        return NotLoaded("the C extension was not built: no C compiler when Quire was installed")
+        return NotLoaded(
+            "the C extension was not built when Quire was installed: no C compiler, or the build "
+            "failed (pip install -v shows it)"
+        )
     return load_from(path)
 
 
@@ -76,6 +79,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         library = ctypes.CDLL(str(path))
         sizes = library.quire_args_size, library.quire_write_args_size
         limit, write = library.quire_max_head_dim, library.quire_write
+        together, sum_slots = library.quire_max_together, library.quire_sum_slots
         attend, best_path = library.quire_attend, library.quire_best_path
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
@@ -84,6 +88,8 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         size.restype = ctypes.c_int64
     if [size() for size in sizes] != [ctypes.sizeof(args) for args in (AttentionArgs, WriteArgs)]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
+    if together() < MAX_TOGETHER or sum_slots() not in (0, SUM_SLOTS):
+        return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
     attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
     attend.restype = ctypes.c_int
     write.argtypes = (ctypes.POINTER(WriteArgs), ctypes.c_void_p)

@@ -13,12 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.backend import LaneSlots, StepShape
-from quire.kernels.native.arguments import COUNT, FIRST, PART_FIELDS, PARTIAL, ROW
+from quire.kernels.native.arguments import (
+    COUNT,
+    FIRST,
+    PART_FIELDS,
+    PARTIAL,
+    ROW,
+    SUM_SLOTS,
+)
 
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # likewise new tokens, where the library has no blocks
 WALK_SLOTS = 4096  # a walk over more slots is split
-SUM_SLOTS = 256  # slots of a part of column sums; what blocked.h packs at a time
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
 
@@ -31,7 +37,6 @@ class Parts:
         walks, blocks, merges, sums: int32 [parts, row first count partial].
         num_partials: results that merges read.
         others: rows left to another backend.
-        longest: most slots of a row.
         work: slots times tokens, summed over the rows of walks and blocks.
     """
 
@@ -41,7 +46,6 @@ class Parts:
     sums: PartList
     num_partials: int
     others: NDArray[np.int64]
-    longest: int
     work: int
 
 
@@ -82,7 +86,6 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
         sums=_repeat(blocked, -(-slots[blocked] // SUM_SLOTS), SUM_SLOTS),
         num_partials=int(split.sum()),
         others=large if block_queries == 0 else large[:0],
-        longest=int(slots.max(initial=0)),
         work=int((slots[kept] * tokens[kept]).sum()),
     )
 

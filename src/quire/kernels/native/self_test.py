@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    NewSlots,
+    StepShape,
+)
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
@@ -45,12 +52,15 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
 
 def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
-    expected, got = (_attend(backend, dtype).float() for backend in (ReferenceAttention(), native))
-    error = (got - expected).abs().max() / expected.abs().max()
-    return bool(error <= _TOLERANCES[dtype])  # NaN is not
+    found = (_attend(backend, dtype) for backend in (ReferenceAttention(), native))
+    return all(
+        bool((got - expected).abs().max() / expected.abs().max() <= _TOLERANCES[dtype])
+        for expected, got in zip(*found, strict=True)  # NaN is not
+    )
 
 
-def _attend(backend: AttentionBackend, dtype: torch.dtype) -> Tensor:
+def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Write the newest slots, attend: the output and the column sums in float32."""
     generator = torch.Generator().manual_seed(0)
     num_pages = len(_SLOTS) * _COLUMNS
     shape = (num_pages, 2, _HEADS, _PAGE_TOKENS, _HEAD_DIM)
@@ -74,4 +84,9 @@ def _attend(backend: AttentionBackend, dtype: torch.dtype) -> Tensor:
     row = torch.arange(len(_SLOTS)).repeat_interleave(torch.tensor(_NEW_TOKENS))
     page = table[row, 0, newest // _PAGE_TOKENS].long()
     fresh = (arena[page, 0, :, newest % _PAGE_TOKENS], arena[page, 1, :, newest % _PAGE_TOKENS])
-    return backend.attend(plan, pages, AttentionMath(scale=_HEAD_DIM**-0.5), query, fresh)
+    arena[page, :, :, newest % _PAGE_TOKENS] = 0
+    places = (page[:, None], (newest % _PAGE_TOKENS)[:, None])
+    backend.write(NewSlots(arena[:, 0], arena[:, 1], *places), *fresh)
+    sums = torch.zeros(len(_SLOTS), _HEADS * _GROUP, max(_SLOTS))
+    math = AttentionMath(scale=_HEAD_DIM**-0.5)
+    return backend.attend(plan, pages, math, query, fresh, column_sums=sums).float(), sums
