@@ -138,8 +138,46 @@ static int one_case(int path, int dtype) {
     return 1;
 }
 
+/* Every new vector stands in its slot, in planes that end where their memory ends. */
+static int one_write(void) {
+    int tokens = between(1, 40), lanes = between(1, 3), heads = between(1, 3), per_page = between(1, 17);
+    int bytes = 2 * between(1, 130), pages = (tokens + per_page - 1) / per_page * lanes, all = lanes * heads;
+    int64_t plane_bytes = (int64_t)heads * per_page * bytes, page_bytes = 2 * plane_bytes;
+    size_t fresh_bytes = (size_t)tokens * all * bytes;
+    uint8_t *arena = calloc((size_t)pages, page_bytes), *fresh[2];
+    int64_t *page = malloc(sizeof(int64_t) * tokens * lanes), *offset = malloc(sizeof(int64_t) * tokens * lanes);
+    for (int k = 0; k < 2; k++) {
+        fresh[k] = malloc(fresh_bytes);
+        for (size_t i = 0; i < fresh_bytes; i++) fresh[k][i] = (uint8_t)random_bits();
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int l = 0; l < lanes; l++) {
+            page[t * lanes + l] = pages - 1 - (t / per_page * lanes + l);
+            offset[t * lanes + l] = t % per_page;
+        }
+    write_args a = {
+        .plane = {arena, arena + plane_bytes}, .fresh = {fresh[0], fresh[1]},
+        .token_stride = {bytes, (int64_t)all * bytes}, .head_stride = {(int64_t)tokens * bytes, bytes},
+        .page_bytes = page_bytes, .vector_bytes = bytes, .pages = page, .offsets = offset,
+        .num_tokens = tokens, .num_lanes = lanes, .heads_per_page = heads, .page_tokens = per_page,
+    };
+    int wrong = quire_write(&a, NULL);
+    for (int k = 0; k < 2; k++)
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < all; h++) {
+                int place = t * lanes + h / heads;
+                int64_t slot = (int64_t)(h % heads) * per_page + offset[place];
+                wrong |= memcmp(arena + page[place] * page_bytes + k * plane_bytes + slot * bytes,
+                                fresh[k] + t * a.token_stride[k] + h * a.head_stride[k], bytes);
+            }
+    free(arena), free(fresh[0]), free(fresh[1]), free(page), free(offset);
+    if (wrong) fprintf(stderr, "a written slot differs\n");
+    return wrong != 0;
+}
+
 int main(void) {
     int failures = 0;
+    for (int i = 0; i < 100; i++) failures += one_write();
     for (int path = 0; path <= quire_best_path(); path++)
         for (int dtype = F32; dtype <= F16; dtype++)
             for (int i = 0; i < 40; i++) failures += one_case(path, dtype);

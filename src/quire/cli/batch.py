@@ -14,6 +14,7 @@ import typer
 from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
 from quire.cli.batch_records import BatchTally
+from quire.cli.common import AsJson
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
@@ -56,9 +57,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
             help="Try lines with error records again, such as after giving more memory.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests, each exactly once.
 

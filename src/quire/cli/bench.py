@@ -9,6 +9,7 @@ import typer
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_soak import soak
 from quire.cli.bench_throughput import throughput
+from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
@@ -23,18 +24,15 @@ def overhead(
     rows: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     quick: Annotated[bool, typer.Option("--quick", help="An eighth of rows and lengths.")] = False,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how much of a decode step is bookkeeping and not the model."""
     import torch
 
     from quire.bench.overhead import OverheadConfig, measure_overhead, summarise
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     config = OverheadConfig(rows=rows, prompt_tokens=prompt_tokens)
     if quick:
         config = replace(config, rows=max(1, rows // 8), prompt_tokens=max(1, prompt_tokens // 8))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope
 
 
@@ -14,12 +15,10 @@ def prefill(
     prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
-    attention: Annotated[str, typer.Option(help="Who computes attention over pages.")] = "auto",
+    attention: Attention = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, two budgets.")] = False,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Read the same prompts with one step budget after the other, 256 to 16,384 tokens."""
     import torch
@@ -27,8 +26,7 @@ def prefill(
     from quire.bench.prefill import QUICK_PREFILL, PrefillConfig, measure_prefill, summarise
     from quire.bench.workload import Workload
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     config = replace(QUICK_PREFILL, attention=attention)
     if not quick:
         work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=1)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
 
 
@@ -15,10 +16,8 @@ def soak(
         int,
         typer.Option(min=2_000, help="Tokens to generate at least, half of them while evicting."),
     ] = 100_000,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure whether resident memory grows while requests come and go.
 
@@ -30,8 +29,7 @@ def soak(
     from quire.bench.soak import ARMS, SoakConfig, run_arm, summarise
     from quire.models.loader import load_model
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     config = SoakConfig(tokens=tokens)
     model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
     results = []

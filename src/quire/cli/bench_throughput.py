@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope, this_machine
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 
@@ -27,7 +28,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=3, help="Generated for each.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
-    attention: Annotated[str, typer.Option(help="Who computes attention over pages.")] = "auto",
+    attention: Attention = "auto",
     peers: Annotated[
         str,
         typer.Option(help="The other arms, with commas: hf_static, hf_cb, hf_cb_default; or none."),
@@ -38,10 +39,8 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and few tokens: tries it out.")
     ] = False,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Answer a batch of prompts with Quire and with Transformers, taking turns.
 
@@ -60,8 +59,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     )
     from quire.bench.workload import Workload
 
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     if page is not None:
         _refuse_page(page)
     work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.cli.demo_work import demo_prompts
 from quire.cli.options import ModelConfig
 from quire.cli.report import envelope
@@ -23,9 +24,7 @@ def demo(
     threads: Annotated[
         int, typer.Option(help="CPU threads; so small a model is quickest with 1.")
     ] = 1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Answer real prompts in a small KV memory and show what that took.
 

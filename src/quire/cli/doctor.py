@@ -5,10 +5,11 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.cli.report import envelope, hardware, versions
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
@@ -38,9 +39,7 @@ class Finding:
 
 def doctor(
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show versions, hardware and choices, and try the packaged model; exit code 1 on a fault."""
     findings = list(examine())

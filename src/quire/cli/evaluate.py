@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -37,9 +38,7 @@ def gate(
     *,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ask whether a model reads its context, and only its context; exit code 1 where not."""
     if settings.kv.evict != "full":

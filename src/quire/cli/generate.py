@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
@@ -22,9 +23,7 @@ def generate(
         str | None,
         typer.Option("--prompt", "-p", help="The prompt. Without it, standard input is read."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text goes to standard output, what it took to standard error."""
     text = _standard_input() if prompt is None else prompt

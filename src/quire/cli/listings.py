@@ -3,19 +3,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.spec.eviction import DEFAULT_EVERY_TOKENS
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
 
 _SHOWN_HEAD_DIM = 128  # of the vector whose bytes are shown
-_Json = Annotated[
-    bool, typer.Option("--json", help="One line of JSON on standard output instead of a table.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,7 @@ class PolicyRow:
         }
 
 
-def policies(*, as_json: _Json = False) -> None:
+def policies(*, as_json: AsJson = False) -> None:
     """List the eviction policies, their options and defaults."""
     rows = policy_rows()
     if as_json:
@@ -56,7 +54,7 @@ def policies(*, as_json: _Json = False) -> None:
     typer.echo(f"Every policy but full also takes {schedule}: --evict 'recent:cap=512,sinks=4'")
 
 
-def codecs(*, as_json: _Json = False) -> None:
+def codecs(*, as_json: AsJson = False) -> None:
     """List the formats KV can be stored in, and their bytes."""
     rows = codec_rows()
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.common import AsJson
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
@@ -60,9 +61,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             metavar="IN,OUT,BATCH", help="Say whether managing KV pays: tokens in, out, requests."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where memory would go and what would fit, before anything is loaded."""
     try:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope, this_machine
 
 
@@ -20,10 +21,8 @@ def profile(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
     ] = False,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON on standard output.")
-    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the ceilings of this machine once and store them.
 
@@ -37,8 +36,7 @@ def profile(
 
     # what a quick run finds are no ceilings: it never takes the place of those
     path = default_path(os.environ) if output is None and not quick else output
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     config = QUICK_PROFILE if quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
     ceilings = measure_ceilings(config, machine, progress=typer.echo)

@@ -172,6 +172,22 @@ def test_a_build_that_fails_is_a_notice(tmp_path):
     assert not list(tmp_path.rglob("_attention*"))
 
 
+def test_a_build_in_place_that_fails_leaves_no_earlier_library(tmp_path):
+    """What an earlier build left must not pass for the result of this one."""
+    source = Path("src/quire/kernels/native")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / source, tmp_path / source)
+    left = tmp_path / source / f"_attention{SUFFIX}"
+    left.write_bytes(b"from long ago")
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    environment = os.environ | {"CC": "false"}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    assert "Quire will attend with torch alone" in ran.stdout + ran.stderr
+    assert not list(left.parent.glob("_attention*"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_build_writes_what_the_loader_compares(tmp_path):
