@@ -2,12 +2,17 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
+
+if TYPE_CHECKING:
+    from quire.bench.soak import SoakResult
+
+SLOPE_TOKENS = 10_000  # of an arm; below, single allocations of the C library decide the slope
 
 
 def soak(
@@ -40,9 +45,15 @@ def soak(
             f"{arm}: {result.generated_tokens:,} tokens, {result.requests:,} requests, "
             f"{result.preemptions:,} preemptions; resident {result.samples[0][1]:,} B after the "
             f"warm-up, {result.growth_bytes:+,} B since "
-            f"({result.slope_bytes_per_token:+.2f} B a token)"
+            f"({_slope_text(result)})"
         )
     if as_json:
         arms = {result.arm: asdict(result) for result in results}
         used = asdict(config) | {"threads": torch.get_num_threads()}
         typer.echo(json.dumps(envelope("bench soak", summarise(results), arms, used)))
+
+
+def _slope_text(result: "SoakResult") -> str:
+    if result.generated_tokens < SLOPE_TOKENS:
+        return f"too few tokens for a slope: run {2 * SLOPE_TOKENS:,} or more"
+    return f"{result.slope_bytes_per_token:+.2f} B a token"

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -125,9 +126,10 @@ class LLM:
                 answers[delta.request_id] = answer
 
         try:
-            for prompt, params in zip(many, options, strict=True):
-                ids = self._encode(prompt)
-                request_id = self._submit(ids, params, take)
+            for index, (prompt, params) in enumerate(zip(many, options, strict=True)):
+                with _named(f"prompt {index}" if len(many) > 1 else ""):
+                    ids = self._encode(prompt)
+                    request_id = self._submit(ids, params, take)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
@@ -187,3 +189,14 @@ class LLM:
                 self.engine.cancel(request_id)
         if not self._takers and self.engine.has_work:
             self._step()  # so that the engine is idle again
+
+
+@contextmanager
+def _named(prompt: str) -> Iterator[None]:
+    """Let an error about one prompt of many say which."""
+    try:
+        yield
+    except RequestError as error:
+        if not prompt:
+            raise
+        raise type(error)(f"{prompt}: {error}") from error
