@@ -84,7 +84,7 @@ def test_a_progress_function_that_raises_leaves_nothing_behind(llm, expected):
 
 
 def test_one_wrong_prompt_of_many_runs_none(llm):
-    with pytest.raises(RequestError, match="^prompt 4: .*empty"):
+    with pytest.raises(RequestError, match=r"^prompt 4: .*empty"):
         llm.generate([*PROMPTS, []], GREEDY)
     assert llm.stats().num_steps == 0
 
