@@ -26,9 +26,15 @@ class Request:
         priority: lower goes first.
         arrival: order of submission.
         rope_regime: which rotary frequencies it uses, for all its life.
+        tenant: on whose account it runs.
+        cache_salt: what its caller adds to the identity of its cached prefixes.
+        group: the sequences it was forked with; None for one alone.
         output_token_ids: the answer so far.
         row: its row of the KV memory while it runs.
         num_computed: tokens whose KV has been computed in this run (logical).
+        cached_tokens: tokens of its prompt whose KV was there when it first entered.
+        exact: whether no token of its KV has been evicted in this run.
+        swapped: its KV outside the arena, while it waits with it.
         preemptions: times it was thrown out and begun again.
         kv_peak_bytes: most KV bytes it referred to, over all its runs.
         arrival_s, first_token_s, finish_s: clock readings, seconds.
@@ -41,10 +47,16 @@ class Request:
     priority: int = 0
     arrival: int = 0
     rope_regime: int = 0
+    tenant: str = "default"
+    cache_salt: str = ""
+    group: object | None = None
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     row: int = -1
     num_computed: int = 0
+    cached_tokens: int = 0
+    exact: bool = True
+    swapped: object | None = None
     preemptions: int = 0
     kv_peak_bytes: int = 0
     arrival_s: float = 0.0
