@@ -9,6 +9,7 @@
     ├── RequestError (ValueError)       one request is wrong; the others go on
     │   └── NeverFits                   one request needs more KV than the whole pool has
     ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
+    ├── HostPoolFull                    the host pool is full now; who is thrown out is read again
     ├── EngineDead                      the step loop has ended; no request is taken any more
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
@@ -62,6 +63,10 @@ class NeverFits(RequestError):
 
 class OutOfPages(QuireError):
     """The arena cannot give the pages asked for now. Nothing was changed."""
+
+
+class HostPoolFull(QuireError):
+    """The host pool cannot take the pages of what is to be swapped out. Nothing was changed."""
 
 
 class EngineDead(QuireError):

@@ -11,6 +11,8 @@ from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
+from quire.kv.host_pool import HostPool
+from quire.kv.host_store import host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import DTYPES, PageStore
@@ -33,12 +35,14 @@ class KVPool:
         eviction: policy and schedule.
         codec: how numbers are stored.
         reason: why this backend.
+        host: where preempted sequences wait; None where they are read again.
     """
 
     kv: PagedKV
     eviction: Eviction
     codec: str
     reason: str
+    host: HostPool | None = None
 
     @property
     def explanation(self) -> str:
@@ -83,6 +87,7 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
     )
+    host_bytes = _host_bytes(config)
     total_bytes = _kv_bytes(model, config, schedule, layout, eviction.spec)
     memory = KVMemory(
         layout,
@@ -92,7 +97,25 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     )
     store = PageStore(memory.total_bytes, decoder.device)
     memory.store = store
-    return KVPool(PagedKV(memory, store, choice.backend), eviction, codec, choice.reason)
+    kv = PagedKV(memory, store, choice.backend)
+    host = _host_pool(store, layout, host_bytes) if host_bytes else None
+    return KVPool(kv, eviction, codec, choice.reason, host)
+
+
+def _host_bytes(config: KVConfig) -> int:
+    asked_bytes = parse_size(config.host_memory)
+    free_bytes = _free_bytes(torch.device("cpu"))
+    if asked_bytes > free_bytes:
+        raise ConfigError(
+            f"a host pool of {asked_bytes:,} B is more than the {free_bytes:,} B that are free on "
+            "this machine or in its container; lower --host-kv-memory"
+        )
+    return asked_bytes
+
+
+def _host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
+    largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
+    return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
 
 
 def _check_chunks(eviction: Eviction, schedule: ScheduleConfig) -> None:
@@ -119,6 +142,8 @@ def _kv_bytes(
 ) -> int:
     device = model.decoder.device
     free_bytes = _free_bytes(device)
+    if device.type == "cpu":  # the host pool lies in the same memory
+        free_bytes = max(0, free_bytes - parse_size(config.host_memory))
     if config.memory != "auto":
         asked_bytes = parse_size(config.memory)
         if asked_bytes > free_bytes:

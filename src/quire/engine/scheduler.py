@@ -20,7 +20,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import repack
 from quire.spec.eviction import EvictionSpec
 
 SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
@@ -275,7 +275,7 @@ class Scheduler:
         They may lie between places of pages that are gone, and so keep more slabs than they fill
         from the other page classes. Packed, a request that was admitted can always grow.
         """
-        request.row = swap_in(self.memory, swap_out(self.memory, request.row))
+        repack(self.memory, request.row)
 
 
 def _rows(requests: list[Request]) -> NDArray[np.int64]:

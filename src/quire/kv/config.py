@@ -21,6 +21,12 @@ class KVConfig:
         unit="bytes",
         flag="kv-memory",
     )
+    host_memory: int | str = option(
+        "0",
+        help="host memory for preempted sequences, in bytes or a size; with 0 they are read again",
+        unit="bytes",
+        flag="host-kv-memory",
+    )
     page_tokens: int = option(16, help="slots in a page", unit="tokens")
     codec: str = option("none", help="how keys and values are stored", flag="kv-codec")
     evict: str = option(

@@ -52,7 +52,7 @@ class PageStore:
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self.device = device
-        self.arena = _zeros(total_bytes, device)
+        self.arena = zero_bytes(total_bytes, device)
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
@@ -142,7 +142,7 @@ class PageStore:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
 
 
-def _zeros(total_bytes: int, device: torch.device) -> Tensor:
+def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
     """Zero bytes, which `torch.zeros` would write out on a CPU and fresh memory is anyway."""
     if device.type != "cpu":
         return torch.zeros(total_bytes, dtype=torch.uint8, device=device)

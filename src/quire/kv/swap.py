@@ -1,79 +1,245 @@
-"""Swapping a whole sequence out of the arena and back, byte for byte."""
+"""Swapping sequences out of the arena and back, byte for byte, all or nothing.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+    swap_out: reserve on the host -> copy -> release the rows      a copy fails: reserve given back
+    swap_in:  allocate in the arena -> copy -> name the pages      a copy fails: pages given back
+
+Sequences that share pages (forks) go together; each page is stored once and is shared again after.
+Of a sequence in order a tail can go alone: its head is computed again and the tail put behind it.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.swapped import Payloads, Pooled, StoredPages, Swapped, SwappedLanes, SwappedSequence
+from quire.kv.tables import LaneTable, Rows
 from quire.spec.pages import PageClass
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedLanes:
-    """One group of a sequence outside the arena.
+def swap_out(
+    memory: KVMemory,
+    rows: Rows | Sequence[int],
+    pool: HostPool | None = None,
+    *,
+    keep_from: int = 0,
+) -> Swapped:
+    """Copy sequences out of the arena and release their rows.
 
-    Attributes:
-        num_pages, num_slots: [lanes].
-        page_positions: [lanes, pages] of ordered lanes.
-        payload: what `PageBytes.read_pages` gave, pages lane by lane.
-    """
-
-    num_pages: NDArray[np.int32]
-    num_slots: NDArray[np.int32]
-    page_positions: NDArray[np.int32]
-    payload: object
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedSequence:
-    """A sequence outside the arena: all that `swap_in` needs."""
-
-    length: int
-    peak_bytes: int
-    lanes: Mapping[str, SwappedLanes]
-
-
-def swap_out(memory: KVMemory, row: int) -> SwappedSequence:
-    """Read a sequence's pages out and release the row."""
-    lanes = {}
-    for name, table in memory.tables.items():
-        widest = int(table.num_pages[row].max(initial=0))
-        lanes[name] = SwappedLanes(
-            table.num_pages[row].copy(),
-            table.num_slots[row].copy(),
-            table.page_positions[row, :, :widest].copy(),
-            memory.store.read_pages(table.group.page_class, table.row_pages(row)),
-        )
-    swapped = SwappedSequence(int(memory.lengths[row]), int(memory.peak_bytes[row]), lanes)
-    memory.release([row])
-    return swapped
-
-
-def swap_in(memory: KVMemory, swapped: SwappedSequence) -> int:
-    """Bring a sequence back into fresh pages; return its row.
+    Args:
+        memory: where they are.
+        rows: sequences that leave together; pages they share are stored once.
+        pool: takes the bytes; None puts them into memory of their own.
+        keep_from: leave out the tokens before this one (see `can_split`); for one row.
 
     Raises:
-        OutOfPages: no row or no pages; nothing was changed.
+        HostPoolFull: the pool has no room; nothing was changed.
+        ConfigError: this head cannot be left out; nothing was changed.
     """
-    needed: dict[PageClass, int] = {}
-    for name, lanes in swapped.lanes.items():
-        page_class = memory.tables[name].group.page_class
-        needed[page_class] = needed.get(page_class, 0) + int(lanes.num_pages.sum())
-    if not memory.fits(needed):
-        raise OutOfPages(f"{sum(needed.values())} pages needed to swap a sequence in")
-    row = memory.start()
-    for name, lanes in swapped.lanes.items():
-        table = memory.tables[name]
-        page_class = table.group.page_class
-        pages = memory.pools[page_class].allocate(int(lanes.num_pages.sum()))
-        table.append(np.array([row]), lanes.num_pages[None], pages)
-        table.num_slots[row] = lanes.num_slots
-        table.page_positions[row, :, : lanes.page_positions.shape[1]] = lanes.page_positions
-        memory.store.write_pages(page_class, pages, lanes.payload)
-    memory.lengths[row] = swapped.length
-    memory.peak_bytes[row] = swapped.peak_bytes
+    if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
+        raise ConfigError(
+            f"rows {list(rows)} cannot be split at token {keep_from}: that takes one row whose "
+            "lanes hold every token in order, and a border of pages inside it"
+        )
+    sequences, pages = _gather(memory, rows, keep_from)
+    counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
+    stored: StoredPages = Payloads() if pool is None else Pooled(pool, pool.reserve(counts))
+    try:
+        stored.save(memory, pages)
+        memory.release(rows)
+    except BaseException:
+        stored.free()
+        raise
+    return Swapped(sequences, counts, stored, keep_from)
+
+
+def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
+    """Bring sequences back into fresh pages; return their rows, in order.
+
+    Raises:
+        OutOfPages: no rows or no pages; nothing was changed.
+        ConfigError: only a tail is here; see `append_tail`.
+    """
+    if swapped.keep_from:
+        raise ConfigError(f"the first {swapped.keep_from} tokens were left out: use append_tail")
+    if memory.num_free_rows < len(swapped.sequences):
+        raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
+    pages = _copy_in(memory, swapped)
+    rows = []
+    for sequence in swapped.sequences:
+        rows.append(memory.start())
+        _attach(memory, rows[-1], sequence, pages)
+    _retain_shared(memory, swapped, pages)
+    memory.note_peaks(np.array(rows))
+    swapped.stored.free()
+    return rows
+
+
+def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
+    """Whether a tail from this token on can be kept without what comes before it.
+
+    Every lane must be in order and hold all tokens, nothing may be private (statistics sum over
+    the head), and the border must be one of pages in every group.
+    """
+    if not 0 < keep_from < memory.lengths[row]:
+        return False
+    return all(
+        table.group.ordered
+        and not table.group.private
+        and keep_from % table.group.page_class.tokens == 0
+        and bool((table.num_slots[row] == memory.lengths[row]).all())
+        for table in memory.tables.values()
+    )
+
+
+def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
+    """Put a tail that was kept behind the head that has been computed again.
+
+    Raises:
+        OutOfPages: no pages; nothing was changed.
+        ConfigError: the row does not hold exactly the head.
+    """
+    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in memory.tables.values())]
+    if any(np.any(count != swapped.keep_from) for count in held):
+        raise ConfigError(
+            f"the tail follows {swapped.keep_from} tokens, row {row} holds {held[0]}, or some "
+            "lane of it holds others"
+        )
+    pages = _copy_in(memory, swapped)
+    _attach(memory, row, swapped.sequences[0], pages)
     memory.note_peaks(np.array([row]))
-    return row
+    swapped.stored.free()
+
+
+def repack(memory: KVMemory, row: int) -> None:
+    """Move the pages that only this sequence names together.
+
+    They may lie between places of pages that are gone, and so keep more slabs than they fill from
+    the other page classes. Shared pages stay where they are.
+
+    Raises:
+        InvariantError: the arena does not hold them packed; one whose slabs suffice for this
+            sequence alone always does while nobody else is in it.
+    """
+    needed = dict.fromkeys(memory.pools, 0)
+    own = []
+    for table in memory.tables.values():
+        page_class = table.group.page_class
+        single = memory.pools[page_class].ref_counts[table.pages[row]] == 1
+        lane, column = np.nonzero((table.pages[row] >= 0) & single)
+        pages = table.pages[row, lane, column]
+        needed[page_class] += len(pages)
+        own.append((table, lane, column, pages, memory.store.read_pages(page_class, pages)))
+    for table, _, _, pages, _ in own:
+        memory.pools[table.group.page_class].release(pages)
+    if not memory.fits(needed):
+        raise InvariantError(f"row {row} held {sum(needed.values())} pages that no longer fit")
+    for table, lane, column, pages, payload in own:
+        fresh = memory.pools[table.group.page_class].allocate(len(pages))
+        memory.store.write_pages(table.group.page_class, fresh, payload)
+        table.replace(np.full(len(lane), row), lane, column, fresh)
+
+
+# ---- out ---------------------------------------------------------------------------------------
+
+
+def _gather(
+    memory: KVMemory, rows: Rows | Sequence[int], keep_from: int
+) -> tuple[tuple[SwappedSequence, ...], dict[PageClass, PageNumbers]]:
+    """The shape of every sequence, and each page that one of them names, once."""
+    seen = {c: _FirstSeen(len(pool.ref_counts)) for c, pool in memory.pools.items()}
+    sequences = []
+    for row in rows:
+        lanes = {}
+        for name, table in memory.tables.items():
+            lanes[name] = _take_lanes(table, int(row), keep_from, seen[table.group.page_class])
+        length, peak_bytes = int(memory.lengths[row]), int(memory.peak_bytes[row])
+        sequences.append(SwappedSequence(length, peak_bytes, lanes))
+    return tuple(sequences), {page_class: found.pages for page_class, found in seen.items()}
+
+
+class _FirstSeen:
+    """Numbers pages in the order they are first seen.
+
+    Args:
+        num_pages: of the class, in the whole arena.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._index = np.full(num_pages, -1, dtype=np.int32)
+        self._parts: list[PageNumbers] = []
+        self._count = 0
+
+    def index(self, pages: PageNumbers) -> NDArray[np.int32]:
+        """Numbers of distinct pages."""
+        new = pages[self._index[pages] < 0]
+        self._index[new] = np.arange(self._count, self._count + len(new))
+        self._count += len(new)
+        self._parts.append(new)
+        return self._index[pages]
+
+    @property
+    def pages(self) -> PageNumbers:
+        """All pages seen, in order."""
+        return np.concatenate(self._parts)
+
+
+def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
+    head = keep_from // table.group.page_class.tokens
+    column = np.arange(table.capacity)
+    kept = (column >= head) & (column < table.num_pages[row][:, None])
+    return SwappedLanes(
+        num_pages=table.num_pages[row] - head,
+        num_slots=table.num_slots[row] - keep_from,
+        page_positions=table.page_positions[row][kept],
+        stored=seen.index(table.pages[row][kept]),
+    )
+
+
+# ---- in ----------------------------------------------------------------------------------------
+
+
+def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]:
+    """Fresh pages with the stored bytes, one reference each; nothing is taken if this fails."""
+    if not memory.fits(swapped.pages):
+        raise OutOfPages(f"{sum(swapped.pages.values())} pages needed to swap in")
+    pages = {c: memory.pools[c].allocate(count) for c, count in swapped.pages.items()}
+    try:
+        swapped.stored.load(memory, pages)
+    except BaseException:
+        for page_class, numbers in pages.items():
+            memory.pools[page_class].release(numbers)
+        raise
+    return pages
+
+
+def _attach(
+    memory: KVMemory, row: int, sequence: SwappedSequence, pages: dict[PageClass, PageNumbers]
+) -> None:
+    """Name pages behind those a row has."""
+    for name, lanes in sequence.lanes.items():
+        table = memory.tables[name]
+        numbers = pages[table.group.page_class][lanes.stored]
+        place = table.append(np.array([row]), lanes.num_pages[None], numbers)
+        table.page_positions[place] = lanes.page_positions
+        table.num_slots[row] += lanes.num_slots
+    memory.lengths[row] = sequence.length
+    memory.peak_bytes[row] = max(sequence.peak_bytes, int(memory.peak_bytes[row]))
+
+
+def _retain_shared(memory: KVMemory, swapped: Swapped, pages: dict[PageClass, PageNumbers]) -> None:
+    """One more reference for each further sequence that names a page."""
+    for page_class, numbers in pages.items():
+        named = [
+            lanes.stored
+            for sequence in swapped.sequences
+            for name, lanes in sequence.lanes.items()
+            if memory.tables[name].group.page_class == page_class
+        ]
+        times = np.bincount(np.concatenate(named), minlength=len(numbers))
+        for further in range(1, int(times.max(initial=1))):
+            memory.pools[page_class].retain(numbers[times > further])

@@ -35,6 +35,48 @@ def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, asked):
     assert resident_bytes() - before < GIB // 16
 
 
+@pytest.mark.parametrize("asked", ["4000000GiB", psutil.virtual_memory().total + GIB])
+def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, asked):
+    before = resident_bytes()
+    with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --host-kv-memory"):
+        build_pool(model, KVConfig(memory="1MiB", host_memory=asked), ScheduleConfig())
+    assert resident_bytes() - before < GIB // 16
+
+
+def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
+    monkeypatch.setattr(quire.engine.pool, "container_free_bytes", lambda: 3 * MIB)
+
+    with pytest.raises(ConfigError, match=r"more than the 3,145,728 B that are free"):
+        build_pool(model, KVConfig(memory="1MiB", host_memory="4MiB"), ScheduleConfig())
+
+
+def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
+    monkeypatch.setattr(quire.engine.pool, "container_free_bytes", lambda: 3 * MIB)
+
+    with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B is more than the 1,048,576 B"):
+        build_pool(model, KVConfig(memory="2MiB", host_memory="2MiB"), ScheduleConfig())
+    pool = build_pool(model, KVConfig(memory="1MiB", host_memory="2MiB"), ScheduleConfig())
+    assert pool.host.total_bytes == 2 * MIB
+
+
+def test_a_host_pool_takes_memory_only_where_it_is_written(model):
+    before = resident_bytes()
+    pool = build_pool(model, KVConfig(memory="1MiB", host_memory="1GiB"), ScheduleConfig())
+
+    assert pool.host.free_bytes == GIB
+    assert resident_bytes() - before < GIB // 16
+
+
+def test_without_host_memory_there_is_no_pool(model):
+    assert build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig()).host is None
+
+
+@pytest.mark.parametrize("asked", ["-1", "much", -1])
+def test_host_memory_is_a_size(model, asked):
+    with pytest.raises(ConfigError, match="is not a size"):
+        build_pool(model, KVConfig(memory="1MiB", host_memory=asked), ScheduleConfig())
+
+
 def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():
     before = resident_bytes()
     store = PageStore(GIB, torch.device("cpu"))

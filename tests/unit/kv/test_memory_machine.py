@@ -21,7 +21,8 @@ from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import Loan, borrow, fork, lend, return_loan
-from quire.kv.swap import SwappedSequence, swap_in, swap_out
+from quire.kv.swap import repack, swap_in, swap_out
+from quire.kv.swapped import Swapped
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 from unit.kv.host_bytes import HostBytes, vector_bytes
 
@@ -83,7 +84,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory = KVMemory(LAYOUT, kib * 1024, MAX_ROWS, store=self.store, track_changes=True)
         self.rows: dict[int, Sequence] = {}
         self.loans: list[tuple[Loan, Sequence]] = []
-        self.swapped: list[tuple[SwappedSequence, Sequence]] = []
+        self.swapped: list[tuple[Swapped, list[Sequence]]] = []
         self.random = np.random.default_rng(kib)
         self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
 
@@ -301,28 +302,48 @@ class MemoryMachine(RuleBasedStateMachine):
     # ---- swapping ------------------------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS)
-    def swap_out(self, pick):
-        row = self.pick_row(pick)
-        sequence = self.rows.pop(row)
-        self.swapped.append((swap_out(self.memory, row), sequence))
+    @rule(picks=st.lists(SEEDS, min_size=1, max_size=3))
+    def swap_out(self, picks):
+        rows = sorted({self.pick_row(pick) for pick in picks})
+        distinct = sum(self.distinct_pages(c, rows) * c.page_bytes for c in LAYOUT.page_classes)
+
+        swapped = swap_out(self.memory, rows)
+
+        assert swapped.num_bytes == distinct
+        self.swapped.append((swapped, [self.rows.pop(row) for row in rows]))
+
+    def distinct_pages(self, page_class, rows):
+        """How many pages of a class these rows name."""
+        tables = [t for t in self.memory.tables.values() if t.group.page_class == page_class]
+        named = np.concatenate([table.pages[rows].reshape(-1) for table in tables])
+        return len(set(named[named >= 0].tolist()))
 
     @precondition(lambda self: self.swapped)
     @rule(pick=SEEDS)
     def swap_in(self, pick):
         index = pick % len(self.swapped)
-        swapped, sequence = self.swapped[index]
-        needed = {}
-        for name, lanes in swapped.lanes.items():
-            key = self.memory.tables[name].group.page_class
-            needed[key] = needed.get(key, 0) + int(lanes.num_pages.sum())
-        fits = len(self.rows) < MAX_ROWS and self.memory.fits(needed)
+        swapped, sequences = self.swapped[index]
+        rows_fit = len(self.rows) + len(sequences) <= MAX_ROWS
+        fits = rows_fit and self.memory.fits(swapped.pages)
+        used = self.bytes_in_use()
 
-        row = self.attempt(lambda: swap_in(self.memory, swapped), fits)
+        rows = self.attempt(lambda: swap_in(self.memory, swapped), fits)
 
-        if row is not None:
+        if rows is not None:
+            assert self.bytes_in_use() - used == swapped.num_bytes
             del self.swapped[index]
-            self.add(row, sequence)
+            for row, sequence in zip(rows, sequences, strict=True):
+                self.add(row, sequence)
+
+    @precondition(lambda self: len(self.rows) == 1 and not self.loans)
+    @rule()
+    def repack_the_only_row(self):
+        [row] = self.rows
+        used = {c: pool.num_used for c, pool in self.memory.pools.items()}
+        slabs = sum(-(-n // self.memory.pools[c].pages_per_slab) for c, n in used.items())
+        if slabs <= self.memory.arena.num_slabs:  # as admission sees to
+            repack(self.memory, row)
+            assert {c: pool.num_used for c, pool in self.memory.pools.items()} == used
 
     # ---- invariants ----------------------------------------------------------------------------
 

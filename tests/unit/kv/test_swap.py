@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 
-from quire.errors import OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, repack, swap_in, swap_out
 from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import (
     grow,
@@ -24,11 +25,11 @@ def test_a_sequence_comes_back_byte_for_byte_in_other_pages():
     row = started(memory, 10)
     old_pages = memory.tables["kv"].row_pages(row).copy()
 
-    swapped = swap_out(memory, row)
+    swapped = swap_out(memory, [row])
     assert used_pages(memory) == 0
     memory.store.poison_free(memory)
     started(memory, 7)
-    row = swap_in(memory, swapped)
+    [row] = swap_in(memory, swapped)
 
     assert keys(memory, row, 0) == list(range(10))
     assert keys(memory, row, 1) == list(range(100, 110))
@@ -42,7 +43,7 @@ def test_a_swapped_sequence_grows_on_as_if_nothing_had_happened():
     row = started(memory, 21)
     memory.drop_behind_windows(np.array([row]))
 
-    row = swap_in(memory, swap_out(memory, row))
+    [row] = swap_in(memory, swap_out(memory, [row]))
     grow(memory, row, 2)
 
     assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(12, 23))
@@ -55,7 +56,7 @@ def test_lanes_of_unequal_counts_come_back_unequal():
     commit_compaction(memory, plan_compaction(memory, "kv", row, keep))
     before = [keys(memory, row, lane) for lane in range(2)]
 
-    row = swap_in(memory, swap_out(memory, row))
+    [row] = swap_in(memory, swap_out(memory, [row]))
 
     assert memory.tables["kv"].num_slots[row].tolist() == [9, 4]
     assert [keys(memory, row, lane) for lane in range(2)] == before
@@ -66,9 +67,9 @@ def test_statistics_move_with_their_sequence():
     memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
     row = started(memory, 6, name="sums")
 
-    swapped = swap_out(memory, row)
+    swapped = swap_out(memory, [row])
     memory.store.poison_free(memory)
-    row = swap_in(memory, swapped)
+    [row] = swap_in(memory, swapped)
 
     assert keys(memory, row, name="sums") == list(range(6))
 
@@ -78,11 +79,11 @@ def test_swapping_out_leaves_shared_pages_to_the_others():
     row = started(memory, 10)
     child = fork(memory, row)
 
-    swapped = swap_out(memory, row)
+    swapped = swap_out(memory, [row])
     assert used_pages(memory) == 3
     grow(memory, child, 2)
     write_lane(memory, child, 0)
-    row = swap_in(memory, swapped)
+    [row] = swap_in(memory, swapped)
 
     assert keys(memory, row) == list(range(10))
     assert used_pages(memory) == 6
@@ -91,24 +92,24 @@ def test_swapping_out_leaves_shared_pages_to_the_others():
 
 def test_a_sequence_that_does_not_fit_stays_out_and_changes_nothing():
     memory = one_group(total_bytes=4 * 128)
-    swapped = swap_out(memory, started(memory, 10))
+    swapped = swap_out(memory, [started(memory, 10)])
     blocker = started(memory, 8)
 
     with pytest.raises(OutOfPages, match="3 pages needed"):
         swap_in(memory, swapped)
     assert memory.live_rows.tolist() == [blocker]
     memory.release([blocker])
-    row = swap_in(memory, swapped)
+    [row] = swap_in(memory, swapped)
 
     assert keys(memory, row) == list(range(10))
 
 
 def test_a_sequence_without_a_free_row_stays_out():
     memory = one_group(max_rows=1)
-    swapped = swap_out(memory, started(memory, 10))
+    swapped = swap_out(memory, [started(memory, 10)])
     started(memory, 1)
 
-    with pytest.raises(OutOfPages, match="rows are taken"):
+    with pytest.raises(OutOfPages, match="0 rows are free, 1 needed"):
         swap_in(memory, swapped)
 
     assert used_pages(memory) == 1
@@ -119,7 +120,7 @@ def test_peaks_are_remembered_across_a_swap():
     row = started(memory, 20)
     memory.truncate(row, 4)
 
-    row = swap_in(memory, swap_out(memory, row))
+    [row] = swap_in(memory, swap_out(memory, [row]))
 
     assert memory.row_bytes(row) == 128
     assert memory.peak_bytes[row] == 5 * 128
@@ -130,8 +131,136 @@ def test_bookkeeping_alone_swaps_without_bytes():
     row = memory.start()
     grow(memory, row, 10)
 
-    row = swap_in(memory, swap_out(memory, row))
+    [row] = swap_in(memory, swap_out(memory, [row]))
 
     assert memory.lengths[row] == 10
     assert used_pages(memory) == 3
+    memory.check()
+
+
+def test_sequences_that_share_pages_go_once_and_share_them_again():
+    """10 tokens are 3 pages; two forks add a copy of the last page each: 2 shared, 3 own."""
+    memory = one_group()
+    row = started(memory, 10)
+    family = [row, fork(memory, row), fork(memory, row)]
+    for member in family[1:]:
+        grow(memory, member, 1)
+    assert used_pages(memory) == 5
+
+    swapped = swap_out(memory, family)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
+    memory.store.poison_free(memory)
+    family = swap_in(memory, swapped)
+
+    assert used_pages(memory) == 5
+    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
+    assert memory.lengths[family].tolist() == [10, 11, 11]
+    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
+    memory.check()
+
+
+def test_a_tail_goes_alone_and_is_put_behind_its_head():
+    """Of 22 tokens in pages of 4 the last 10 go: 3 pages; the head of 12 is computed again."""
+    memory = one_group(num_lanes=2)
+    row = started(memory, 22)
+
+    swapped = swap_out(memory, [row], keep_from=12)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 2 * 3 * 128)
+    memory.store.poison_free(memory)
+    row = started(memory, 12)
+    append_tail(memory, row, swapped)
+    grow(memory, row, 3)
+
+    assert memory.lengths[row] == 25
+    assert keys(memory, row, 0)[:22] == list(range(22))
+    assert keys(memory, row, 1)[:22] == list(range(100, 122))
+    assert memory.tables["kv"].slot_positions(row, 1).tolist() == list(range(25))
+    memory.check()
+
+
+def test_a_tail_that_does_not_fit_or_does_not_follow_changes_nothing():
+    memory = one_group(total_bytes=6 * 128)
+    swapped = swap_out(memory, [started(memory, 20)], keep_from=8)
+    row = started(memory, 4)
+
+    with pytest.raises(ConfigError, match=f"follows 8 tokens, row {row} holds 4"):
+        append_tail(memory, row, swapped)
+    with pytest.raises(ConfigError, match="append_tail"):
+        swap_in(memory, swapped)
+    write_after(memory, row, 4)
+    blocker = started(memory, 8)
+    with pytest.raises(OutOfPages, match="3 pages needed"):
+        append_tail(memory, row, swapped)
+    memory.release([blocker])
+    append_tail(memory, row, swapped)
+
+    assert keys(memory, row) == list(range(20))
+
+
+def write_after(memory, row, tokens):
+    grow(memory, row, tokens)
+    write_lane(memory, row, 0)
+
+
+@pytest.mark.parametrize("keep_from", [0, 3, 20, 24])
+def test_a_tail_begins_on_a_border_of_pages_inside_the_sequence(keep_from):
+    memory = one_group()
+    row = started(memory, 20)
+
+    assert not can_split(memory, row, keep_from)
+    assert can_split(memory, row, 16)
+
+
+def test_lanes_that_have_lost_something_are_not_split():
+    ragged = one_group(ordered=False)
+    window = one_group(window=4)
+    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
+    private = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
+    dropped = one_group(num_lanes=2)
+    for memory in (ragged, window, private, dropped):
+        row = started(memory, 12)
+        memory.drop_behind_windows(np.array([row]))
+        if memory is dropped:
+            memory.drop_pages(memory.tables["kv"].group, row, 1, np.array([0]))
+
+        assert not can_split(memory, row, 8)
+        with pytest.raises(ConfigError, match="cannot be split at token 8"):
+            swap_out(memory, [row], keep_from=8)
+        assert memory.live_rows.tolist() == [row]
+
+
+def test_only_one_sequence_is_split_at_a_time():
+    memory = one_group()
+    rows = [started(memory, 12), started(memory, 12)]
+
+    with pytest.raises(ConfigError, match="takes one row"):
+        swap_out(memory, rows, keep_from=8)
+
+
+def test_rows_that_are_not_open_stay_where_they_are_and_nothing_is_held():
+    memory, pool = one_group(), HostPool(1024)
+    row = started(memory, 4)
+
+    with pytest.raises(InvariantError, match="named twice"):
+        swap_out(memory, [row, row], pool)
+
+    assert pool.used_bytes == 0
+    assert keys(memory, row) == list(range(4))
+
+
+def test_repacked_pages_of_an_only_owner_move_and_shared_ones_stay():
+    memory = one_group(total_bytes=32 * 128)
+    gap, row = started(memory, 12), started(memory, 10)
+    child = fork(memory, row)
+    grow(memory, child, 5)
+    write_lane(memory, child, 0)
+    before = memory.tables["kv"].row_pages(child).tolist()
+    memory.release([gap])
+
+    repack(memory, child)
+
+    after = memory.tables["kv"].row_pages(child).tolist()
+    assert after[:2] == before[:2]
+    assert keys(memory, child) == list(range(15))
+    assert keys(memory, row) == list(range(10))
     memory.check()

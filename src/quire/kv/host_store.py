@@ -1,0 +1,148 @@
+"""The host's bytes as a tensor, and the two ways to copy pages there and back.
+
+On a CPU pages are gathered straight into their place. A device packs them first:
+
+    pages in the arena --gather--> staging on the device --copy--> pinned memory of the host
+    (16 KiB each, anywhere)        (up to 16 MiB, packed)          (one piece for each filling)
+
+because a link moves few large pieces faster than many small ones: each copy costs some
+microseconds of its own, as much as 100 KB take on a fast link.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from quire.kv.pages import PageNumbers
+from quire.kv.store import PageStore, zero_bytes
+from quire.spec.pages import PageClass
+
+STAGING_BYTES = 16 << 20
+
+
+def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut pages into equal pieces (one page more or less) that the staging holds.
+
+    Equal, so that none is small: where there is more than one, each is at least about half of what
+    the staging holds.
+
+    Yields:
+        First page and the page behind the last one, of each piece.
+    """
+    most = max(1, staging_bytes // page_bytes)
+    count = -(-num_pages // most)
+    for i in range(count):
+        yield num_pages * i // count, num_pages * (i + 1) // count
+
+
+class DirectCopies:
+    """`HostCopies` for an arena that lies on the host itself.
+
+    Args:
+        store: the arena.
+        host: the pool's bytes.
+    """
+
+    def __init__(self, store: PageStore, host: UInt8[Tensor, " num_bytes"]) -> None:
+        self._store, self._host = store, host
+
+    def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Copy pages to the host, one behind the other from byte `start`."""
+        target = _packed(self._host, page_class, len(pages), start)
+        torch.index_select(self._store.views(page_class).whole, 0, _index(pages), out=target)
+
+    def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Copy bytes of the host into pages."""
+        source = _packed(self._host, page_class, len(pages), start)
+        self._store.views(page_class).whole[_index(pages)] = source
+
+    def wait(self) -> None:
+        """Nothing to wait for: copies on a CPU are done when they return."""
+
+
+class StagedCopies:
+    """`HostCopies` for an arena on a device, in packed pieces that do not block.
+
+    Args:
+        store: the arena.
+        host: the pool's bytes, pinned.
+        staging_bytes: memory on the device that packs pieces; at least a page of any class.
+
+    Attributes:
+        num_pieces, num_bytes: copied so far, both ways.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        host: UInt8[Tensor, " num_bytes"],
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._store, self._host = store, host
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
+        self.num_pieces = self.num_bytes = 0
+
+    def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Begin to copy pages to the host, one behind the other from byte `start`."""
+        whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
+        for first, end, staging, host in self._pieces(page_class, len(pages), start):
+            torch.index_select(whole, 0, index[first:end], out=staging)
+            host.copy_(staging, non_blocking=True)
+
+    def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Begin to copy bytes of the host into pages."""
+        whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
+        for first, end, staging, host in self._pieces(page_class, len(pages), start):
+            staging.copy_(host, non_blocking=True)
+            whole[index[first:end]] = staging
+
+    def _pieces(
+        self, page_class: PageClass, num_pages: int, start: int
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Pages of each piece, where it is packed, and where it lies on the host.
+
+        The staging is used again for each: copies and gathers of one stream run in order.
+        """
+        page_bytes = page_class.page_bytes
+        for first, end in pieces_of(num_pages, page_bytes, self._staging.numel()):
+            count = end - first
+            self.num_pieces += 1
+            self.num_bytes += count * page_bytes
+            host = _packed(self._host, page_class, count, start + first * page_bytes)
+            yield first, end, _packed(self._staging, page_class, count, 0), host
+
+    def wait(self) -> None:
+        """Return when all copies that were begun are done."""
+        if self._store.device.type == "cuda":
+            torch.cuda.current_stream(self._store.device).synchronize()
+
+
+def host_copies(
+    store: PageStore, num_bytes: int, largest_page_bytes: int
+) -> DirectCopies | StagedCopies:
+    """Take the host's bytes, and copy in the way that suits the arena's device.
+
+    Args:
+        store: the arena.
+        num_bytes: of the pool. On a CPU the system gives them when they are first written; for a
+            device they are pinned, and so taken at once.
+        largest_page_bytes: of all page classes.
+    """
+    if store.device.type == "cpu":
+        return DirectCopies(store, zero_bytes(num_bytes, store.device))
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return StagedCopies(store, host, max(STAGING_BYTES, largest_page_bytes))
+
+
+def _packed(
+    buffer: UInt8[Tensor, " num_bytes"], page_class: PageClass, num_pages: int, start: int
+) -> UInt8[Tensor, "num_pages page_bytes"]:
+    num_bytes = num_pages * page_class.page_bytes
+    return buffer[start : start + num_bytes].view(num_pages, page_class.page_bytes)
+
+
+def _index(pages: PageNumbers) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))

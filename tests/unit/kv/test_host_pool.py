@@ -1,0 +1,167 @@
+"""The host pool: where pages lie in it, what is refused, and copies that fail."""
+
+import pytest
+
+from quire.errors import HostPoolFull, InvariantError
+from quire.kv.host_pool import HostPool
+from quire.kv.swap import swap_in, swap_out
+from quire.spec.pages import LaneGroup
+from unit.kv.host_side import CopyFailed, HostSide
+from unit.kv.small_memory import (
+    grow,
+    keys,
+    one_group,
+    plain_class,
+    started,
+    used_pages,
+    with_groups,
+)
+
+PAGE_BYTES = 128
+
+
+def pooled(memory, total_bytes=64 * PAGE_BYTES):
+    side = HostSide(memory.store, total_bytes)
+    return HostPool(total_bytes, side), side
+
+
+def test_pages_of_a_layer_stand_together_whatever_order_they_had_in_the_arena():
+    memory = one_group(num_lanes=2)
+    row = started(memory, 4)
+    other = started(memory, 4)
+    for _ in range(2):  # pages of both rows and both lanes alternate
+        grow(memory, row, 4)
+        grow(memory, other, 4)
+    pool, side = pooled(memory)
+    before = [
+        memory.store.pages_of(memory.layout.page_classes[0])[pages].tobytes()
+        for pages in [memory.tables["kv"].row_pages(row)]
+    ]
+
+    swapped = swap_out(memory, [row], pool)
+
+    assert side.pieces == [6 * PAGE_BYTES]
+    assert side.bytes[: 6 * PAGE_BYTES].tobytes() == before[0]
+    assert swapped.stored.space.num_pieces == 1
+
+
+def test_each_page_class_has_an_extent_of_its_own():
+    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
+    memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
+    pool, side = pooled(memory)
+
+    swap_out(memory, [started(memory, 8)], pool)
+
+    assert side.pieces == [2 * 128, 2 * 64]
+    assert (pool.used_bytes, pool.peak_bytes) == (384, 384)
+
+
+def test_a_sequence_that_finds_no_hole_large_enough_is_split_into_the_largest_ones():
+    memory = one_group(max_rows=6)
+    pool, side = pooled(memory, 10 * PAGE_BYTES)
+    parts = [swap_out(memory, [started(memory, 4 * n)], pool) for n in (2, 1, 3, 1, 2)]
+    for index in (0, 2, 4):  # leaves holes of 2, 3 and 2 + 1 pages
+        parts[index].discard()
+    side.pieces.clear()
+
+    swapped = swap_out(memory, [started(memory, 28)], pool)
+    memory.store.poison_free(memory)
+    [row] = swap_in(memory, swapped)
+
+    assert side.pieces == [3 * PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES] * 2
+    assert keys(memory, row) == list(range(28))
+    pool.check()
+
+
+def test_a_full_pool_refuses_and_the_sequence_stays():
+    memory = one_group()
+    pool, _ = pooled(memory, 3 * PAGE_BYTES)
+    row = started(memory, 13)
+
+    with pytest.raises(HostPoolFull, match=r"512 B are to be swapped out, 384 of 384 B.*raise --"):
+        swap_out(memory, [row], pool)
+
+    assert keys(memory, row) == list(range(13))
+    assert (pool.used_bytes, pool.peak_bytes) == (0, 0)
+
+
+def test_a_pool_full_for_the_second_class_gives_the_first_one_back():
+    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
+    memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
+    pool, _ = pooled(memory, 2 * 128)
+
+    with pytest.raises(HostPoolFull):
+        swap_out(memory, [started(memory, 8)], pool)
+
+    assert pool.free_bytes == 256
+    pool.check()
+
+
+@pytest.mark.parametrize("works", [0, 1])
+def test_a_copy_that_fails_leaves_the_sequence_where_it_was(works):
+    memory = one_group()
+    pool, side = pooled(memory)
+    row = started(memory, 10)
+
+    side.fail_after = works  # the copy itself, or the wait for it
+    with pytest.raises(CopyFailed):
+        swap_out(memory, [row], pool)
+    assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
+
+    side.fail_after = None
+    swapped = swap_out(memory, [row], pool)
+    side.fail_after = works
+    with pytest.raises(CopyFailed):
+        swap_in(memory, swapped)
+    assert (pool.used_bytes, used_pages(memory)) == (3 * PAGE_BYTES, 0)
+    assert memory.live_rows.tolist() == []
+
+    side.fail_after = None
+    [row] = swap_in(memory, swapped)
+    assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
+    pool.check()
+
+
+def test_a_cancelled_sequence_frees_its_bytes_once():
+    memory = one_group()
+    pool, _ = pooled(memory)
+    swapped = swap_out(memory, [started(memory, 10)], pool)
+
+    swapped.discard()
+
+    assert (pool.used_bytes, pool.peak_bytes) == (0, 3 * PAGE_BYTES)
+    with pytest.raises(InvariantError, match="given back already"):
+        swapped.discard()
+
+
+def test_closing_frees_all():
+    memory = one_group()
+    pool, _ = pooled(memory)
+    for tokens in (4, 9):
+        swap_out(memory, [started(memory, tokens)], pool)
+
+    pool.clear()
+
+    assert (pool.used_bytes, pool.spaces) == (0, ())
+    pool.check()
+
+
+def test_a_pool_of_no_bytes_takes_nothing():
+    with pytest.raises(HostPoolFull, match="0 of 0 B"):
+        swap_out(memory := one_group(), [started(memory, 1)], HostPool(0))
+    HostPool(0).check()
+
+
+def test_bytes_are_rounded_down_to_what_pages_are_multiples_of():
+    assert HostPool(1000).total_bytes == 960
+
+
+def test_a_sequence_without_tokens_takes_no_room():
+    memory = one_group()
+    pool, _ = pooled(memory)
+
+    swapped = swap_out(memory, [memory.start()], pool)
+    [row] = swap_in(memory, swapped)
+
+    assert memory.lengths[row] == 0
+    assert pool.peak_bytes == 0

@@ -1,0 +1,174 @@
+"""Copies of pages between an arena and the host: directly, packed in pieces, and on a device."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kv.host_pool import HostPool
+from quire.kv.host_store import STAGING_BYTES, DirectCopies, StagedCopies, host_copies, pieces_of
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore
+from quire.kv.swap import append_tail, swap_in, swap_out
+from quire.spec.pages import CacheLayout, LaneGroup
+from unit.kv.small_memory import grow, plain_class
+
+SMALL, LARGE = plain_class(), plain_class(tokens=8, heads=2, head_dim=16, positions=True)
+LAYOUT = CacheLayout(
+    (
+        LaneGroup(name="small", page_class=SMALL, layers=(0, 1)),
+        LaneGroup(name="large", page_class=LARGE, layers=(2,)),
+    )
+)
+CPU = torch.device("cpu")
+
+
+@given(st.integers(0, 5_000), st.integers(1, 5_000), st.integers(5_000, 100_000))
+def test_pieces_are_whole_equal_and_none_is_small(num_pages, page_bytes, staging_bytes):
+    pieces = list(pieces_of(num_pages, page_bytes, staging_bytes))
+
+    assert [first for first, _ in pieces] == [0, *(end for _, end in pieces)][: len(pieces)]
+    assert sum(end - first for first, end in pieces) == num_pages
+    assert all(0 < (end - first) * page_bytes <= staging_bytes for first, end in pieces)
+    if len(pieces) > 1:
+        half = staging_bytes // page_bytes // 2
+        assert min(end - first for first, end in pieces) >= half
+
+
+def test_pages_of_16_kib_leave_in_pieces_of_at_least_8_mib():
+    pieces = list(pieces_of(1_025, 16 << 10, STAGING_BYTES))
+
+    assert pieces == [(0, 512), (512, 1_025)]
+
+
+def filled(device, copies, *, tokens=(37, 5, 64), total_bytes=1 << 20):
+    """A memory whose pages hold random bytes; rows grow in turns, so their pages alternate."""
+    memory = KVMemory(LAYOUT, total_bytes, len(tokens))
+    store = PageStore(memory.total_bytes, device)
+    memory.store = store
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, store.arena.shape, dtype=torch.uint8, generator=generator)
+    store.arena.copy_(noise)
+    pool = HostPool(1 << 20, copies(store))
+    numbers = [memory.start() for _ in tokens]
+    for position in range(max(tokens)):
+        for row, count in zip(numbers, tokens, strict=True):
+            if position < count:
+                grow(memory, row, 1)
+    return memory, pool, numbers
+
+
+def row_bytes(memory, row):
+    """Bytes of a row's pages, lane by lane, of each group."""
+    found = {}
+    for name, table in memory.tables.items():
+        pages = torch.from_numpy(table.row_pages(row).astype(np.int64))
+        whole = memory.store.views(table.group.page_class).whole
+        found[name] = whole.cpu()[pages].numpy().tobytes()
+    return found
+
+
+def scramble(memory):
+    """Overwrite the whole arena; whatever is in use must come from the host again."""
+    memory.store.arena.fill_(0x5A)
+
+
+def direct(store):
+    return host_copies(store, 1 << 20, LARGE.page_bytes)
+
+
+def staged_in_tiny_pieces(store):
+    return StagedCopies(store, torch.zeros(1 << 20, dtype=torch.uint8), LARGE.page_bytes)
+
+
+@pytest.mark.parametrize("copies", [direct, staged_in_tiny_pieces])
+def test_bytes_come_back_identical(copies):
+    check_round_trip(CPU, copies)
+
+
+def check_round_trip(device, copies):
+    memory, pool, rows = filled(device, copies)
+    before = [row_bytes(memory, row) for row in rows]
+
+    swapped = swap_out(memory, rows, pool)
+    scramble(memory)
+    back = swap_in(memory, swapped)
+
+    assert [row_bytes(memory, row) for row in back] == before
+    assert (pool.used_bytes, pool.peak_bytes) == (0, swapped.num_bytes)
+    memory.check()
+
+
+@pytest.mark.parametrize("copies", [direct, staged_in_tiny_pieces])
+def test_a_tail_comes_back_identical_behind_its_head(copies):
+    memory, pool, rows = filled(CPU, copies)
+    before = row_bytes(memory, rows[2])
+    head = {n: memory.tables[n].pages[rows[2]].copy() for n in memory.tables}
+
+    swapped = swap_out(memory, [rows[2]], pool, keep_from=32)
+    row = memory.start()
+    grow(memory, row, 32)
+    copy_head(memory, head, row, tokens=32)
+    append_tail(memory, row, swapped)
+
+    assert row_bytes(memory, row) == before
+    assert memory.lengths[row] == 64
+
+
+def copy_head(memory, pages, row, tokens):
+    """What computing the head again does: its old bytes (nobody has written there) once more."""
+    for name, table in memory.tables.items():
+        count = tokens // table.group.page_class.tokens
+        old, new = pages[name][:, :count].reshape(-1), table.pages[row][:, :count].reshape(-1)
+        moved = old != new
+        payload = memory.store.read_pages(table.group.page_class, old[moved])
+        memory.store.write_pages(table.group.page_class, new[moved], payload)
+
+
+def test_a_cpu_copies_directly_and_a_device_in_pieces():
+    store = PageStore(1 << 16, CPU)
+
+    assert isinstance(host_copies(store, 1 << 10, 128), DirectCopies)
+
+
+def test_pieces_are_counted():
+    memory, pool, rows = filled(CPU, staged_in_tiny_pieces)
+    num_bytes = memory.row_bytes(rows[0])
+
+    swap_out(memory, [rows[0]], pool)
+
+    assert pool.copies.num_bytes == num_bytes
+    assert pool.copies.num_pieces >= num_bytes / LARGE.page_bytes
+
+
+@pytest.mark.gpu
+def test_bytes_come_back_identical_from_pinned_memory():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    check_round_trip(torch.device("cuda"), direct)
+
+
+@pytest.mark.gpu
+def test_pages_cross_the_link_in_pieces_of_a_mebibyte_or_more():
+    """64 MiB of 16 KiB pages: packed, four fillings of the staging each way."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    page_class = plain_class(tokens=16, heads=4, head_dim=64)
+    layout = CacheLayout((LaneGroup(name="kv", page_class=page_class, layers=tuple(range(32))),))
+    memory = KVMemory(layout, 256 << 20, 2)
+    memory.store = store = PageStore(memory.total_bytes, torch.device("cuda"))
+    copies = host_copies(store, 64 << 20, page_class.page_bytes)
+    pool = HostPool(64 << 20, copies)
+    store.arena.copy_(torch.randint(0, 256, store.arena.shape, dtype=torch.uint8, device="cuda"))
+    row = memory.start()
+    grow(memory, row, 2048)
+    before = row_bytes(memory, row)
+
+    swapped = swap_out(memory, [row], pool)
+    scramble(memory)
+    [row] = swap_in(memory, swapped)
+
+    assert copies.num_bytes / copies.num_pieces >= 1 << 20
+    assert copies.num_bytes == 2 * swapped.num_bytes
+    assert row_bytes(memory, row) == before

@@ -1,0 +1,94 @@
+"""The state machine of the KV memory with a host pool under it, whose copies fail now and then.
+
+Sequences go to the host whole, with those they share pages with, or as a tail; some never come
+back. Whatever happens, bytes are those of the model, and a failed copy changes nothing.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from quire.errors import HostPoolFull
+from quire.kv.host_pool import HostPool
+from quire.kv.swap import swap_in, swap_out
+from unit.kv.host_side import CopyFailed, HostSide
+from unit.kv.test_memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
+
+CALLS = st.none() | st.integers(0, 8)  # calls of the host that work before one fails
+
+
+class TiersMachine(MemoryMachine):
+    @initialize(kib=st.sampled_from([24, 40, 96]), host_kib=st.sampled_from([1, 8, 64]))
+    def open_memory(self, kib, host_kib):
+        MemoryMachine.open_memory(self, kib)
+        self.host = HostSide(self.store, host_kib * 1024)
+        self.pool = HostPool(host_kib * 1024, self.host)
+        self.pooled = []
+
+    @precondition(lambda self: self.rows)
+    @rule(picks=st.lists(SEEDS, min_size=1, max_size=3), fail_after=CALLS)
+    def swap_to_host(self, picks, fail_after):
+        rows = sorted({self.pick_row(pick) for pick in picks})
+        counts = {c: self.distinct_pages(c, rows) for c in LAYOUT.page_classes}
+        needed = self.pages_in_bytes(counts)
+
+        swapped = self.try_copy(lambda: swap_out(self.memory, rows, self.pool), fail_after)
+
+        if swapped is not None:
+            assert (swapped.num_bytes, dict(swapped.pages)) == (needed, counts)
+            self.pooled.append((swapped, [self.rows.pop(row) for row in rows]))
+
+    @precondition(lambda self: self.pooled)
+    @rule(pick=SEEDS, fail_after=CALLS)
+    def swap_from_host(self, pick, fail_after):
+        index = pick % len(self.pooled)
+        swapped, sequences = self.pooled[index]
+        fits = len(self.rows) + len(sequences) <= MAX_ROWS and self.memory.fits(swapped.pages)
+        used = self.bytes_in_use()
+
+        def act():
+            return self.attempt(lambda: swap_in(self.memory, swapped), fits)
+
+        rows = self.try_copy(act, fail_after) if fits else act()
+
+        if rows is not None:
+            assert self.bytes_in_use() - used == swapped.num_bytes
+            del self.pooled[index]
+            for row, sequence in zip(rows, sequences, strict=True):
+                self.add(row, sequence)
+
+    @precondition(lambda self: self.pooled)
+    @rule(pick=SEEDS)
+    def cancel(self, pick):
+        swapped, _ = self.pooled.pop(pick % len(self.pooled))
+        swapped.discard()
+
+    def try_copy(self, act, fail_after):
+        """Act with a fault; where it strikes, or the pool is full, nothing has changed."""
+        before, spaces = self.everything(), self.pool.spaces
+        self.host.fail_after = fail_after
+        try:
+            return act()
+        except (CopyFailed, HostPoolFull):
+            after = self.everything()
+            del before["bytes"], after["bytes"]  # pages that are free may have been written
+            assert after == before
+            assert self.pool.spaces == spaces
+            return None
+        finally:
+            self.host.fail_after = None
+
+    @invariant()
+    def the_host_adds_up(self):
+        self.pool.check()
+        assert self.pool.used_bytes == sum(swapped.num_bytes for swapped, _ in self.pooled)
+        self.host.poison_free(self.pool)
+
+    def teardown(self):
+        for swapped, _ in self.pooled:
+            swapped.discard()
+        assert self.pool.used_bytes == 0
+        self.pool.check()
+        super().teardown()
+
+
+TestTiersMachine = TiersMachine.TestCase
