@@ -66,6 +66,6 @@ class PrefixBroadcast:
         for listener in tuple(self._listeners):
             try:
                 say(listener)
-            except Exception:  # noqa: BLE001 - whatever it is, it is the listener's own fault
+            except Exception:
                 self._listeners.remove(listener)
                 logger.exception("%s hears of no more prefixes: it raised", type(listener).__name__)
