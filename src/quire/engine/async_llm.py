@@ -4,7 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 from quire.engine.answer_stream import AnswerStream, Submission
 from quire.engine.core import Engine
+from quire.engine.events import KINDS, KVEvent
+from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, Delta
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
@@ -145,6 +147,27 @@ class AsyncLLM:
             EngineDead: the engine has stopped.
         """
         return await self._call(self.engine.stats)
+
+    async def ledger(self) -> Snapshot:
+        """Who holds every byte of KV, read between two steps; see `LLM.ledger`.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(self.engine.ledger)
+
+    async def events(
+        self, kinds: Iterable[str] = KINDS, *, since: int = 0, most: int | None = None
+    ) -> list[KVEvent]:
+        """The newest KV events, read between two steps; see `EventLog.newest`.
+
+        Raises:
+            UnknownName: there is no such kind.
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(
+            partial(self.engine.events.newest, kinds, since=since, most=most)
+        )
 
     def close(self) -> None:
         """Stop after the current step, and leave the engine idle. Open requests end as dead."""

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.engine.events import EventLog
 from quire.engine.eviction import Evictor
 from quire.engine.host_memory import keep_freed_memory
+from quire.engine.ledger import Ledger, Snapshot, host_bytes
 from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
@@ -21,7 +23,7 @@ from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
-from quire.engine.stats import EngineStats, request_bytes
+from quire.engine.stats import EngineStats, request_bytes, tenant_bytes
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
@@ -62,6 +64,7 @@ class Engine:
         self.pool: KVPool = build_pool(model, kv or KVConfig(), self.schedule_config)
         eviction = self.pool.eviction
         evictor = Evictor(self.pool.kv, eviction.policy) if eviction.policy else _never
+        self.events = EventLog(clock)
         self.scheduler = Scheduler(
             self.pool.kv.memory, self.schedule_config, eviction.spec, evictor
         )
@@ -72,6 +75,7 @@ class Engine:
         self._open: dict[str, OpenAnswer] = {}
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
+        self._ledger = Ledger(self.pool.kv.memory, self._requests)
         self._arrivals = 0
         self.num_steps = 0
         self.num_generated_tokens = 0
@@ -242,6 +246,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
         memory, scheduler = self.pool.kv.memory, self.scheduler
+        requests, held = self._requests(), request_bytes(scheduler.running, memory)
         return EngineStats(
             kv_total_bytes=memory.total_bytes,
             kv_used_bytes=memory.used_bytes,
@@ -256,8 +261,21 @@ class Engine:
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
             times=replace(self.times),
-            requests=request_bytes(scheduler.running, memory),
+            requests=held,
+            tenants=tenant_bytes(requests, held),
+            cached_bytes=0,
+            host_bytes=host_bytes(requests),
         )
+
+    def ledger(self) -> Snapshot:
+        """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
+        return self._ledger.snapshot()
+
+    def _requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        queued = (a.request for a in self._open.values())
+        open_ = (r for r in queued if r.state is not RequestState.FINISHED)
+        return list(dict.fromkeys([*self.scheduler.running, *open_]))
 
     def check(self) -> None:
         """Prove the memory's bookkeeping; cheap enough for an idle engine.

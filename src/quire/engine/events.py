@@ -12,12 +12,14 @@
 | freed | kv_bytes, reason |
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.engine.request import Request
+from quire.errors import UnknownName
 
 Value = int | float | str
 Listener = Callable[["KVEvent"], None]
@@ -27,6 +29,8 @@ KINDS = (
     *("preempted", "cached", "uncached", "freed"),
 )
 KEPT_EVENTS = 4096
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class KVEvent:
         request_id: whose KV; "" where it belongs to no request.
         tenant: on whose account.
         data: numbers and words as the table above says.
+        number: 1, 2, 3, ... in the order of the log.
     """
 
     kind: str
@@ -46,36 +51,78 @@ class KVEvent:
     request_id: str
     tenant: str
     data: Mapping[str, Value]
+    number: int = 0
+
+    def as_dict(self) -> dict[str, Value]:
+        """Flat JSON values. Names in `data` never hide those of the event itself."""
+        return {
+            **self.data,
+            "number": self.number,
+            "kind": self.kind,
+            "time_s": self.time_s,
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+        }
 
 
 class EventLog:
     """Keeps the newest events and passes each on.
 
+    A listener that raises is dropped, and the log says so once: who watches must not stop who
+    works.
+
     Args:
         clock: seconds.
         kept: events remembered.
+
+    Attributes:
+        num_events: since the start; the number of the last one.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, kept: int = KEPT_EVENTS
     ) -> None:
+        self.num_events = 0
         self._clock = clock
         self._newest: deque[KVEvent] = deque(maxlen=kept)
-        self._listeners: list[Listener] = []
+        self._listeners: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with every event from now on."""
-        self._listeners.append(listener)
+        self._listeners = (*self._listeners, listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Call it no more; one that is not there is ignored."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def emit(self, kind: str, request: Request | None, **data: Value) -> None:
         """Note an event about a request, or about the pool."""
         owner = ("", "") if request is None else (request.request_id, request.tenant)
-        event = KVEvent(kind, self._clock(), *owner, data)
+        self.num_events += 1
+        event = KVEvent(kind, self._clock(), *owner, data, self.num_events)
         self._newest.append(event)
         for listener in self._listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                self.unsubscribe(listener)
+                logger.exception("a listener of KV events is dropped: it raised")
 
-    def newest(self, kinds: Iterable[str] = KINDS) -> list[KVEvent]:
-        """The remembered events of these kinds, oldest first."""
+    def newest(
+        self, kinds: Iterable[str] = KINDS, *, since: int = 0, most: int | None = None
+    ) -> list[KVEvent]:
+        """The remembered events of these kinds, oldest first.
+
+        Args:
+            kinds: of `KINDS`.
+            since: only those with a larger number.
+            most: only the newest so many of these; None for all.
+
+        Raises:
+            UnknownName: there is no such kind.
+        """
         wanted = frozenset(kinds)
-        return [event for event in self._newest if event.kind in wanted]
+        for kind in sorted(wanted.difference(KINDS)):
+            raise UnknownName("kind of KV event", kind, KINDS)
+        found = [e for e in self._newest if e.number > since and e.kind in wanted]
+        return found if most is None else found[max(0, len(found) - most) :]

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quire.engine.core import Engine
 from quire.engine.inputs import as_options, as_prompts, as_token_ids
+from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
@@ -162,8 +163,12 @@ class LLM:
             self._withdraw([request_id])
 
     def stats(self) -> EngineStats:
-        """The ledger: who holds how many bytes."""
+        """What the engine has done, and who holds how many bytes: cheap enough for every step."""
         return self.engine.stats()
+
+    def ledger(self) -> Snapshot:
+        """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
+        return self.engine.ledger()
 
     def _submit(self, ids: list[int], params: SamplingParams | None, take: _Taker) -> str:
         request_id = self.engine.submit(ids, params)

@@ -1,5 +1,6 @@
 """Numbers an engine shows about itself."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -24,6 +25,21 @@ class RequestBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantBytes:
+    """What the requests of one tenant hold.
+
+    Attributes:
+        tenant: whose.
+        num_requests: running and waiting.
+        kv_bytes: bytes of all pages its requests refer to; shared pages count in full for each.
+    """
+
+    tenant: str
+    num_requests: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The ledger of an engine.
 
@@ -40,6 +56,9 @@ class EngineStats:
         num_generated_tokens: tokens of answers.
         times: where the steps' time went.
         requests: who holds what.
+        tenants: the same, by tenant.
+        cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
+        host_bytes: KV of requests that wait with it outside the arena.
     """
 
     kv_total_bytes: int
@@ -56,6 +75,9 @@ class EngineStats:
     num_generated_tokens: int
     times: StepTimes
     requests: tuple[RequestBytes, ...]
+    tenants: tuple[TenantBytes, ...]
+    cached_bytes: int
+    host_bytes: int
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers and lists, ready for JSON."""
@@ -71,4 +93,20 @@ def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[Reques
             kv_bytes=memory.row_bytes(r.row),
         )
         for r in requests
+    )
+
+
+def tenant_bytes(
+    requests: Iterable[Request], held: Iterable[RequestBytes]
+) -> tuple[TenantBytes, ...]:
+    """What the requests of each tenant hold, those that wait included."""
+    of_request = {found.request_id: found.kv_bytes for found in held}
+    num_requests: Counter[str] = Counter()
+    kv_bytes: Counter[str] = Counter()
+    for r in requests:
+        num_requests[r.tenant] += 1
+        kv_bytes[r.tenant] += of_request.get(r.request_id, 0)
+    return tuple(
+        TenantBytes(tenant=tenant, num_requests=count, kv_bytes=kv_bytes[tenant])
+        for tenant, count in sorted(num_requests.items())
     )

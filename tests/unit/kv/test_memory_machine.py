@@ -19,6 +19,8 @@ from hypothesis.stateful import (
 
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.ledger import extents_of
+from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import Loan, borrow, fork, lend, return_loan
 from quire.kv.swap import repack, swap_in, swap_out
@@ -356,6 +358,10 @@ class MemoryMachine(RuleBasedStateMachine):
         for table in self.private_tables():
             pages = table.pages[table.pages >= 0]
             assert (self.memory.pools[SUMS].ref_counts[pages] == 1).all()
+
+    @invariant()
+    def the_ledger_has_every_byte(self):
+        prove_extents(self.memory, extents_of(self.memory))
 
     @invariant()
     def every_slot_reads_back(self):
