@@ -165,9 +165,7 @@ class AsyncLLM:
             UnknownName: there is no such kind.
             EngineDead: the engine has stopped.
         """
-        return await self._call(
-            partial(self.engine.events.newest, kinds, since=since, most=most)
-        )
+        return await self._call(partial(self.engine.events.newest, kinds, since=since, most=most))
 
     def close(self) -> None:
         """Stop after the current step, and leave the engine idle. Open requests end as dead."""

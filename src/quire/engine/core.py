@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.events import EventLog
 from quire.engine.eviction import Evictor
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.ledger import Ledger, Snapshot, host_bytes
+from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
@@ -75,7 +75,7 @@ class Engine:
         self._open: dict[str, OpenAnswer] = {}
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
-        self._ledger = Ledger(self.pool.kv.memory, self._requests)
+        self._ledger = Ledger(self.pool.kv.memory, self._requests, self.pool.host)
         self._arrivals = 0
         self.num_steps = 0
         self.num_generated_tokens = 0
@@ -264,7 +264,7 @@ class Engine:
             requests=held,
             tenants=tenant_bytes(requests, held),
             cached_bytes=0,
-            host_bytes=host_bytes(requests),
+            host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
         )
 
     def ledger(self) -> Snapshot:

@@ -28,7 +28,8 @@ class EventFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"KV events cannot be written to {path}: {error.strerror}; choose another --kv-events"
+                f"KV events cannot be written to {path}: {error.strerror}; choose another file "
+                "for --kv-events"
             ) from error
 
     def __call__(self, event: KVEvent) -> None:

@@ -8,28 +8,19 @@ and what slab borders waste, to the arena.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from quire.engine.request import Request
+from quire.errors import InvariantError
+from quire.kv.host_pool import HostPool
 from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
-from quire.spec.pages import PageClass
+from quire.kv.swapped import Swapped
 
 Snapshot = dict[str, Any]
 NOBODY = ""
 """Request and tenant of rows that belong to no request of this engine."""
-
-
-@runtime_checkable
-class PagesOnHost(Protocol):
-    """What a request that waits with its KV outside the arena says about it.
-
-    Attributes:
-        pages: stored pages of each class.
-    """
-
-    pages: Mapping[PageClass, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +46,16 @@ class Ledger:
     Args:
         memory: the arena.
         requests: gives all requests that have not ended.
+        host: where swapped requests wait; None where none are.
     """
 
-    def __init__(self, memory: KVMemory, requests: Callable[[], Iterable[Request]]) -> None:
-        self._memory, self._requests = memory, requests
+    def __init__(
+        self,
+        memory: KVMemory,
+        requests: Callable[[], Iterable[Request]],
+        host: HostPool | None = None,
+    ) -> None:
+        self._memory, self._requests, self._host = memory, requests, host
 
     def snapshot(self) -> Snapshot:
         """Totals on each axis, then tenants, requests and the prefix cache: plain JSON values.
@@ -77,6 +74,7 @@ class Ledger:
             "axes": self._axes(extents, host),
             "tenants": _tenants(rows),
             "requests": rows,
+            "host": self._host_totals(),
             "prefix_cache": [_shown(e) for e in extents if e.row == NO_ROW],
         }
 
@@ -98,6 +96,12 @@ class Ledger:
             "references": _sum((str(e.references), e.num_bytes) for e in extents),
         }
 
+    def _host_totals(self) -> Mapping[str, int]:
+        host = self._host
+        total_bytes, used_bytes = (host.total_bytes, host.used_bytes) if host else (0, 0)
+        free_bytes = total_bytes - used_bytes
+        return {"total_bytes": total_bytes, "used_bytes": used_bytes, "free_bytes": free_bytes}
+
     def check(self) -> None:
         """Prove the ledger against a count of every page by itself. Slow.
 
@@ -105,21 +109,20 @@ class Ledger:
             InvariantError: they differ.
         """
         prove_extents(self._memory, extents_of(self._memory))
-
-
-def host_bytes(requests: Iterable[Request]) -> int:
-    """Bytes that requests hold outside the arena."""
-    return sum(extent.num_bytes for extent in _host_extents(list(requests)))
+        swapped_bytes = sum(e.num_bytes for e in _host_extents(list(self._requests())))
+        if self._host is not None and swapped_bytes != self._host.used_bytes:
+            raise InvariantError(
+                f"requests hold {swapped_bytes:,} B on the host, {self._host.used_bytes:,} are used"
+            )
 
 
 def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
-    sharers: dict[int, list[Request]] = {}
+    sharers: dict[int, tuple[Swapped, list[Request]]] = {}
     for request in requests:
-        if request.swapped is not None and isinstance(request.swapped, PagesOnHost):
-            sharers.setdefault(id(request.swapped), []).append(request)
-    for together in sharers.values():
-        stored = together[0].swapped
-        assert isinstance(stored, PagesOnHost)
+        if isinstance(request.swapped, Swapped):
+            _, together = sharers.setdefault(id(request.swapped), (request.swapped, []))
+            together.append(request)
+    for stored, together in sharers.values():
         for page_class, pages in stored.pages.items():
             num_bytes = pages * page_class.page_bytes
             for place, request in enumerate(together):

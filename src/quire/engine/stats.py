@@ -58,7 +58,7 @@ class EngineStats:
         requests: who holds what.
         tenants: the same, by tenant.
         cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
-        host_bytes: KV of requests that wait with it outside the arena.
+        host_bytes: KV of requests that wait with it in the host pool.
     """
 
     kv_total_bytes: int
