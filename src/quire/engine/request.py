@@ -14,6 +14,48 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedFork:
+    """A member without KV that will begin as a copy of another one.
+
+    Attributes:
+        child, parent: of one group.
+        tokens: tokens both have in common; the parent stops there until it has been copied.
+    """
+
+    child: "Request"
+    parent: "Request"
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """Sequences that answer one prompt and share what they have in common.
+
+    It waits, enters and gives way as one; `quire.engine.group` has the rules.
+
+    Attributes:
+        request_id: what the whole was submitted as.
+        atomic: whether its members decode in the same step or not at all, as beams must.
+        members: the sequences that go on, in the order of their choices.
+        spare: sequences that do not, or not yet, and have a place kept: beams to come.
+        forks: members that have no KV yet while others are being read.
+        kv_peak_bytes: most bytes of distinct pages its members referred to.
+    """
+
+    request_id: str
+    atomic: bool = False
+    members: "list[Request]" = field(default_factory=list)
+    spare: "list[Request]" = field(default_factory=list)
+    forks: list[PlannedFork] = field(default_factory=list)
+    kv_peak_bytes: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows it holds at most."""
+        return len(self.members) + len(self.spare)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to be continued. Changed by the scheduler and the engine only.
@@ -49,7 +91,7 @@ class Request:
     rope_regime: int = 0
     tenant: str = "default"
     cache_salt: str = ""
-    group: object | None = None
+    group: RequestGroup | None = None
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     row: int = -1

@@ -1,0 +1,219 @@
+"""Sequences forked from one prompt: who reads, who is copied, what they need together.
+
+    tokens      prompt ........ a b c d     member 0 is read from the start
+                                | └ x y     member 2 is forked behind b, and reads x y itself
+                                └ k l m     member 1 is forked behind the prompt
+
+The first of a group is read alone; the others begin as copies of a member that has read what they
+have in common, so no token is read twice and shared pages are shared again after a preemption.
+Torch-free; the scheduler asks these questions and acts on the answers.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
+
+import numpy as np
+
+from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import RequestError
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import fork
+
+NO_LIMIT = 1 << 62
+
+
+def refuse_too_wide(request: Request, config: ScheduleConfig) -> None:
+    """Refuse a group that can never run whole.
+
+    Raises:
+        RequestError: with the number of sequences and the option that limits them.
+    """
+    limits = {"max_running": config.max_running}
+    if request.group is not None and request.group.atomic:
+        limits["step_tokens"] = config.step_tokens
+    for name, most in limits.items():
+        if num_rows(request) > most:
+            raise RequestError(
+                f"{num_rows(request)} sequences for one prompt are more than {name}={most}: ask "
+                f"for fewer or raise --{name.replace('_', '-')}"
+            )
+
+
+def num_rows(request: Request) -> int:
+    """Rows a request takes when it enters, those of its group included."""
+    return 1 if request.group is None else request.group.num_rows
+
+
+def reserved_rows(running: Iterable[Request]) -> int:
+    """Rows that groups which run have not taken yet and will."""
+    groups = {id(r.group): r.group for r in running if r.group is not None}.values()
+    missing = (
+        len(group.spare) + sum(m.state is not RequestState.RUNNING for m in group.members)
+        for group in groups
+    )
+    return sum(missing)
+
+
+def together(request: Request) -> list[Request]:
+    """The request and all that must give way with it."""
+    return [request] if request.group is None else list(request.group.members)
+
+
+def is_queued(request: Request) -> bool:
+    """Whether a waiting request stands in the queue itself: a group stands there once."""
+    group = request.group
+    if group is None:
+        return True
+    at_home = all(member.state is RequestState.WAITING for member in group.members)
+    return at_home and request is group.members[0]
+
+
+def same_group(one: Request, other: Request) -> bool:
+    """Whether two requests answer one prompt, so that neither makes room for the other."""
+    return one.group is not None and one.group is other.group
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+
+def plan_reading(request: Request, most_shared: int = NO_LIMIT) -> Request:
+    """Decide who is read and who is copied; return the member to begin with.
+
+    Args:
+        request: any member, or a request alone, which is its own answer.
+        most_shared: tokens two members that differ may share at most. Where a rule evicts it is
+            the cap: behind it chunks must fall as they fall in a sequence alone.
+    """
+    group = request.group
+    if group is None:
+        return request
+    ordered = sorted(group.members, key=lambda member: member.output_token_ids)
+    origin: dict[int, PlannedFork] = {}
+    for parent, child in pairwise(ordered):
+        tokens = _common_tokens(parent, child)
+        if tokens < child.num_tokens:
+            tokens = min(tokens, most_shared)
+        while id(parent) in origin and origin[id(parent)].tokens >= tokens:
+            parent = origin[id(parent)].parent  # it begins where that one is by then
+        origin[id(child)] = PlannedFork(child, parent, tokens)
+    group.forks = list(origin.values())
+    return ordered[0]
+
+
+def _common_tokens(one: Request, other: Request) -> int:
+    pairs = zip(one.output_token_ids, other.output_token_ids, strict=False)
+    equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return len(one.prompt_token_ids) + sum(1 for _ in equal)
+
+
+def readable_tokens(request: Request) -> int:
+    """Tokens a request may read in one chunk: up to the next fork.
+
+    A beam leaves its last token to the step in which all of them decode.
+    """
+    group, tokens = request.group, request.num_uncomputed
+    if group is None:
+        return tokens
+    if group.atomic and len(group.members) > 1:
+        tokens -= 1
+    stops = (f.tokens - request.num_computed for f in group.forks if f.parent is request)
+    return min(tokens, min(stops, default=tokens))
+
+
+def whole_groups(decoding: list[Request]) -> list[Request]:
+    """Leave out members of atomic groups of which somebody is missing."""
+    present: dict[int, int] = {}
+    for request in decoding:
+        if request.group is not None and request.group.atomic:
+            present[id(request.group)] = present.get(id(request.group), 0) + 1
+    if not present:
+        return decoding
+    return [
+        r
+        for r in decoding
+        if r.group is None or not r.group.atomic or present[id(r.group)] == len(r.group.members)
+    ]
+
+
+# ---- forks -------------------------------------------------------------------------------------
+
+
+def due_forks(request: Request) -> list[PlannedFork]:
+    """Take the forks out of the plan for which a request has read enough."""
+    group = request.group
+    if group is None or not group.forks:
+        return []
+    due = [f for f in group.forks if f.parent is request and f.tokens <= request.num_computed]
+    for planned in due:
+        group.forks.remove(planned)
+    return due
+
+
+def copy_kv(memory: KVMemory, parent: Request, child: Request) -> None:
+    """Let a request without KV begin with all that another one has, in shared pages.
+
+    Raises:
+        OutOfPages: no row, or no pages for what cannot be shared.
+    """
+    child.row = fork(memory, parent.row)
+    child.num_computed, child.exact = parent.num_computed, parent.exact
+    child.state = RequestState.RUNNING
+
+
+def branch(memory: KVMemory, group: RequestGroup, parents: Sequence[int]) -> None:
+    """Let member i from now on be what member `parents[i]` was, KV and tokens.
+
+    The first to continue a member takes its row over; the next ones are copies in shared pages. A
+    member whom nobody continues becomes spare; its row is released before any copy is made.
+
+    Raises:
+        OutOfPages: no pages for what cannot be shared.
+    """
+    note_peak(memory, group)
+    old = group.members
+    dropped = [old[i] for i in sorted(set(range(len(old))) - set(parents))]
+    if dropped:
+        memory.release([member.row for member in dropped])
+    for member in dropped:
+        member.row, member.num_computed, member.state = -1, 0, RequestState.WAITING
+    spare = group.spare + dropped
+    group.members, seen = [], set()
+    for number in parents:
+        member = old[number]
+        if number in seen:
+            member = spare.pop()
+            copy_kv(memory, old[number], member)
+            member.output_token_ids = list(old[number].output_token_ids)
+            member.preemptions = old[number].preemptions
+        seen.add(number)
+        group.members.append(member)
+    group.spare = spare
+
+
+def leave(request: Request) -> bool:
+    """Take a request that has ended out of its group; whether the others must be planned anew.
+
+    They must when a copy was to be made from it.
+    """
+    group = request.group
+    if group is None or request not in group.members:
+        return False
+    group.members.remove(request)
+    group.forks = [f for f in group.forks if f.child is not request]
+    return any(f.parent is request for f in group.forks)
+
+
+def note_peak(memory: KVMemory, group: RequestGroup) -> None:
+    """Remember the most bytes of a group; call before any of its rows lets pages go."""
+    rows = [member.row for member in group.members if member.row >= 0]
+    group.kv_peak_bytes = max(group.kv_peak_bytes, distinct_bytes(memory, rows))
+
+
+def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
+    """Bytes of all pages that any of these rows refers to, each counted once."""
+    total = 0
+    for table in memory.tables.values():
+        named = table.pages[np.asarray(rows, dtype=np.int64)]
+        total += len(np.unique(named[named >= 0])) * table.group.page_class.page_bytes
+    return total

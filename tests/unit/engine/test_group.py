@@ -1,0 +1,173 @@
+"""Who of a group is read, who is copied from whom, and what that does to pages."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.group import (
+    branch,
+    copy_kv,
+    distinct_bytes,
+    due_forks,
+    leave,
+    plan_reading,
+    readable_tokens,
+    refuse_too_wide,
+    reserved_rows,
+    whole_groups,
+)
+from quire.engine.request import Request, RequestGroup, RequestState
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import RequestError
+from quire.kv.memory import KVMemory
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+
+PROMPT = [7] * 5
+PAGE_TOKENS = 4
+
+
+def make_group(outputs, *, atomic=False, spare=0) -> RequestGroup:
+    group = RequestGroup("r", atomic=atomic)
+    for number, output in enumerate([*outputs, *[[]] * spare]):
+        request = Request(f"r#{number}", PROMPT, SamplingParams(max_tokens=9), arrival=number)
+        request.group, request.output_token_ids = group, list(output)
+        (group.members if number < len(outputs) else group.spare).append(request)
+    return group
+
+
+def make_memory(max_rows=8) -> KVMemory:
+    numbers = codec_spec("float32")
+    page = PageClass(key=numbers, value=numbers, head_dim=4, heads=1, tokens=PAGE_TOKENS)
+    group = LaneGroup(name="kv", page_class=page, layers=(0,))
+    return KVMemory(CacheLayout((group,)), 64 * page.page_bytes, max_rows)
+
+
+def read(memory, first) -> tuple[list[Request], int]:
+    """Let the group's first member in and read on until all have everything; count tokens."""
+    first.row, first.state = memory.start(), RequestState.RUNNING
+    running, read_tokens = [first], 0
+    while any(r.num_uncomputed for r in running) or first.group.forks:
+        for request in list(running):
+            tokens = readable_tokens(request)
+            if tokens:
+                memory.grow(np.array([request.row]), np.array([tokens], dtype=np.int32))
+                request.num_computed += tokens
+                read_tokens += tokens
+            for planned in due_forks(request):
+                copy_kv(memory, planned.parent, planned.child)
+                running.append(planned.child)
+    return running, read_tokens
+
+
+def tree_size(outputs) -> int:
+    """Distinct prefixes: what must be read at least."""
+    return len(PROMPT) + len({tuple(o[:n]) for o in outputs for n in range(1, len(o) + 1)})
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=5))
+def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
+    group, memory = make_group(outputs), make_memory()
+
+    running, read_tokens = read(memory, plan_reading(group.members[0]))
+
+    assert read_tokens == tree_size(outputs)
+    assert sorted(r.request_id for r in running) == sorted(m.request_id for m in group.members)
+    assert all(memory.lengths[r.row] == r.num_tokens for r in running)
+    memory.check()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=4), st.integers(1, 12)
+)
+def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
+    group = make_group(outputs)
+    plan_reading(group.members[0], cap)
+
+    for planned in group.forks:
+        child, parent = planned.child.output_token_ids, planned.parent.output_token_ids
+        shared = planned.tokens - len(PROMPT)
+        assert child[: max(0, shared)] == parent[: max(0, shared)]
+        assert planned.tokens <= cap or planned.tokens == planned.child.num_tokens
+
+
+def test_fresh_members_are_copied_behind_the_prompt():
+    group = make_group([[], [], []])
+
+    first = plan_reading(group.members[2])
+
+    assert first is group.members[0]
+    assert [(f.parent.request_id, f.tokens) for f in group.forks] == [("r#0", 5)] * 2
+
+
+def test_beams_leave_their_last_token_to_all_of_them():
+    group = make_group([[1, 2], [1, 3]], atomic=True)
+    first = plan_reading(group.members[0])
+    assert readable_tokens(first) == len(PROMPT) + 1  # up to the fork
+
+    first.num_computed = len(PROMPT) + 1
+
+    assert readable_tokens(first) == 0
+    assert whole_groups([first]) == []
+    assert whole_groups(group.members) == group.members
+
+
+def test_a_single_beam_reads_to_the_end():
+    group = make_group([[]], atomic=True, spare=3)
+
+    assert readable_tokens(plan_reading(group.members[0])) == len(PROMPT)
+    assert group.num_rows == 4
+    assert reserved_rows([group.members[0]]) == 4  # it waits still; running it is one fewer
+    group.members[0].state = RequestState.RUNNING
+    assert reserved_rows([group.members[0]]) == 3
+
+
+def test_whoever_others_are_copied_from_cannot_leave_quietly():
+    group = make_group([[], [], []])
+    first = plan_reading(group.members[0])
+    child = group.members[2]
+
+    assert not leave(child)
+    assert [f.child.request_id for f in group.forks] == ["r#1"]
+    assert leave(first)
+
+
+def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
+    memory = make_memory()
+    group = make_group([[1], [2], [3]], atomic=True)
+    old = list(group.members)
+    for member in old:
+        member.row, member.state = memory.start(), RequestState.RUNNING
+        memory.grow(np.array([member.row]), np.array([6], dtype=np.int32))
+        member.num_computed = 6
+    pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
+
+    branch(memory, group, [2, 0, 2])
+
+    assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
+    assert group.members[:2] == [old[2], old[0]]
+    kept = [memory.tables["kv"].row_pages(m.row).tolist() for m in group.members]
+    assert kept == [pages[2], pages[0], pages[2]]
+    page_bytes = memory.layout.page_classes[0].page_bytes
+    assert group.kv_peak_bytes == 3 * 2 * page_bytes
+    assert distinct_bytes(memory, [m.row for m in group.members]) == 2 * 2 * page_bytes
+    memory.check()
+
+
+@pytest.mark.parametrize(
+    ("atomic", "config", "option"),
+    [
+        (False, ScheduleConfig(max_running=2), "max_running=2"),
+        (True, ScheduleConfig(step_tokens=2), "step_tokens=2"),
+    ],
+)
+def test_a_group_that_can_never_run_whole_is_refused(atomic, config, option):
+    group = make_group([[], [], []], atomic=atomic)
+
+    with pytest.raises(RequestError, match=f"3 sequences for one prompt are more than {option}"):
+        refuse_too_wide(group.members[0], config)
+
+
+def test_sequences_that_decode_apart_may_be_more_than_a_step_holds():
+    refuse_too_wide(make_group([[], []]).members[0], ScheduleConfig(step_tokens=1))
