@@ -1,0 +1,153 @@
+"""Rates learned from samples: from a wrong prior, through outliers, after a change."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.plan.estimator import RateEstimator
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
+
+CALL_S, BYTE_S = 2e-3, 1e-9
+
+
+def copies(rng, count, *, byte_s=BYTE_S, noise=0.05):
+    """(amounts, seconds) of swaps from 100 KB to 100 MB."""
+    for _ in range(count):
+        amounts = (1, 10 ** rng.uniform(5, 8))
+        yield amounts, (CALL_S + byte_s * amounts[1]) * rng.gauss(1, noise)
+
+
+def taught(prior, samples, **options):
+    estimator = RateEstimator(prior, **options)
+    for amounts, seconds in samples:
+        estimator.add(amounts, seconds)
+    return estimator
+
+
+@pytest.mark.parametrize("wrong", [0.02, 0.3, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_prior_is_outweighed_by_samples(wrong, seed):
+    samples = copies(random.Random(seed), 200)
+
+    estimator = taught((CALL_S * wrong, BYTE_S * wrong), samples)
+
+    assert estimator.coefficients == pytest.approx((CALL_S, BYTE_S), rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1, 1000.0])
+def test_a_sample_far_off_moves_little(factor):
+    """Usual errors are 5 %; the stray one counts as three of them, about 15 %."""
+    rng = random.Random(1)
+    estimator = taught((CALL_S, BYTE_S), copies(rng, 100))
+    amounts = (1, 3e7)
+    before = estimator.predict(amounts)
+
+    estimator.add(amounts, before * factor)
+
+    assert estimator.predict(amounts) == pytest.approx(before, rel=0.05)
+
+
+def test_now_and_then_a_sample_far_off_leaves_the_rates_right():
+    rng = random.Random(2)
+    samples = [
+        (amounts, seconds * (10 if i % 20 == 7 else 1))
+        for i, (amounts, seconds) in enumerate(copies(rng, 300))
+    ]
+
+    estimator = taught((CALL_S, BYTE_S), samples)
+
+    assert estimator.predict((1, 3e7)) == pytest.approx(CALL_S + 3e7 * BYTE_S, rel=0.15)
+
+
+@pytest.mark.parametrize("change", [4.0, 0.25])
+@pytest.mark.parametrize("forgetting", [0.95, 0.98])
+def test_a_rate_that_changes_in_mid_run_is_followed(change, forgetting):
+    rng = random.Random(3)
+    estimator = taught((CALL_S, BYTE_S), copies(rng, 150), forgetting=forgetting)
+    assert estimator.predict((0, 1e8)) == pytest.approx(1e8 * BYTE_S, rel=0.1)
+
+    for amounts, seconds in copies(rng, 250, byte_s=BYTE_S * change):
+        estimator.add(amounts, seconds)
+
+    assert estimator.predict((0, 1e8)) == pytest.approx(1e8 * BYTE_S * change, rel=0.15)
+
+
+def test_what_is_not_tried_for_long_is_kept():
+    """A thousand large copies say nothing of what a call costs; the next small one is no shock."""
+    rng = random.Random(4)
+    estimator = taught((CALL_S, BYTE_S), copies(rng, 100))
+    for _ in range(1000):
+        estimator.add((1, 1e9), (CALL_S + BYTE_S * 1e9) * rng.gauss(1, 0.05))
+
+    assert estimator.coefficients[1] == pytest.approx(BYTE_S, rel=0.1)
+    for amounts, seconds in copies(rng, 60):
+        estimator.add(amounts, seconds)
+    assert estimator.coefficients == pytest.approx((CALL_S, BYTE_S), rel=0.3)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e9), st.floats(0, 1e6) | st.just(math.nan) | st.just(math.inf)),
+        max_size=60,
+    )
+)
+def test_rates_stay_above_zero_whatever_is_measured(samples):
+    estimator = RateEstimator((CALL_S, BYTE_S))
+
+    for amount, seconds in samples:
+        estimator.add((1, amount), seconds)
+
+    assert all(0 < value < math.inf for value in estimator.coefficients)
+
+
+def test_what_took_no_time_teaches_nothing():
+    estimator = RateEstimator((CALL_S, BYTE_S))
+
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        estimator.add((1, 10), seconds)
+
+    assert (estimator.num_samples, estimator.coefficients) == (0, (CALL_S, BYTE_S))
+
+
+PRIOR = Costs(
+    copies=CopyRates(
+        out=CopyRate(bytes_per_s=1e9, call_s=1e-4, piece_s=1e-5),
+        back=CopyRate(bytes_per_s=1e9, call_s=1e-4, piece_s=1e-5),
+    ),
+    prefill=PrefillRates(token_s=1e-4, square_s=1e-9, call_s=1e-3),
+    chunk_tokens=256,
+)
+
+
+def test_costs_begin_with_what_was_stored():
+    learned = LearnedCosts(PRIOR)
+
+    assert learned.costs.chunk_tokens == 256
+    for way in ("out", "back"):
+        stored, known = getattr(PRIOR.copies, way), getattr(learned.costs.copies, way)
+        assert known.seconds(1e6, 3) == pytest.approx(stored.seconds(1e6, 3))
+    assert learned.costs.prefill == PRIOR.prefill
+
+
+def test_each_way_and_reading_are_learned_apart():
+    """Out at 4 GB/s, back at 0.5 GB/s, tokens at 30 us with attention of 5 ns a square."""
+    rng, learned = random.Random(5), LearnedCosts(PRIOR)
+    for _ in range(300):
+        num_bytes = int(10 ** rng.uniform(5, 8))
+        learned.copied_out(num_bytes, 1e-4 + num_bytes / 4e9)
+        learned.copied_back(num_bytes, 1e-4 + num_bytes / 0.5e9)
+        tokens, before = rng.randint(16, 512), rng.randint(0, 8000)
+        square = (before + tokens) ** 2 - before**2
+        learned.read(tokens, before, 2e-3 + 30e-6 * tokens + 5e-9 * square)
+
+    costs = learned.costs
+    assert costs.copies.out.bytes_per_s == pytest.approx(4e9, rel=0.02)
+    assert costs.copies.back.bytes_per_s == pytest.approx(0.5e9, rel=0.02)
+    assert costs.prefill.token_s == pytest.approx(30e-6, rel=0.02)
+    assert costs.prefill.square_s == pytest.approx(5e-9, rel=0.02)
+    assert costs.prefill.call_s == pytest.approx(2e-3, rel=0.05)
+    assert learned.num_samples == 900
