@@ -1,0 +1,286 @@
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from quire.engine.fair_queue import FairQueue, TokenPrices
+from quire.engine.request import Request
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ConfigError, InvariantError
+
+TENANTS = ("a", "b", "c")
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+PRICES = TokenPrices(prompt=1.0, output=2.0, cached=0.25)
+numbers = itertools.count()
+
+
+def request(tenant="default", *, priority=0, prompt=1, output=1):
+    number = next(numbers)
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=[0] * prompt,
+        params=SamplingParams(max_tokens=output),
+        priority=priority,
+        arrival=number,
+        tenant=tenant,
+    )
+
+
+class PlainQueue:
+    """The same in lists: everything is searched."""
+
+    def __init__(self):
+        self.waiting, self.times, self.last_left = [], dict.fromkeys(TENANTS, 0.0), None
+
+    def push(self, new):
+        here = {r.tenant for r in self.waiting}
+        if new.tenant not in here:
+            floor = min((self.times[t] for t in here), default=None)
+            if floor is None:
+                floor = self.times[self.last_left] if self.last_left else 0.0
+            self.times[new.tenant] = max(self.times[new.tenant], floor)
+        self.waiting.append(new)
+
+    def remove(self, old):
+        self.waiting.remove(old)
+        if all(r.tenant != old.tenant for r in self.waiting):
+            self.last_left = old.tenant
+
+    def ordered(self):
+        def key(r):
+            best = min(o.order for o in self.waiting if o.tenant == r.tenant)
+            return self.times[r.tenant], best, r.tenant, r.order
+
+        return sorted(self.waiting, key=key)
+
+
+class FairQueueMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.queue, self.plain = FairQueue(WEIGHTS, PRICES), PlainQueue()
+        self.running = []
+
+    @rule(tenant=st.sampled_from(TENANTS), priority=st.integers(0, 2))
+    def push(self, tenant, priority):
+        new = request(tenant, priority=priority)
+        self.queue.push(new)
+        self.plain.push(new)
+
+    @precondition(lambda self: self.plain.waiting)
+    @rule()
+    def let_the_first_in(self):
+        first = next(self.queue.ordered())
+        self.queue.pop(first)
+        self.plain.remove(first)
+        self.running.append(first)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def throw_one_out(self, data):
+        victim = data.draw(st.sampled_from(self.running))
+        self.running.remove(victim)
+        self.queue.push(victim)
+        self.plain.push(victim)
+
+    @precondition(lambda self: self.plain.waiting)
+    @rule(data=st.data(), number=st.integers(0, 10**6))
+    def cancel(self, data, number):
+        gone = self.plain.waiting[number % len(self.plain.waiting)]
+        self.queue.discard(gone)
+        self.queue.discard(gone)
+        self.plain.remove(gone)
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.tuples(*[st.integers(0, 50)] * 3))
+    def serve(self, tenant, tokens):
+        prompt, output, cached = tokens
+        self.queue.charge(tenant, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
+        self.plain.times[tenant] += (prompt + 2 * output + 0.25 * cached) / WEIGHTS[tenant]
+
+    @invariant()
+    def the_order_is_the_plain_one(self):
+        assert list(self.queue.ordered()) == self.plain.ordered()
+        assert len(self.queue) == len(self.plain.waiting)
+        assert all(self.queue.virtual_time(t) == self.plain.times[t] for t in TENANTS)
+        heads = list(self.queue.heads())
+        assert self.queue.backlogged == [r.tenant for r in heads]
+        assert [self.queue.rank(r) for r in heads] == sorted(map(self.queue.rank, heads))
+
+
+TestFairQueueMachine = FairQueueMachine.TestCase
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans())))
+def test_one_tenant_is_served_by_priority_and_arrival(steps):
+    queue, waiting = FairQueue(), []
+    for priority, serves in steps:
+        new = request(priority=priority)
+        queue.push(new)
+        waiting.append(new)
+        if serves:
+            first = next(queue.ordered())
+            assert first is min(waiting, key=lambda r: r.order)
+            queue.pop(first)
+            waiting.remove(first)
+            queue.charge("default", prompt_tokens=7, output_tokens=3)
+
+    assert list(queue.ordered()) == sorted(waiting, key=lambda r: r.order)
+
+
+def test_idle_time_is_not_saved_up():
+    queue = FairQueue()
+    queue.push(request("busy"))
+    queue.charge("busy", prompt_tokens=1000)
+
+    queue.push(request("idle"))
+
+    assert queue.virtual_time("idle") == 1000
+
+
+def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_last():
+    queue = FairQueue()
+    queue.push(only := request("busy"))
+    queue.pop(only)
+    queue.charge("busy", output_tokens=500)
+
+    queue.push(request("idle"))
+
+    assert queue.virtual_time("idle") == 1000
+
+
+def test_the_first_of_another_tenant_follows_one_that_cannot_enter():
+    queue = FairQueue()
+    flood = [request("flood") for _ in range(5)]
+    for one in flood:
+        queue.push(one)
+    queue.push(small := request("small"))
+
+    assert list(queue.heads()) == [flood[0], small]
+    assert list(queue.ordered()) == [*flood, small]
+
+
+def test_a_request_waits_once_and_leaves_once():
+    queue = FairQueue()
+    queue.push(one := request())
+    with pytest.raises(InvariantError, match="waits already"):
+        queue.push(one)
+    queue.pop(one)
+
+    with pytest.raises(InvariantError, match="does not wait"):
+        queue.pop(one)
+    assert one not in queue
+
+
+def test_prices_below_zero_are_refused():
+    with pytest.raises(ConfigError, match="0 or more"):
+        TokenPrices(cached=-1.0)
+
+
+def test_a_hundred_thousand_waiting_requests_cost_their_logarithm():
+    """Entering, leaving and asking touch a path, not the line: seconds even on a slow machine."""
+    queue, many = FairQueue(), [request(t) for t in ("a", "b") for _ in range(10_000)]
+    started_s = time.perf_counter()
+    for one in many:
+        queue.push(one)
+    for one in many[2_000:8_000]:
+        queue.discard(one)
+    for _ in range(10_000):
+        first = next(queue.ordered())
+        queue.pop(first)
+        queue.charge(first.tenant, prompt_tokens=10)
+    took_s = time.perf_counter() - started_s
+
+    assert len(queue) == 60_000
+    assert took_s < 10  # a plain list takes minutes
+
+
+# ---- the theorem, on a serving loop without a model ----------------------------------------------
+
+
+class Server:
+    """Lets the next one in while memory holds it at full length; one token each in every step."""
+
+    def __init__(self, queue, memory_tokens, weights, refill=lambda: None):
+        self.refill = refill
+        self.queue, self.memory_tokens, self.weights = queue, memory_tokens, weights
+        self.running: dict[Request, int] = {}
+        self.served = {}  # tenant -> price of its tokens over its weight
+
+    def _serve(self, tenant, **tokens):
+        self.queue.charge(tenant, **tokens)
+        price = tokens.get("prompt_tokens", 0) + 2 * tokens.get("output_tokens", 0)
+        self.served[tenant] = self.served.get(tenant, 0) + price / self.weights[tenant]
+
+    def step(self):
+        free = self.memory_tokens - sum(map(size, self.running))
+        self.refill()
+        while len(self.queue) and size(first := next(self.queue.ordered())) <= free:
+            self.queue.pop(first)
+            self.refill()
+            self.running[first] = first.params.max_tokens
+            free -= size(first)
+            self._serve(first.tenant, prompt_tokens=len(first.prompt_token_ids))
+        for one in list(self.running):
+            self._serve(one.tenant, output_tokens=1)
+            self.running[one] -= 1
+            if not self.running[one]:
+                del self.running[one]
+
+
+def size(one):
+    return len(one.prompt_token_ids) + one.params.max_tokens
+
+
+lengths = st.tuples(st.integers(4, 40), st.integers(4, 40))
+
+
+@given(
+    st.lists(lengths, min_size=1, max_size=8),
+    st.lists(lengths, min_size=1, max_size=8),
+    st.sampled_from([(1.0, 1.0), (1.0, 3.0), (0.5, 0.25)]),
+    st.integers(0, 20),
+)
+def test_backlogged_tenants_differ_by_a_constant(a_sizes, b_sizes, weights, late_steps):
+    """Sheng et al. 2024, Theorem 4.4: |W_a(t1, t2) - W_b(t1, t2)| <= 2 U over any interval in which
+    both have requests waiting; with weights the service is divided by them, and U by the least."""
+    by_name = dict(zip("ab", weights, strict=True))
+    queue, memory_tokens = FairQueue(by_name), 120
+    longest_prompt = max(prompt for prompt, _ in a_sizes + b_sizes)
+    bound = 2 * max(longest_prompt, 2 * memory_tokens) / min(weights)
+    sizes = {"a": itertools.cycle(a_sizes), "b": itertools.cycle(b_sizes)}
+    here = ["a"]
+
+    def refill():
+        waiting = [r.tenant for r in queue.ordered()]
+        for name in here:  # two, so that it still waits when the first is let in
+            for _ in range(2 - waiting.count(name)):
+                prompt, output = next(sizes[name])
+                queue.push(request(name, prompt=prompt, output=output))
+
+    server, gaps = Server(queue, memory_tokens, by_name, refill), []
+    for step in range(late_steps + 40):
+        if step == late_steps:  # b comes late: its idle time buys nothing
+            here.append("b")
+        if step >= late_steps:
+            gaps.append(server.served.get("a", 0) - server.served.get("b", 0))
+        server.step()
+
+    assert max(gaps) - min(gaps) <= bound
+
+
+def test_a_flood_of_twenty_times_more_takes_no_more_than_its_half():
+    """Jain's index (a + b)^2 / (2 (a^2 + b^2)) of served tokens while both are backlogged."""
+    weights = {"flood": 1.0, "small": 1.0}
+    queue = FairQueue(weights)
+    server = Server(queue, 2_000, weights)
+    for number in range(20 * 60):
+        queue.push(request("flood", prompt=50 + number % 7, output=30))
+        if number % 20 == 0:
+            queue.push(request("small", prompt=40 + number % 9, output=35))
+    while sum(r.tenant == "small" for r in queue.ordered()):
+        server.step()
+
+    flood, small = server.served["flood"], server.served["small"]
+    assert (flood + small) ** 2 / (2 * (flood**2 + small**2)) >= 0.98

@@ -1,0 +1,57 @@
+import pytest
+
+from quire.engine.tenants import TenantSpec, parse_tenants
+from quire.errors import ConfigError, UnknownName
+
+MIB = 2**20
+
+
+def test_a_text_names_tenants_with_their_options():
+    specs = parse_tenants(" a:weight=2, guaranteed=64MiB,burst=32MiB; team-b.x ;c:burst=0;")
+
+    assert specs == (
+        TenantSpec(name="a", weight=2.0, guaranteed_bytes=64 * MIB, burst_bytes=32 * MIB),
+        TenantSpec(name="team-b.x"),
+        TenantSpec(name="c", burst_bytes=0),
+    )
+    assert [spec.limit_bytes for spec in specs] == [96 * MIB, None, 0]
+
+
+def test_an_empty_text_names_nobody():
+    assert parse_tenants("  ") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:weight=0", "a weight above 0"),
+        ("a:weight=-1", "a weight above 0"),
+        ("a:weight=nan", "a weight above 0"),
+        ("a:weight=inf", "a weight above 0"),
+        ("a:weight=much", "a weight such as 2"),
+        ("a:guaranteed=lots", "not a size"),
+        ("a:burst=-1", "not a size"),
+        ("a:weight", "option=value"),
+        ("a:weight=", "option=value"),
+        ("a:weight=1,weight=2", "stands twice"),
+        ("a;b;a:weight=2", "stands twice"),
+        (":weight=1", "tenant's name"),
+        ("a b", "tenant's name"),
+        ("a\nb", "tenant's name"),
+        ("x" * 65, "tenant's name"),
+        ("public", "no tenant can be called"),
+    ],
+)
+def test_a_text_that_cannot_be_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_tenants(text)
+
+
+def test_an_option_with_a_typing_error_offers_the_nearest():
+    with pytest.raises(UnknownName, match="did you mean guaranteed"):
+        parse_tenants("a:garanteed=1MiB")
+
+
+def test_negative_bytes_are_refused():
+    with pytest.raises(ConfigError, match="burst >= 0"):
+        TenantSpec(name="a", burst_bytes=-5)
