@@ -1,6 +1,7 @@
 """`quire generate` and `quire chat` on the packaged model, and what they refuse."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,23 @@ def test_the_configuration_in_json_can_be_read_back(quire):
     answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
 
     assert json.loads(json.dumps(answer["config"])) == answer["config"]
+
+
+def test_a_file_of_kv_events_that_cannot_be_written_is_refused_before_the_model_is_read(
+    quire, tmp_path: Path
+):
+    events = tmp_path / "nowhere" / "events.jsonl"
+
+    result = quire("generate", "no such model", "-p", PROMPT, "--kv-events", events)
+
+    assert_refused(result, "KV events cannot be written", "events.jsonl", "--kv-events")
+
+
+def test_publishing_kv_events_at_no_address_is_refused_before_the_model_is_read(quire):
+    result = quire("serve", "no such model", "--kv-events-endpoint", "nonsense")
+
+    assert_refused(result, "quire[events]" if _missing("zmq", "msgpack") else "tcp://*:5557")
+
+
+def _missing(*modules: str) -> bool:
+    return any(find_spec(module) is None for module in modules)

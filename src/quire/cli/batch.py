@@ -15,6 +15,7 @@ from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
+from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
@@ -57,6 +58,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
             help="Try lines with error records again, such as after giving more memory.",
         ),
     ] = False,
+    kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a file of requests, each exactly once.
@@ -76,7 +78,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
-        result = _run(settings, task, output, left) if left else _Result(BatchTally(), None, 0.0)
+        result = _Result(BatchTally(), None, 0.0)
+        if left:
+            with watching(kv_events) as watch:
+                result = _run(settings, task, output, left, watch)
     claims = {"requests_answered_before": survey.requests - left} | _claims(result)
     _show(target, claims)
     if as_json:
@@ -147,12 +152,15 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
     )
 
 
-def _run(settings: Settings, task: BatchTask, output: BatchOutput, left: int) -> _Result:
+def _run(
+    settings: Settings, task: BatchTask, output: BatchOutput, left: int, watch: KVWatch
+) -> _Result:
     # loaded here: they bring torch
     from quire.cli.batch_run import BatchRun
     from quire.cli.progress import LiveProgress
 
     llm = settings.open_llm()
+    watch.follow(llm)
     start_s = time.monotonic()
     with LiveProgress("batch", left) as progress:
         run = BatchRun(llm, task, output, lambda tally: progress.show(tally.answered, llm.stats))

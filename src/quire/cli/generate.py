@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson
+from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
@@ -23,13 +24,15 @@ def generate(
         str | None,
         typer.Option("--prompt", "-p", help="The prompt. Without it, standard input is read."),
     ] = None,
+    kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text goes to standard output, what it took to standard error."""
     text = _standard_input() if prompt is None else prompt
     if not text:
         raise RequestError("the prompt is empty: give some text with --prompt or standard input")
-    answer = _stream(settings, text)
+    with watching(kv_events) as watch:
+        answer = _stream(settings, text, watch)
     typer.echo(usage_line(answer.usage), err=True)
     if as_json:
         typer.echo(json.dumps(_object(settings, answer)))
@@ -56,8 +59,9 @@ def _standard_input() -> str:
     return text.removesuffix("\n").removesuffix("\r")  # what echo and editors add
 
 
-def _stream(settings: Settings, text: str) -> "Answer":
+def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
     llm = settings.open_llm()
+    watch.follow(llm)
     from quire.engine.outputs import AnswerBuilder  # with torch, which is loaded by now
 
     token_ids = llm.encode(text)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
 from quire.cli.settings import Settings, with_settings
 
 
@@ -16,9 +17,14 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests. Default: the model's own.")
     ] = None,
+    kv_events: KVEventsFile = None,
+    kv_events_endpoint: KVEventsEndpoint = None,
 ) -> None:
     """Serve a model over HTTP."""
     # loaded here: the web framework and torch are not needed for --help
     from quire.serve.app import run_server
 
-    run_server(settings.open_llm(), host=host, port=port, served_model_name=served_model_name)
+    with watching(kv_events, kv_events_endpoint) as watch:
+        llm = settings.open_llm()
+        watch.follow(llm)
+        run_server(llm, host=host, port=port, served_model_name=served_model_name)

@@ -30,6 +30,7 @@ from quire.engine.times import StepTimes
 from quire.engine.validation import checked_params, checked_prompt
 from quire.errors import InvariantError, RequestError
 from quire.kv.config import KVConfig
+from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
 
 
@@ -65,6 +66,7 @@ class Engine:
         eviction = self.pool.eviction
         evictor = Evictor(self.pool.kv, eviction.policy) if eviction.policy else _never
         self.events = EventLog(clock)
+        self.prefix_events = PrefixBroadcast()
         self.scheduler = Scheduler(
             self.pool.kv.memory, self.schedule_config, eviction.spec, evictor
         )

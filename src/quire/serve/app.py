@@ -12,6 +12,7 @@ from quire.engine.llm import LLM
 from quire.errors import ConfigError
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.service import Service
 from quire.version import __version__
 
@@ -40,6 +41,7 @@ def create_app(llm: LLM, *, served_model_name: str | None = None) -> FastAPI:
         title="Quire", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.include_router(Endpoints(service).router())
+    app.include_router(KVEndpoints(service).router())
     install_error_handlers(app)
     return app
 

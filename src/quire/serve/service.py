@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from quire.engine.answer_stream import AnswerStream, Submission
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.events import KVEvent
+from quire.engine.ledger import Snapshot
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
@@ -60,6 +62,27 @@ class Service:
         """Tokens of the longest sequence: the model's context, or what the whole pool holds."""
         return self._max_tokens
 
+    async def ledger(self) -> Snapshot:
+        """Who holds every byte of KV; see `LLM.ledger`.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._running().ledger()
+
+    async def events(self, kinds: Sequence[str], *, since: int, most: int) -> list[KVEvent]:
+        """The newest KV events; see `EventLog.newest`.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._running().events(kinds, since=since, most=most)
+
+    def _running(self) -> AsyncLLM:
+        if self._engine is None:
+            raise EngineDead("the server has not started yet")
+        return self._engine
+
     def room_tokens(self, prompt_tokens: int) -> int:
         """Tokens an answer may have; 1 where the prompt leaves none, and the engine says why."""
         return max(1, self._max_tokens - prompt_tokens)
@@ -101,9 +124,7 @@ class Service:
             RequestError: any of them is refused; then none runs.
             EngineDead: the engine has stopped.
         """
-        if self._engine is None:
-            raise EngineDead("the server has not started yet")
-        return await self._engine.submit(
+        return await self._running().submit(
             [
                 Submission(
                     prompt_token_ids=prompt.token_ids,

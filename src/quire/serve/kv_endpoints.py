@@ -1,0 +1,59 @@
+"""The paths that show the KV memory: who holds it now, and what has happened to it."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
+
+from quire.engine.events import KEPT_EVENTS, KINDS
+from quire.serve.errors import FieldError, bounded
+from quire.serve.service import Service
+
+DEFAULT_EVENTS = 256
+
+
+class KVEndpoints:
+    """Answers HTTP requests about the KV memory.
+
+    Args:
+        service: started before the first request.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def router(self) -> APIRouter:
+        """All paths."""
+        router = APIRouter(prefix="/v1/kv")
+        router.add_api_route("/ledger", self.ledger, methods=["GET"])
+        router.add_api_route("/events", self.events, methods=["GET"])
+        return router
+
+    async def ledger(self) -> JSONResponse:
+        """Who holds every byte, read between two steps."""
+        return JSONResponse(await self._service.ledger())
+
+    async def events(
+        self,
+        kinds: str | None = None,
+        since: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=KEPT_EVENTS)] = DEFAULT_EVENTS,
+    ) -> JSONResponse:
+        """The newest events, oldest first; `since` the number of the last one already known."""
+        events = await self._service.events(_wanted(kinds), since=since, most=limit)
+        return JSONResponse({"object": "list", "data": [event.as_dict() for event in events]})
+
+
+def _wanted(kinds: str | None) -> tuple[str, ...]:
+    """Kinds between commas; all where nothing is said."""
+    if kinds is None:
+        return KINDS
+    wanted = tuple(kind.strip() for kind in kinds.split(","))
+    for kind in wanted:
+        if kind not in KINDS:
+            raise FieldError(
+                "kinds",
+                f"there are no events of kind {bounded(kind, 40)!r}; choose from "
+                f"{', '.join(KINDS)}, with commas between several",
+            )
+    return wanted

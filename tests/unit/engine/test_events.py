@@ -1,0 +1,175 @@
+"""Events of KV: numbered, remembered within bounds, passed on, and written one line each."""
+
+import json
+import os
+
+import pytest
+
+from command_line import read_records
+from quire.engine.event_file import EventFile
+from quire.engine.events import KINDS, EventLog, KVEvent
+from quire.engine.request import Request
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ConfigError, UnknownName
+
+REQUEST = Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        self.now_s += 0.5
+        return self.now_s
+
+
+def filled(kinds, **options):
+    log = EventLog(Clock(), **options)
+    for kind in kinds:
+        log.emit(kind, REQUEST, tokens=3)
+    return log
+
+
+def test_an_event_says_what_when_whose_and_how_much():
+    log = filled(["admitted"])
+
+    [event] = log.newest()
+
+    assert event == KVEvent("admitted", 0.5, "a", "red", {"tokens": 3}, 1)
+    assert json.loads(json.dumps(event.as_dict())) == {
+        "number": 1,
+        "kind": "admitted",
+        "time_s": 0.5,
+        "request_id": "a",
+        "tenant": "red",
+        "tokens": 3,
+    }
+
+
+def test_an_event_of_the_pool_belongs_to_nobody():
+    log = EventLog(Clock())
+    log.emit("uncached", None, tokens=16, kv_bytes=4096)
+
+    assert [(e.request_id, e.tenant) for e in log.newest()] == [("", "")]
+
+
+def test_data_cannot_hide_whose_event_it_is():
+    event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4)
+
+    assert (event.as_dict()["tenant"], event.as_dict()["number"]) == ("red", 4)
+
+
+def test_only_the_newest_events_are_remembered():
+    log = filled(["chunk"] * 10, kept=3)
+
+    assert [event.number for event in log.newest()] == [8, 9, 10]
+    assert log.num_events == 10
+
+
+def test_events_are_found_by_kind_number_and_count():
+    log = filled(["admitted", "chunk", "chunk", "freed", "chunk"])
+
+    def numbers(*arguments, **options):
+        return [event.number for event in log.newest(*arguments, **options)]
+
+    assert numbers(["chunk"]) == [2, 3, 5]
+    assert numbers(["chunk", "freed"], since=2) == [3, 4, 5]
+    assert numbers(most=2) == [4, 5]
+    assert numbers(["chunk"], since=2, most=1) == [5]
+    assert numbers(since=5) == numbers(most=0) == []
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(UnknownName, match="did you mean preempted"):
+        EventLog().newest(["preempt"])
+
+
+def test_every_listener_hears_every_event_until_it_leaves():
+    log, heard, left = EventLog(), [], []
+    log.subscribe(heard.append)
+    log.subscribe(left.append)
+    log.emit("chunk", REQUEST)
+    log.unsubscribe(left.append)
+    log.unsubscribe(print)
+    log.emit("freed", REQUEST)
+
+    assert [event.kind for event in heard] == ["chunk", "freed"]
+    assert [event.kind for event in left] == ["chunk"]
+
+
+def test_a_listener_that_raises_is_dropped_and_the_others_go_on(caplog):
+    log, heard = EventLog(), []
+    calls = []
+
+    def broken(event):
+        calls.append(event)
+        raise RuntimeError("no more")
+
+    log.subscribe(broken)
+    log.subscribe(heard.append)
+    for _ in range(3):
+        log.emit("chunk", REQUEST)
+
+    assert len(calls) == 1
+    assert len(heard) == len(log.newest()) == 3
+    assert [record.message for record in caplog.records] == [
+        "a listener of KV events is dropped: it raised"
+    ]
+
+
+def test_a_file_has_each_event_at_once_as_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"from": "before"}\n')
+    log = EventLog(Clock())
+    with EventFile(path) as file:
+        log.subscribe(file)
+        for number, kind in enumerate(KINDS, start=1):
+            log.emit(kind, REQUEST, reason="größer")
+
+            records = read_records(path)
+            assert len(records) == number + 1
+
+    assert records[0] == {"from": "before"}
+    assert records[1:] == [event.as_dict() for event in log.newest()]
+
+
+def test_two_writers_of_one_file_do_not_cut_each_others_lines(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventFile(path) as first, EventFile(path) as second:
+        for number in range(50):
+            for writer in (first, second):
+                writer(KVEvent("chunk", 0.0, "a", "red", {"reason": "x" * number}, number))
+
+    assert [record["number"] for record in read_records(path)] == sorted([*range(50)] * 2)
+
+
+def test_a_write_cut_short_is_finished(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    with EventFile(tmp_path / "events.jsonl") as file:
+        file(KVEvent("chunk", 0.0, "a", "red", {}, 1))
+
+    [record] = read_records(tmp_path / "events.jsonl")
+    assert record["request_id"] == "a"
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.events\.jsonl: No such file"):
+        EventFile(tmp_path / "nowhere" / "events.jsonl")
+
+
+def test_a_full_disk_drops_the_file_and_not_the_engine(tmp_path, monkeypatch, caplog):
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    log = EventLog(Clock())
+    with EventFile(tmp_path / "events.jsonl") as file:
+        log.subscribe(file)
+        monkeypatch.setattr(os, "write", full)
+        log.emit("chunk", REQUEST)
+        monkeypatch.undo()
+        log.emit("chunk", REQUEST)
+
+    assert len(caplog.records) == 1
+    assert read_records(tmp_path / "events.jsonl") == []
