@@ -14,17 +14,20 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLABS_OF_A_SMALL_ARENA = 64
 
 
-def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
+def choose_slab_bytes(
+    total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
+) -> int:
     """Bytes of a slab: about 2 MiB, at most 1/64 of a small arena, whole pages where possible.
 
     A common multiple of the page sizes wastes nothing at slab borders. Where the least common
-    multiple is too large for the arena, slabs hold at least four of the largest pages.
+    multiple is too large for the arena, slabs hold at least four of the largest pages, unless
+    only `whole_pages` will do.
     """
     target = min(HUGE_PAGE_BYTES, total_bytes // SLABS_OF_A_SMALL_ARENA)
     common = math.lcm(*page_bytes)
     if common <= target:
         return target // common * common
-    if len(set(page_bytes)) == 1:
+    if whole_pages or len(set(page_bytes)) == 1:
         return common
     return min(
         common, max(target // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES, 4 * max(page_bytes))
@@ -37,13 +40,16 @@ class Arena:
     Args:
         total_bytes: the user's KV memory; rounded down to whole slabs (`total_bytes` after that).
         page_bytes: sizes of the pages that will live here.
+        whole_pages: no border of slabs cuts a page, so that pages of two slabs can be neighbours.
 
     Raises:
         ConfigError: not even one slab fits.
     """
 
-    def __init__(self, total_bytes: int, page_bytes: Sequence[int]) -> None:
-        self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes)
+    def __init__(
+        self, total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
+    ) -> None:
+        self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes, whole_pages=whole_pages)
         self.num_slabs = total_bytes // self.slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(
@@ -70,6 +76,10 @@ class Arena:
     def take_slab(self) -> int:
         """Hand out a slab; the caller has checked `num_free_slabs`."""
         return self._free.pop()
+
+    def take_this_slab(self, slab: int) -> None:
+        """Hand out a slab of `free_slabs`."""
+        self._free.remove(slab)
 
     def give_slab(self, slab: int) -> None:
         """Take a slab back."""

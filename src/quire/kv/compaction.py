@@ -142,4 +142,4 @@ def commit_compaction(memory: KVMemory, plan: CompactionPlan) -> None:
             for slot in (plan.move_source, plan.move_target)
         ]
         memory.store.move_slots(page_class, places[0], places[1])
-    memory.pools[page_class].release(cut_slots(table, plan.row, plan.keep_slots))
+    memory.placement.take_back(table, cut_slots(table, plan.row, plan.keep_slots))

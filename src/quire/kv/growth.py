@@ -6,8 +6,18 @@ These functions only look; `KVMemory.grow` acts.
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.pages import PagePool
+from quire.kv.pages import CountedPages
+from quire.kv.stores.base import Demand
 from quire.kv.tables import LaneTable, Rows
+
+
+def grow_demand(
+    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
+) -> Demand:
+    """Both of the below."""
+    return Demand(
+        table, rows, new_pages(table, rows, tokens), shared_ends(table, pool, rows, tokens)
+    )
 
 
 def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -19,7 +29,7 @@ def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArra
 
 
 def shared_ends(
-    table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]
+    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     """Lanes [rows, lanes] whose next token would be written into a page somebody else reads.
 

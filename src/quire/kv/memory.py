@@ -9,22 +9,24 @@ Two lengths are never mixed up: `lengths[row]` is logical (the position the next
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.arena import Arena
-from quire.kv.growth import new_pages, shared_ends
+from quire.kv.growth import grow_demand
 from quire.kv.page_bytes import NoBytes, PageBytes
-from quire.kv.pages import PageNumbers, PagePool
+from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_references, prove_slabs
 from quire.kv.shrinking import cut_slots, drop_behind_window, drop_full_pages, slots_below
+from quire.kv.stores.base import Demand, Placement, pages_by_class
+from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
+PlacementMaker = Callable[[CacheLayout, int, int], Placement]
 
 
 class KVMemory:
@@ -36,6 +38,7 @@ class KVMemory:
         max_rows: sequences that can exist at once.
         store: where the bytes are.
         track_changes: keep the table entries each step touches, for a device's copy.
+        placement: which store gives lanes their pages, made from the three first arguments.
 
     Raises:
         ConfigError: the arena does not hold one sequence of one token.
@@ -49,13 +52,14 @@ class KVMemory:
         *,
         store: PageBytes | None = None,
         track_changes: bool = False,
+        placement: PlacementMaker = Paged,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected room for at least 1 sequence, got max_rows={max_rows}")
         self.layout = layout
         self.store: PageBytes = store or NoBytes()
-        self.arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
-        self.pools = {c: PagePool(self.arena, c) for c in layout.page_classes}
+        self.placement = placement(layout, total_bytes, max_rows)
+        self.arena, self.pools = self.placement.arena, self.placement.pools
         self._require_room_for_one_token(total_bytes)
         self.tables = {
             group.name: LaneTable(group, max_rows, track_changes=track_changes)
@@ -111,16 +115,21 @@ class KVMemory:
         return len(self._free_rows)
 
     def row_bytes(self, row: int) -> int:
-        """Bytes of all pages a sequence refers to."""
-        return sum(
-            int(table.num_pages[row].sum()) * table.group.page_class.page_bytes
-            for table in self.tables.values()
-        )
+        """Bytes of all pages a sequence refers to, and of those kept aside for it."""
+        return int(self._rows_bytes(np.array([row]))[0])
+
+    def _rows_bytes(self, rows: Rows) -> NDArray[np.int64]:
+        held = np.zeros(len(rows), dtype=np.int64)
+        for table in self.tables.values():
+            pages = table.num_pages[rows].sum(axis=1)
+            if self.placement.reserves:
+                pages += self.placement.reserved_pages(table, rows).sum(axis=1)
+            held += pages * table.group.page_class.page_bytes
+        return held
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Whether so many more pages of each class can be given at once."""
-        slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
-        return slabs <= self.arena.num_free_slabs
+        """Whether so many more pages of each class can be given at once, wherever they lie."""
+        return self.placement.fits(pages)
 
     # ---- life of a row -------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class KVMemory:
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
             raise InvariantError(f"rows {rows.tolist()} are not all open, or one is named twice")
         for table in self.tables.values():
-            self.pools[table.group.page_class].release(table.clear(rows))
+            self.placement.close(table, rows, table.clear(rows))
         self._live[rows] = False
         self._free_rows.extend(int(row) for row in rows)
 
@@ -156,18 +165,18 @@ class KVMemory:
 
     def pages_to_grow(self, rows: Rows, tokens: Counts) -> dict[PageClass, int]:
         """Pages each class must give before `rows` can take `tokens` more tokens each."""
-        pages: dict[PageClass, int] = {}
-        for table in self.tables.values():
-            page_class = table.group.page_class
-            needed = int(new_pages(table, rows, tokens).sum())
-            needed += int(shared_ends(table, self.pools[page_class], rows, tokens).sum())
-            pages[page_class] = pages.get(page_class, 0) + needed
-        return pages
+        return pages_by_class(self._demands(rows, tokens))
+
+    def _demands(self, rows: Rows, tokens: Counts) -> list[Demand]:
+        return [
+            grow_demand(table, self.pools[table.group.page_class], rows, tokens)
+            for table in self.tables.values()
+        ]
 
     def can_grow(self, rows: Rows, tokens: Counts) -> bool:
         """Whether `grow` would succeed. Returns pages behind windows first, as `grow` does."""
         self.drop_behind_windows(rows)
-        return self.fits(self.pages_to_grow(rows, tokens))
+        return self.placement.can_give(self._demands(rows, tokens))
 
     def grow(self, rows: Rows, tokens: Counts) -> None:
         """Make room for `tokens[i]` more tokens in row `rows[i]`, in every lane, all or nothing.
@@ -178,38 +187,34 @@ class KVMemory:
             OutOfPages: the arena is full; nothing was changed (but pages behind windows returned).
         """
         self.drop_behind_windows(rows)
-        pages = self.pages_to_grow(rows, tokens)
-        if not self.fits(pages):
-            raise OutOfPages(f"{sum(pages.values())} pages asked for, {self.free_bytes:,} B free")
-        for table in self.tables.values():
-            self._grow_table(table, rows, tokens)
+        demands = self._demands(rows, tokens)
+        self.placement.reserve(demands, self.store)
+        for demand in demands:
+            self._grow_table(demand, tokens)
         self.lengths[rows] += tokens
         self.note_peaks(rows)
 
-    def _grow_table(self, table: LaneTable, rows: Rows, tokens: Counts) -> None:
-        pool = self.pools[table.group.page_class]
-        shared = shared_ends(table, pool, rows, tokens)
-        if shared.any():
-            index, lane = np.nonzero(shared)
+    def _grow_table(self, demand: Demand, tokens: Counts) -> None:
+        table, rows = demand.table, demand.rows
+        page_class = table.group.page_class
+        if demand.shared.any():
+            index, lane = np.nonzero(demand.shared)
             row = rows[index]
-            column = table.num_slots[row, lane].astype(np.int64) // pool.page_class.tokens
+            column = table.num_slots[row, lane].astype(np.int64) // page_class.tokens
             self.privatise(table, row, lane, column)
-        new = new_pages(table, rows, tokens)
-        if new.any():
-            added = pool.allocate(int(new.sum()))
-            row, lane, column = table.append(rows, new, added)
+        if demand.new.any():
+            added = self.placement.give(table, rows, demand.new)
+            row, lane, column = table.append(rows, demand.new, added)
             if table.group.ordered:  # new pages continue the row's logical positions
                 first = self.lengths[row] - table.num_slots[row, lane]
-                table.page_positions[row, lane, column] = first + column * pool.page_class.tokens
+                table.page_positions[row, lane, column] = first + column * page_class.tokens
             if table.group.private:
-                self.store.clear_pages(pool.page_class, added)
+                self.store.clear_pages(page_class, added)
         table.num_slots[rows] += tokens[:, None]
 
     def note_peaks(self, rows: Rows) -> None:
         """Remember the most bytes that `rows` and the arena have held; call after taking pages."""
-        held = np.zeros(len(rows), dtype=np.int64)
-        for table in self.tables.values():
-            held += table.num_pages[rows].sum(axis=1) * table.group.page_class.page_bytes
+        held = self._rows_bytes(rows)
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
         self.arena_peak_bytes = max(self.arena_peak_bytes, used)
@@ -226,23 +231,28 @@ class KVMemory:
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows) -> None:
-        """Return pages of window lanes that no query from the next position on can see."""
-        for table in self.tables.values():
+        """Return pages of window lanes that no query from the next position on can see.
+
+        A store whose lanes have no holes keeps them.
+        """
+        for table in self.tables.values() if self.placement.drops_pages else ():
             if table.group.window is not None:
-                pool = self.pools[table.group.page_class]
-                for pages in drop_behind_window(
+                for row, lane, pages in drop_behind_window(
                     table, rows, self.lengths[rows], table.group.window
                 ):
-                    pool.release(pages)
+                    self.placement.pass_window(table, row, lane, pages)
 
     def drop_pages(self, group: LaneGroup, row: int, lane: int, columns: Rows) -> None:
         """Drop full pages of an ordered lane: they are edited out of the table, nothing moves.
 
         Raises:
-            ConfigError: the lane is not ordered, or a page named is not full or named twice.
+            ConfigError: the lane is not ordered, a page named is not full or named twice, or this
+                store has no lanes with holes.
         """
+        if not self.placement.drops_pages:
+            raise ConfigError("pages do not leave a contiguous run: use the store 'paged'")
         table = self.tables[group.name]
-        self.pools[group.page_class].release(drop_full_pages(table, row, lane, columns))
+        self.placement.take_back(table, drop_full_pages(table, row, lane, columns))
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens from logical position `length` on; lanes must be in position order.
@@ -256,7 +266,7 @@ class KVMemory:
             raise ConfigError(f"cannot truncate a row of {held} tokens to {length}")
         kept = {name: slots_below(t, row, held, length) for name, t in self.tables.items()}
         for name, table in self.tables.items():
-            self.pools[table.group.page_class].release(cut_slots(table, row, kept[name]))
+            self.placement.take_back(table, cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
     # ---- proof ---------------------------------------------------------------------------------
@@ -272,10 +282,11 @@ class KVMemory:
             raise InvariantError("a row is free and live at once, or free twice")
         for pool in self.pools.values():
             pool.check()
-            prove_references(pool, self.tables, self.loans.values())
+            prove_references(pool, self.tables, self.loans.values(), self.placement)
         prove_slabs(self.arena, self.pools.values())
         for table in self.tables.values():
             table.check()
+            self.placement.check(table)
             if table.num_slots[~self._live].any():
                 raise InvariantError(f"group {table.group.name!r}: a closed row still has slots")
             if (table.num_slots > self.lengths[:, None]).any():

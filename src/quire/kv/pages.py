@@ -5,6 +5,8 @@ So one number addresses a page from any kernel, and the arena seen as an array o
 no per-slab arithmetic. A slab serves the page numbers that lie wholly inside it.
 """
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,24 +17,25 @@ from quire.spec.pages import PageClass
 PageNumbers = NDArray[np.int32]
 
 
-class PagePool:
-    """The pages of one class in an arena.
+class CountedPages(ABC):
+    """The pages of one class in an arena, with reference counts: what every pool is.
 
-    Allocation costs O(1) per page, in one NumPy slice per slab touched. A slab whose last page is
-    released goes back to the arena at once.
+    Args:
+        arena: whose slabs the pages lie in.
+        page_class: what a page holds.
+
+    Attributes:
+        ref_counts: int32 [pages], holders of each page; 0 where it is free.
+        num_shared: pages with more than one reference: lets writers skip the check.
+        num_used: pages with at least one.
     """
 
     def __init__(self, arena: Arena, page_class: PageClass) -> None:
         self.page_class = page_class
         self.ref_counts = np.zeros(arena.total_bytes // page_class.page_bytes, dtype=np.int32)
-        self.num_shared = 0  # pages with more than one reference: lets writers skip the check
+        self.num_shared = 0
         self.num_used = 0
         self._arena = arena
-        # slab -> stack of its free pages and how many of the stack are valid
-        self._stacks: dict[int, PageNumbers] = {}
-        self._num_free: dict[int, int] = {}
-        self._partial: dict[int, None] = {}  # slabs with a free page, newest last
-        self._free_in_slabs = 0
 
     @property
     def pages_per_slab(self) -> int:
@@ -41,9 +44,9 @@ class PagePool:
         return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
 
     @property
+    @abstractmethod
     def held_slabs(self) -> frozenset[int]:
         """Slabs this pool holds."""
-        return frozenset(self._stacks)
 
     @property
     def used_bytes(self) -> int:
@@ -51,40 +54,39 @@ class PagePool:
         return self.num_used * self.page_class.page_bytes
 
     @property
+    @abstractmethod
     def tail_bytes(self) -> int:
         """Bytes of held slabs that no page covers."""
-        covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
-        return len(self._stacks) * self._arena.slab_bytes - covered
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Free pages in held slabs."""
 
     @property
     def free_bytes(self) -> int:
         """Bytes of free pages in held slabs."""
-        return self._free_in_slabs * self.page_class.page_bytes
+        return self.num_free * self.page_class.page_bytes
 
     def slabs_needed(self, num_pages: int) -> int:
         """Slabs to take from the arena before `num_pages` more pages can be given."""
-        return max(0, -(-(num_pages - self._free_in_slabs) // self.pages_per_slab))
+        return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
+    @abstractmethod
     def allocate(self, num_pages: int) -> PageNumbers:
         """Give `num_pages` pages, each with one reference.
 
         Raises:
             OutOfPages: the arena cannot; nothing was changed.
         """
+
+    def _require_slabs(self, num_pages: int) -> None:
         if self.slabs_needed(num_pages) > self._arena.num_free_slabs:
             raise OutOfPages(
                 f"{num_pages} pages of {self.page_class.page_bytes:,} B asked for, "
-                f"{self._free_in_slabs} free in held slabs and {self._arena.num_free_slabs} slabs "
+                f"{self.num_free} free in held slabs and {self._arena.num_free_slabs} slabs "
                 f"of {self.pages_per_slab} left"
             )
-        pages = np.empty(num_pages, dtype=np.int32)
-        filled = 0
-        while filled < num_pages:
-            slab = next(reversed(self._partial)) if self._partial else self._take_slab()
-            filled += self._pop(slab, pages[filled:])
-        self.ref_counts[pages] = 1
-        self.num_used += num_pages
-        return pages
 
     def retain(self, pages: PageNumbers) -> None:
         """Add one reference to each page (all distinct, all in use)."""
@@ -106,6 +108,66 @@ class PagePool:
         else:
             self.ref_counts[pages] = before - 1
         self._push(pages)
+
+    @abstractmethod
+    def _push(self, pages: PageNumbers) -> None:
+        """Take pages back that have no reference left."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove that every page of every held slab is either free once or referenced.
+
+        Raises:
+            InvariantError: one is not.
+        """
+
+
+class PagePool(CountedPages):
+    """Pages given one by one, from anywhere.
+
+    Allocation costs O(1) per page, in one NumPy slice per slab touched. A slab whose last page is
+    released goes back to the arena at once.
+    """
+
+    def __init__(self, arena: Arena, page_class: PageClass) -> None:
+        super().__init__(arena, page_class)
+        # slab -> stack of its free pages and how many of the stack are valid
+        self._stacks: dict[int, PageNumbers] = {}
+        self._num_free: dict[int, int] = {}
+        self._partial: dict[int, None] = {}  # slabs with a free page, newest last
+        self._free_in_slabs = 0
+
+    @property
+    def held_slabs(self) -> frozenset[int]:
+        """Slabs this pool holds."""
+        return frozenset(self._stacks)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of held slabs that no page covers."""
+        covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
+        return len(self._stacks) * self._arena.slab_bytes - covered
+
+    @property
+    def num_free(self) -> int:
+        """Free pages in held slabs."""
+        return self._free_in_slabs
+
+    def allocate(self, num_pages: int) -> PageNumbers:
+        """Give `num_pages` pages, each with one reference.
+
+        Raises:
+            OutOfPages: the arena cannot; nothing was changed.
+        """
+        self._require_slabs(num_pages)
+        pages = np.empty(num_pages, dtype=np.int32)
+        filled = 0
+        while filled < num_pages:
+            slab = next(reversed(self._partial)) if self._partial else self._take_slab()
+            filled += self._pop(slab, pages[filled:])
+        self.ref_counts[pages] = 1
+        self.num_used += num_pages
+        return pages
 
     def _take_slab(self) -> int:
         slab = self._arena.take_slab()

@@ -9,18 +9,18 @@ import numpy as np
 
 from quire.errors import InvariantError
 from quire.kv.arena import Arena
-from quire.kv.pages import PageNumbers, PagePool
+from quire.kv.pages import CountedPages, PageNumbers
+from quire.kv.stores.base import NO_PAGES, Placement
 from quire.kv.tables import LaneTable
-
-NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 def prove_references(
-    pool: PagePool,
+    pool: CountedPages,
     tables: Mapping[str, LaneTable],
     loans: Iterable[Mapping[str, PageNumbers]],
+    placement: Placement,
 ) -> None:
-    """Prove that pages are referenced exactly as often as tables and loans name them.
+    """Prove that pages are referenced as often as tables, loans and what is kept aside name them.
 
     Raises:
         InvariantError: some are not.
@@ -29,6 +29,7 @@ def prove_references(
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
         np.add.at(expected, table.pages[table.pages >= 0], 1)
+        np.add.at(expected, placement.kept_aside(table), 1)
     for loan in loans:
         for name in own:
             np.add.at(expected, loan.get(name, NO_PAGES), 1)
@@ -37,7 +38,7 @@ def prove_references(
         raise InvariantError(f"pages {wrong} are referenced otherwise than counted")
 
 
-def prove_slabs(arena: Arena, pools: Iterable[PagePool]) -> None:
+def prove_slabs(arena: Arena, pools: Iterable[CountedPages]) -> None:
     """Prove that a slab is free or serves one page class.
 
     Raises:

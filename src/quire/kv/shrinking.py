@@ -15,8 +15,8 @@ from quire.kv.tables import LaneTable, Rows
 
 def drop_behind_window(
     table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
-) -> Iterator[PageNumbers]:
-    """Drop the pages that no query from the next position on can see.
+) -> Iterator[tuple[int, int, PageNumbers]]:
+    """Drop the pages that no query from the next position on can see: row, lane and pages.
 
     Args:
         table: of a group with a window.
@@ -31,7 +31,8 @@ def drop_behind_window(
     for i, lane in zip(*np.nonzero(behind), strict=True):
         first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
         num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
-        yield table.drop(int(rows[i]), int(lane), np.arange(num_behind))
+        row = int(rows[i])
+        yield row, int(lane), table.drop(row, int(lane), np.arange(num_behind))
 
 
 def drop_full_pages(table: LaneTable, row: int, lane: int, columns: Rows) -> PageNumbers:

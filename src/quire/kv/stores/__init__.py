@@ -1,0 +1,1 @@
+"""How pages are given to lanes: one strategy a file, found by name."""

@@ -1,0 +1,224 @@
+"""Contiguous: the pages of a lane have consecutive numbers, so its KV is one piece of memory.
+
+    run of a lane   | page page page . . . . . |     named by the table, then reserved for it
+
+A lane that outgrows its run gets a longer one and is copied there, which is counted. A run goes
+back as a whole when its sequence ends, so free memory breaks into gaps.
+
+Pages stay the grain in which tables name and kernels read it; a run of n pages of t tokens is what
+a tensor [n * t, heads, dim] would be. No page has two holders (a copy would have to lie elsewhere),
+and none leaves from the front or the middle: a fork copies the row, a window's lane keeps all its
+tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.arena import Arena
+from quire.kv.page_bytes import PageBytes
+from quire.kv.pages import PageNumbers
+from quire.kv.spans import offsets, spans
+from quire.kv.stores.base import Demand, Placement
+from quire.kv.stores.run_lengths import RunLengths
+from quire.kv.stores.runs import RunPool
+from quire.kv.tables import LaneTable, Rows
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class LaneRuns:
+    """The runs of a group: int32 [rows, lanes] first pages, and lengths, 0 where there is none."""
+
+    first: NDArray[np.int32]
+    length: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LongerRuns:
+    """Lanes of a group that need a longer run: [lanes] each."""
+
+    table: LaneTable
+    row: Rows
+    lane: Rows
+    needed: Counts
+    length: Counts
+
+
+@final
+class Contiguous(Placement):
+    """One run a lane.
+
+    Args:
+        layout: lane groups of every sequence.
+        total_bytes: the arena.
+        max_rows: sequences that can exist at once.
+        lengths: how long runs are.
+
+    Raises:
+        ConfigError: the arena does not hold the runs of one sequence.
+    """
+
+    shares, drops_pages, reserves = False, False, True
+
+    def __init__(
+        self, layout: CacheLayout, total_bytes: int, max_rows: int, lengths: RunLengths
+    ) -> None:
+        arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes], whole_pages=True)
+        self._runs_pools = {c: RunPool(arena, c) for c in layout.page_classes}
+        super().__init__(arena, self._runs_pools)
+        self._lengths = lengths
+        self._runs = {
+            group.name: LaneRuns(
+                *(np.zeros((max_rows, group.num_lanes), dtype=np.int32) for _ in range(2))
+            )
+            for group in layout.groups
+        }
+        self._require_room_for_one_sequence(layout)
+
+    def _require_room_for_one_sequence(self, layout: CacheLayout) -> None:
+        one_token = np.ones(1, dtype=np.int64)
+        pages = dict.fromkeys(layout.page_classes, 0)
+        for group in layout.groups:
+            lane_pages = int(self._lengths.run_pages(group, one_token)[0])
+            pages[group.page_class] += lane_pages * group.num_lanes
+        if not self.fits(pages):
+            needed_bytes = sum(c.page_bytes * n for c, n in pages.items())
+            raise ConfigError(
+                f"the runs of one sequence take {needed_bytes:,} B, the KV memory has "
+                f"{self.arena.total_bytes:,} B; lower --kv-store-tokens, raise --kv-memory or use "
+                "the store 'paged'"
+            )
+
+    # ---- growing lanes -------------------------------------------------------------------------
+
+    def can_give(self, demands: Sequence[Demand]) -> bool:
+        """See `Placement`."""
+        longer = self._longer_runs(demands)
+        return longer is not None and self._places(longer) is not None
+
+    def reserve(self, demands: Sequence[Demand], page_bytes: PageBytes) -> None:
+        """See `Placement`: lanes that outgrow their run move to a longer one."""
+        longer = self._longer_runs(demands)
+        if longer is None:
+            raise OutOfPages("a lane would be longer than the runs of this store ever are")
+        places = self._places(longer)
+        if places is None:
+            asked = sum(int(runs.length.sum()) for runs in longer)
+            free = self.arena.total_bytes - sum(pool.used_bytes for pool in self.pools.values())
+            raise OutOfPages(f"runs of {asked} pages in all asked for, {free:,} B free in pieces")
+        for runs, starts in zip(longer, places, strict=True):
+            self._runs_pools[runs.table.group.page_class].take_runs(starts, runs.length)
+        for runs, starts in zip(longer, places, strict=True):
+            self._move(runs, starts, page_bytes)
+
+    def _longer_runs(self, demands: Sequence[Demand]) -> list[LongerRuns] | None:
+        """Lanes whose run is too short; None where no run can be long enough."""
+        longer = []
+        for demand in demands:
+            table = demand.table
+            needed = (table.num_pages[demand.rows] + demand.new).astype(np.int64)
+            index, lane = np.nonzero(needed > self._runs[table.group.name].length[demand.rows])
+            needed = needed[index, lane]
+            length = self._lengths.run_pages(table.group, needed)
+            if (length < needed).any():
+                return None
+            if len(lane):
+                longer.append(LongerRuns(table, demand.rows[index], lane, needed, length))
+        return longer
+
+    def _places(self, longer: Sequence[LongerRuns]) -> list[PageNumbers] | None:
+        """First pages for all runs, beside all that is held now; None where they do not fit."""
+        by_class: dict[PageClass, list[int]] = {}
+        for i, runs in enumerate(longer):
+            by_class.setdefault(runs.table.group.page_class, []).append(i)
+        places: dict[int, PageNumbers] = {}
+        slabs: frozenset[int] = frozenset()
+        for page_class, members in by_class.items():
+            pool = self._runs_pools[page_class]
+            lengths = np.concatenate([longer[i].length for i in members])
+            starts = pool.find(lengths, without=slabs)
+            if starts is None:
+                return None
+            slabs |= pool.slabs_of(starts, lengths)
+            borders = np.cumsum([len(longer[i].length) for i in members])[:-1]
+            places |= zip(members, np.split(starts, borders), strict=True)
+        return [places[i] for i in range(len(longer))]
+
+    def _move(self, runs: LongerRuns, starts: PageNumbers, page_bytes: PageBytes) -> None:
+        table, held = runs.table, self._runs[runs.table.group.name]
+        pool = self.pools[table.group.page_class]
+        row, lane = runs.row, runs.lane
+        first, named = held.first[row, lane], table.num_pages[row, lane]
+        if named.any():
+            old, new = spans(first, named), spans(starts, named)
+            page_bytes.copy_pages(pool.page_class, old, new)
+            table.replace(np.repeat(row, named), np.repeat(lane, named), offsets(named), new)
+            self.num_copies += int(np.count_nonzero(named))
+            self.copied_bytes += len(old) * pool.page_class.page_bytes
+        pool.release(spans(first, held.length[row, lane]))
+        held.first[row, lane] = starts
+        held.length[row, lane] = runs.length
+
+    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+        """See `Placement`: the pages that follow in the lanes' runs."""
+        follow = self._runs[table.group.name].first[rows] + table.num_pages[rows]
+        return spans(follow.reshape(-1), counts.reshape(-1))
+
+    # ---- shrinking lanes -----------------------------------------------------------------------
+
+    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+        """See `Placement`: they stay in the lanes' runs, reserved."""
+
+    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+        """Never asked: no page leaves from the front of a run.
+
+        Raises:
+            InvariantError: always.
+        """
+        raise InvariantError(f"pages of group {table.group.name!r} left the front of a run")
+
+    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+        """See `Placement`: runs go back as a whole."""
+        held = self._runs[table.group.name]
+        runs = spans(held.first[rows].reshape(-1), held.length[rows].reshape(-1))
+        self.pools[table.group.page_class].release(runs)
+        held.length[rows] = 0
+
+    # ---- what is held --------------------------------------------------------------------------
+
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+        """See `Placement`."""
+        reserved: NDArray[np.int32] = (
+            self._runs[table.group.name].length[rows] - table.num_pages[rows]
+        )
+        return reserved
+
+    def kept_aside(self, table: LaneTable) -> PageNumbers:
+        """See `Placement`."""
+        held = self._runs[table.group.name]
+        rest = held.length - table.num_pages
+        return spans((held.first + table.num_pages).reshape(-1), rest.reshape(-1))
+
+    def peak_pages(self, group: LaneGroup, tokens: Counts, most_slots: int) -> Counts:
+        """See `Placement`."""
+        slots = tokens if group.ordered else np.minimum(tokens, most_slots)
+        peak = self._lengths.peak_pages(group, -(-slots // group.page_class.tokens))
+        # where classes share the arena, each may begin a slab of its own
+        border = self.pools[group.page_class].pages_per_slab if len(self.pools) > 1 else 0
+        return peak + border * (slots > 0)
+
+    def check(self, table: LaneTable) -> None:
+        """See `Placement`."""
+        held = self._runs[table.group.name]
+        column = np.arange(table.capacity)
+        expected = held.first[:, :, None] + column
+        named = column < table.num_pages[:, :, None]
+        if (table.num_pages > held.length).any() or (table.pages != expected)[named].any():
+            raise InvariantError(f"a lane of group {table.group.name!r} does not lie in its run")

@@ -1,0 +1,102 @@
+"""Paged: a lane takes a page when it needs one, from anywhere, and gives it back when it is done.
+
+Waste is the empty part of each lane's last page. Pages behind a window return.
+
+Source: PagedAttention (Kwon et al. 2023); papers/001, "Paged allocation".
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import OutOfPages
+from quire.kv.arena import Arena
+from quire.kv.page_bytes import PageBytes
+from quire.kv.pages import PageNumbers, PagePool
+from quire.kv.stores.base import NO_PAGES, Demand, Placement, pages_by_class
+from quire.kv.tables import LaneTable, Rows
+from quire.spec.pages import CacheLayout, LaneGroup
+
+
+@final
+class Paged(Placement):
+    """Pages one by one.
+
+    Args:
+        layout: lane groups of every sequence.
+        total_bytes: the arena.
+        max_rows: sequences that can exist at once.
+
+    Raises:
+        ConfigError: the arena holds not one page.
+    """
+
+    shares, drops_pages, reserves = True, True, False
+
+    def __init__(self, layout: CacheLayout, total_bytes: int, max_rows: int) -> None:
+        arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
+        super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
+
+    def can_give(self, demands: Sequence[Demand]) -> bool:
+        """See `Placement`."""
+        return self.fits(pages_by_class(demands))
+
+    def reserve(self, demands: Sequence[Demand], page_bytes: PageBytes) -> None:
+        """See `Placement`."""
+        require_pages(self, demands)
+
+    def give(self, table: LaneTable, rows: Rows, counts: NDArray[np.int32]) -> PageNumbers:
+        """See `Placement`."""
+        return self.pools[table.group.page_class].allocate(int(counts.sum()))
+
+    def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
+        """See `Placement`."""
+        self.pools[table.group.page_class].release(pages)
+
+    def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
+        """See `Placement`."""
+        self.take_back(table, pages)
+
+    def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
+        """See `Placement`."""
+        self.take_back(table, pages)
+
+    def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
+        """See `Placement`."""
+        return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
+
+    def kept_aside(self, table: LaneTable) -> PageNumbers:
+        """See `Placement`."""
+        return NO_PAGES
+
+    def peak_pages(
+        self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
+    ) -> NDArray[np.int64]:
+        """See `Placement`."""
+        return bounded_pages(group, tokens, most_slots)
+
+    def check(self, table: LaneTable) -> None:
+        """See `Placement`: nothing is kept aside."""
+
+
+def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
+    """Refuse demands that cannot be served.
+
+    Raises:
+        OutOfPages: with the pages asked for and the bytes free.
+    """
+    if not placement.can_give(demands):
+        pages = sum(demand.num_pages for demand in demands)
+        held = sum(pool.free_bytes for pool in placement.pools.values())
+        free_bytes = held + placement.arena.num_free_slabs * placement.arena.slab_bytes
+        raise OutOfPages(f"{pages} pages asked for, {free_bytes:,} B free")
+
+
+def bounded_pages(
+    group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
+) -> NDArray[np.int64]:
+    """Pages of a lane that holds what it must and no more."""
+    pages: NDArray[np.int64] = -(-np.minimum(tokens, most_slots) // group.page_class.tokens)
+    return pages

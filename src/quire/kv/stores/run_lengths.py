@@ -1,0 +1,98 @@
+"""How long a run is: as long as a lane can get, or twice as long each time it is full."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.spec.pages import LaneGroup
+
+Counts = NDArray[np.int64]
+GROWTH_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimits:
+    """How long lanes can get: what a store that reserves ahead must know.
+
+    Attributes:
+        max_tokens: of the longest sequence.
+        evicting_slots: of the longest lane that evicts.
+    """
+
+    max_tokens: int
+    evicting_slots: int
+
+    def most_pages(self, group: LaneGroup) -> int:
+        """Pages of the longest lane of a group. A window changes nothing: a run has no holes."""
+        slots = self.max_tokens
+        return group.page_class.pages_for(
+            slots if group.ordered else min(slots, self.evicting_slots)
+        )
+
+
+class RunLengths(ABC):
+    """Decides how long the run of a lane is."""
+
+    @abstractmethod
+    def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """Pages of the runs of lanes that come to need `needed` pages, any shape.
+
+        Less than needed where a lane can never be that long.
+        """
+
+    @abstractmethod
+    def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """Most pages they hold on the way there, the run before included while it is copied."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaximumLength(RunLengths):
+    """Every run is as long as the longest lane: nothing ever moves.
+
+    Source: the KV tensors of FasterTransformer and Orca; papers/001, "Contiguous allocation".
+    """
+
+    limits: LaneLimits
+
+    def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """See `RunLengths`."""
+        return np.full_like(needed, self.limits.most_pages(group))
+
+    def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """See `RunLengths`."""
+        return np.maximum(self.run_pages(group, needed), needed)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Doubling(RunLengths):
+    """A run is the smallest power of two of pages that holds the lane, at most the longest lane.
+
+    Each page is copied less than twice, over the life of a lane, and a run is at least half full.
+
+    Source: dynamic arrays (Cormen et al., "Dynamic tables"). Differs from caches that are
+    concatenated anew for every token, such as Transformers' DynamicCache: those copy every token at
+    every step.
+    """
+
+    limits: LaneLimits
+
+    def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """See `RunLengths`."""
+        most = self.limits.most_pages(group)
+        return np.minimum(_power_of_two(needed), np.maximum(most, needed))
+
+    def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:
+        """See `RunLengths`."""
+        before = np.where(needed > 1, _power_of_two(needed) // GROWTH_FACTOR, 0)
+        return self.run_pages(group, needed) + before
+
+
+def _power_of_two(needed: Counts) -> Counts:
+    """The smallest power of the growth factor that is at least `needed`; 0 for 0."""
+    power: Counts = GROWTH_FACTOR ** np.ceil(np.log2(np.maximum(needed, 1))).astype(np.int64)
+    return np.where(needed > 0, power, 0)
