@@ -27,6 +27,17 @@ class KVConfig:
         unit="bytes",
         flag="host-kv-memory",
     )
+    store: str = option(
+        "paged",
+        help="how KV lies in memory: paged, contiguous_max, contiguous_growing or ring",
+        flag="kv-store",
+    )
+    store_tokens: int | None = option(
+        None,
+        help="longest sequence a contiguous store reserves for; the model's context where not said",
+        unit="tokens",
+        flag="kv-store-tokens",
+    )
     page_tokens: int = option(16, help="slots in a page", unit="tokens")
     codec: str = option("none", help="how keys and values are stored", flag="kv-codec")
     evict: str = option(
@@ -41,3 +52,5 @@ class KVConfig:
         require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
+        if self.store_tokens is not None and self.store_tokens < 1:
+            raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")

@@ -9,7 +9,7 @@ Two lengths are never mixed up: `lengths[row]` is logical (the position the next
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,12 @@ from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_references, prove_slabs
 from quire.kv.shrinking import cut_slots, drop_behind_window, drop_full_pages, slots_below
-from quire.kv.stores.base import Demand, Placement, pages_by_class
+from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
-PlacementMaker = Callable[[CacheLayout, int, int], Placement]
 
 
 class KVMemory:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages, UnsoundCombination
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
+from quire.kv.whole_rows import copy_row
 from quire.spec.pages import PageClass
 
 
@@ -34,9 +35,13 @@ class Loan:
 def fork(memory: KVMemory, row: int) -> int:
     """Start a sequence equal to `row`, sharing all its pages but the private ones.
 
+    A store whose pages have one holder each copies the whole row.
+
     Raises:
         OutOfPages: no row, or no pages for the private copies; nothing was changed.
     """
+    if not memory.placement.shares:
+        return copy_row(memory, row)
     private = [t for t in memory.tables.values() if t.group.private]
     needed: dict[PageClass, int] = {}
     for table in private:
@@ -66,7 +71,13 @@ def lend(memory: KVMemory, row: int, tokens: int) -> Loan:
     Raises:
         ConfigError: not whole pages, longer than the row, or a lane no longer holds exactly these
             tokens in order (it has evicted, or returned pages behind a window).
+        UnsoundCombination: the store's pages have one holder each.
     """
+    if not memory.placement.shares:
+        raise UnsoundCombination(
+            "a page of a contiguous run has one holder, so no prefix can be lent: use the store "
+            "'paged'"
+        )
     pages = {
         name: _prefix_pages(memory, table, row, tokens)
         for name, table in memory.tables.items()

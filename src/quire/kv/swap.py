@@ -18,6 +18,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.swapped import Payloads, Pooled, StoredPages, Swapped, SwappedLanes, SwappedSequence
 from quire.kv.tables import LaneTable, Rows
+from quire.kv.whole_rows import add_stored, bring_back, repack_runs
 from quire.spec.pages import PageClass
 
 
@@ -68,6 +69,8 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
         raise ConfigError(f"the first {swapped.keep_from} tokens were left out: use append_tail")
     if memory.num_free_rows < len(swapped.sequences):
         raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
+    if not memory.placement.shares:
+        return bring_back(memory, swapped)
     pages = _copy_in(memory, swapped)
     rows = []
     for sequence in swapped.sequences:
@@ -109,8 +112,10 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
             f"the tail follows {swapped.keep_from} tokens, row {row} holds {held[0]}, or some "
             "lane of it holds others"
         )
-    pages = _copy_in(memory, swapped)
-    _attach(memory, row, swapped.sequences[0], pages)
+    if memory.placement.shares:
+        _attach(memory, row, swapped.sequences[0], _copy_in(memory, swapped))
+    else:
+        add_stored(memory, np.array([row]), swapped)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()
 
@@ -125,6 +130,9 @@ def repack(memory: KVMemory, row: int) -> None:
         InvariantError: the arena does not hold them packed; one whose slabs suffice for this
             sequence alone always does while nobody else is in it.
     """
+    if not memory.placement.shares:
+        repack_runs(memory, row)
+        return
     needed = dict.fromkeys(memory.pools, 0)
     own = []
     for table in memory.tables.values():

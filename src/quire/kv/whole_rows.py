@@ -1,4 +1,7 @@
-"""Rows whose pages come all at once: a copy of another row, or one brought back from elsewhere."""
+"""Rows whose pages come all at once: a copy of another row, or rows brought back from elsewhere.
+
+What stores do whose pages have one holder each: nothing is shared, every row gets its own pages.
+"""
 
 from collections.abc import Mapping
 
@@ -9,6 +12,7 @@ from quire.errors import OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.stores.base import Demand
+from quire.kv.swapped import Swapped
 from quire.kv.tables import Rows
 
 
@@ -61,3 +65,71 @@ def copy_row(memory: KVMemory, row: int) -> int:
     memory.lengths[copy] = memory.lengths[row]
     memory.note_peaks(rows)
     return copy
+
+
+def bring_back(memory: KVMemory, swapped: Swapped) -> list[int]:
+    """Start sequences from what was stored of them; return their rows, in order.
+
+    Raises:
+        OutOfPages: no rows or no pages; nothing was changed.
+    """
+    rows = np.array([memory.start() for _ in swapped.sequences])
+    try:
+        add_stored(memory, rows, swapped)
+    except BaseException:
+        memory.release(rows)
+        raise
+    memory.note_peaks(rows)
+    swapped.stored.free()
+    return [int(row) for row in rows]
+
+
+def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
+    """Put what was stored of sequences behind what `rows` hold, in pages of their own.
+
+    Raises:
+        OutOfPages: no pages; nothing was changed.
+    """
+    held = {name: table.num_pages[rows] for name, table in memory.tables.items()}
+    shapes = swapped.sequences
+    counts = {name: np.stack([s.lanes[name].num_pages for s in shapes]) for name in held}
+    added = add_pages(memory, rows, counts)
+    pages = {c: np.empty(count, dtype=np.int32) for c, count in swapped.pages.items()}
+    for name, table in memory.tables.items():
+        stored = np.concatenate([s.lanes[name].stored for s in shapes])
+        pages[table.group.page_class][stored] = added[name]
+    try:
+        swapped.stored.load(memory, pages)
+    except BaseException:
+        for name, table in memory.tables.items():
+            for row, kept in zip(rows, held[name], strict=True):
+                memory.placement.take_back(table, table.cut(int(row), kept))
+        raise
+    for row, sequence in zip(rows, shapes, strict=True):
+        for name, lanes in sequence.lanes.items():
+            table = memory.tables[name]
+            new = np.arange(table.capacity) >= (table.num_pages[row] - lanes.num_pages)[:, None]
+            new &= np.arange(table.capacity) < table.num_pages[row][:, None]
+            table.page_positions[row][new] = lanes.page_positions
+            table.num_slots[row] += lanes.num_slots
+        memory.lengths[row] = sequence.length
+        memory.peak_bytes[row] = max(sequence.peak_bytes, int(memory.peak_bytes[row]))
+
+
+def repack_runs(memory: KVMemory, row: int) -> None:
+    """Move the runs of a sequence together, if it is alone; beside others it stays where it is."""
+    if len(memory.live_rows) > 1:
+        return
+    rows = np.array([row])
+    slots = {name: table.num_slots[row].copy() for name, table in memory.tables.items()}
+    counts = {name: table.num_pages[rows] for name, table in memory.tables.items()}
+    payloads = {
+        name: memory.store.read_pages(table.group.page_class, table.row_pages(row))
+        for name, table in memory.tables.items()
+    }
+    for table in memory.tables.values():
+        memory.placement.close(table, rows, table.clear(rows))
+    pages = add_pages(memory, rows, counts)  # an arena with nobody else in it holds them
+    for name, table in memory.tables.items():
+        memory.store.write_pages(table.group.page_class, pages[name], payloads[name])
+        table.num_slots[row] = slots[name]

@@ -6,7 +6,7 @@ has to be copied when it grows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import CountedPages, PageNumbers
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import LaneGroup, PageClass
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 
@@ -61,6 +61,7 @@ class Placement(ABC):
     Attributes:
         num_copies: lanes that were copied to another place because they grew.
         copied_bytes: bytes of those copies.
+        longest_tokens: of a sequence; None where only the arena bounds it.
     """
 
     shares: bool  # a page can have several holders: forks share, prefixes are lent
@@ -71,6 +72,7 @@ class Placement(ABC):
         self.arena, self.pools = arena, dict(pools)
         self.num_copies = 0
         self.copied_bytes = 0
+        self.longest_tokens: int | None = None
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
         """Whether so many pages of each class can be given at once, wherever they lie."""
@@ -143,6 +145,10 @@ class Placement(ABC):
         Raises:
             InvariantError: it does not.
         """
+
+
+# from lane groups, bytes of the arena and most sequences at once
+PlacementMaker = Callable[[CacheLayout, int, int], Placement]
 
 
 def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:

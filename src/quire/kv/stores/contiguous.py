@@ -74,6 +74,7 @@ class Contiguous(Placement):
         self._runs_pools = {c: RunPool(arena, c) for c in layout.page_classes}
         super().__init__(arena, self._runs_pools)
         self._lengths = lengths
+        self.longest_tokens = lengths.longest_tokens
         self._runs = {
             group.name: LaneRuns(
                 *(np.zeros((max_rows, group.num_lanes), dtype=np.int32) for _ in range(2))

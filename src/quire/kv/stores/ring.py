@@ -21,7 +21,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvariantError, UnsoundCombination
+from quire.errors import InvariantError
 from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import PageNumbers, PagePool
@@ -85,23 +85,18 @@ class Ring(Placement):
         max_rows: sequences that can exist at once.
 
     Raises:
-        UnsoundCombination: no group has a window.
         ConfigError: the arena holds not one page.
     """
 
     shares, drops_pages, reserves = True, True, True
 
     def __init__(self, layout: CacheLayout, total_bytes: int, max_rows: int) -> None:
-        windows = [group for group in layout.groups if group.window is not None]
-        if not windows:
-            raise UnsoundCombination(
-                "no layer has a sliding window, so no lane could go round: use the store 'paged'"
-            )
         arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
         self._spare = {
             group.name: SparePages(max_rows, group.num_lanes, ring_pages(group))
-            for group in windows
+            for group in layout.groups
+            if group.window is not None
         }
 
     def can_give(self, demands: Sequence[Demand]) -> bool:

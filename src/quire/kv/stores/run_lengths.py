@@ -36,12 +36,14 @@ class LaneLimits:
 class RunLengths(ABC):
     """Decides how long the run of a lane is."""
 
+    @property
+    @abstractmethod
+    def longest_tokens(self) -> int | None:
+        """Tokens of the longest sequence; None where only the arena bounds it."""
+
     @abstractmethod
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
-        """Pages of the runs of lanes that come to need `needed` pages, any shape.
-
-        Less than needed where a lane can never be that long.
-        """
+        """Pages of the runs of lanes that need `needed` pages, or less: a lane is never longer."""
 
     @abstractmethod
     def peak_pages(self, group: LaneGroup, needed: Counts) -> Counts:
@@ -57,6 +59,11 @@ class MaximumLength(RunLengths):
     """
 
     limits: LaneLimits
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """See `RunLengths`."""
+        return self.limits.max_tokens
 
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
         """See `RunLengths`."""
@@ -80,6 +87,11 @@ class Doubling(RunLengths):
     """
 
     limits: LaneLimits
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """See `RunLengths`."""
+        return None
 
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
         """See `RunLengths`."""

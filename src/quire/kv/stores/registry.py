@@ -1,0 +1,123 @@
+"""Stores by name, and what each cannot do."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from quire.errors import UnknownName, UnsoundCombination
+from quire.kv.stores.base import Placement, PlacementMaker
+from quire.kv.stores.contiguous import Contiguous
+from quire.kv.stores.paged import Paged
+from quire.kv.stores.ring import Ring
+from quire.kv.stores.run_lengths import Doubling, LaneLimits, MaximumLength, RunLengths
+from quire.spec.pages import CacheLayout
+
+PREFIX_CACHE = "prefix_cache"
+NO_WINDOW = "no_window"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsound:
+    """Why a store and a feature do not go together, and what to use instead."""
+
+    reason: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.instead}"
+
+
+_ONE_HOLDER = Unsound(
+    "a page of a contiguous run has one holder: a cached prefix would keep a whole run alive and "
+    "could not be named by another lane",
+    "turn the prefix cache off or use the store 'paged'",
+)
+_NO_WINDOW = Unsound("no layer has a sliding window, so no lane could go round", "use 'paged'")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """A store that can be named.
+
+    Attributes:
+        summary: one sentence.
+        placement: makes its `Placement`.
+        run_lengths: of stores that lay lanes out in runs, how long those are.
+        unsound: feature -> why it does not go together with this store.
+    """
+
+    summary: str
+    placement: Callable[..., Placement]
+    run_lengths: Callable[[LaneLimits], RunLengths] | None = None
+    unsound: Mapping[str, Unsound] = MappingProxyType({})
+
+
+STORES: Mapping[str, StoreInfo] = MappingProxyType(
+    {
+        "paged": StoreInfo("pages one by one, from anywhere; pages behind a window return", Paged),
+        "contiguous_max": StoreInfo(
+            "one run a lane, as long as the longest sequence, from its first token on; never moves",
+            Contiguous,
+            MaximumLength,
+            {PREFIX_CACHE: _ONE_HOLDER},
+        ),
+        "contiguous_growing": StoreInfo(
+            "one run a lane, twice as long each time it is full; the lane is copied there",
+            Contiguous,
+            Doubling,
+            {PREFIX_CACHE: _ONE_HOLDER},
+        ),
+        "ring": StoreInfo(
+            "lanes of sliding windows go round in their own pages, the others are paged",
+            Ring,
+            unsound={NO_WINDOW: _NO_WINDOW},
+        ),
+    }
+)
+
+
+def store_info(name: str) -> StoreInfo:
+    """A store by its name.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    if name not in STORES:
+        raise UnknownName("KV store", name, STORES)
+    return STORES[name]
+
+
+def placement_maker(name: str, limits: LaneLimits) -> PlacementMaker:
+    """What `KVMemory` makes its placement with.
+
+    Raises:
+        UnknownName: no store has this name.
+    """
+    info = store_info(name)
+    if info.run_lengths is None:
+        return info.placement
+    return partial(info.placement, lengths=info.run_lengths(limits))
+
+
+def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
+    """Refuse what a store cannot do.
+
+    Args:
+        name: of the store.
+        features: which of the features above are asked for.
+
+    Raises:
+        UnsoundCombination: with the reason and the alternative.
+    """
+    for feature, why in store_info(name).unsound.items():
+        if features.get(feature):
+            raise UnsoundCombination(f"store {name!r}: {why}")
+
+
+def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
+    """What a configuration asks of a store."""
+    return {
+        PREFIX_CACHE: prefix_cache,
+        NO_WINDOW: all(group.window is None for group in layout.groups),
+    }
