@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from quire.engine.request import Request
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
@@ -34,11 +36,13 @@ class Admission:
         """Pages of each class a sequence of `tokens` tokens holds at its peak."""
         pages: dict[PageClass, int] = {}
         for group in self.memory.layout.groups:
-            needed = group.page_class.pages_for(self._peak_slots(group, tokens)) * group.num_lanes
+            most_slots = self._most_slots(group, tokens)
+            lane = self.memory.placement.peak_pages(group, np.array([tokens]), most_slots)
+            needed = int(lane[0]) * group.num_lanes
             pages[group.page_class] = pages.get(group.page_class, 0) + needed
         return pages
 
-    def _peak_slots(self, group: LaneGroup, tokens: int) -> int:
+    def _most_slots(self, group: LaneGroup, tokens: int) -> int:
         if group.ordered:
             return group.slots_at_most(tokens, self.chunk_tokens)
         return self.eviction.peak_tokens(tokens)
@@ -65,6 +69,12 @@ class Admission:
         Raises:
             NeverFits: with the bytes needed and the bytes there.
         """
+        longest = self.memory.placement.longest_tokens
+        if longest is not None and request.final_tokens > longest:
+            raise NeverFits(
+                f"{request.final_tokens} tokens are more than the {longest} the store reserves for a "
+                "sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
+            )
         if not self.fits_alone(request.final_tokens):
             raise NeverFits(
                 f"{len(request.prompt_token_ids)} prompt tokens and "
@@ -99,5 +109,7 @@ class Admission:
         """Pages a running request will still take to hold the tokens it knows."""
         owed = self.peak_pages(reader.num_tokens)
         for table in self.memory.tables.values():
-            owed[table.group.page_class] -= int(table.num_pages[reader.row].sum())
+            row = np.array([reader.row])
+            held = table.num_pages[row] + self.memory.placement.reserved_pages(table, row)
+            owed[table.group.page_class] -= int(held.sum())
         return {page_class: max(0, pages) for page_class, pages in owed.items()}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 
@@ -16,6 +17,8 @@ from quire.kv.host_store import host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import DTYPES, PageStore
+from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
+from quire.kv.stores.run_lengths import LaneLimits
 from quire.models.loader import LoadedModel
 from quire.plan.container import container_free_bytes
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
@@ -35,6 +38,7 @@ class KVPool:
         eviction: policy and schedule.
         codec: how numbers are stored.
         reason: why this backend.
+        store: who gives lanes their pages.
         host: where preempted sequences wait; None where they are read again.
     """
 
@@ -42,6 +46,7 @@ class KVPool:
     eviction: Eviction
     codec: str
     reason: str
+    store: str
     host: HostPool | None = None
 
     @property
@@ -54,7 +59,7 @@ class KVPool:
             for g in memory.layout.groups
         )
         return (
-            f"{memory.total_bytes:,} B of KV in {self.codec} ({pages}); "
+            f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
             f"attention: {self.kv.backend.name} ({self.reason})"
         )
 
@@ -80,6 +85,8 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         page_tokens=config.page_tokens,
         evicting=eviction.policy is not None,
     )
+    refuse_unsound(config.store, features_of(layout, prefix_cache=False))
+    limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction.spec)
     choice = select_backend(
         config.attention,
         decoder.device,
@@ -94,12 +101,13 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         total_bytes,
         schedule.max_running,
         track_changes=decoder.device.type != "cpu",
+        placement=placement_maker(config.store, limits),
     )
     store = PageStore(memory.total_bytes, decoder.device)
     memory.store = store
     kv = PagedKV(memory, store, choice.backend)
     host = _host_pool(store, layout, host_bytes) if host_bytes else None
-    return KVPool(kv, eviction, codec, choice.reason, host)
+    return KVPool(kv, eviction, codec, choice.reason, config.store, host)
 
 
 def _host_bytes(config: KVConfig) -> int:
@@ -159,26 +167,35 @@ def _kv_bytes(
         activation_peak_bytes=measure_activation_peak(model.decoder, schedule),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
-    return min(left_bytes, most_kv_bytes(layout, model.spec.max_positions, schedule, eviction))
+    longest = config.store_tokens or model.spec.max_positions
+    return min(left_bytes, most_kv_bytes(layout, longest, schedule, eviction, config.store))
 
 
 def most_kv_bytes(
-    layout: CacheLayout, max_positions: int, schedule: ScheduleConfig, eviction: EvictionSpec
+    layout: CacheLayout,
+    max_tokens: int,
+    schedule: ScheduleConfig,
+    eviction: EvictionSpec,
+    store: str = "paged",
 ) -> int:
-    """Bytes of an arena that `max_running` requests as long as the context can never fill.
+    """Bytes of an arena that `max_running` requests of `max_tokens` tokens can never fill.
 
     Whole slabs, as many as every page class needs when slab borders cut pages.
     """
     chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
+    lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))
     pages: dict[PageClass, int] = {}
     for group in layout.groups:
-        tokens = max_positions if group.ordered else eviction.peak_tokens(max_positions)
-        slots = group.slots_at_most(tokens, chunk_tokens)
-        needed = group.page_class.pages_for(slots) * group.num_lanes * schedule.max_running
+        tokens = max_tokens if group.ordered else eviction.peak_tokens(max_tokens)
+        slots = group.slots_at_most(tokens, chunk_tokens) if lengths is None else tokens
+        lane_pages = np.array([group.page_class.pages_for(slots)])
+        if lengths is not None:
+            lane_pages = lengths.peak_pages(group, lane_pages)
+        needed = int(lane_pages[0]) * group.num_lanes * schedule.max_running
         pages[group.page_class] = pages.get(group.page_class, 0) + needed
     sizes = [page_class.page_bytes for page_class in pages]
     # at least the slabs of an arena of any size, which are largest in a large one
-    slab_bytes = choose_slab_bytes(1 << 60, sizes)
+    slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
     return slab_bytes * sum(
         -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
         for page, count in pages.items()

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
-from quire.kv.pages import PagePool
+from quire.kv.pages import CountedPages
+from quire.kv.stores.base import Placement
 from quire.kv.tables import NO_PAGE, LaneTable
 from quire.spec.pages import PageClass
 
@@ -60,7 +61,7 @@ def extents_of(memory: KVMemory) -> list[Extent]:
     found: list[Extent] = []
     for page_class, pool in memory.pools.items():
         tables = [t for t in memory.tables.values() if t.group.page_class == page_class]
-        counted = _Counted(pool, tables, memory.live_rows)
+        counted = _Counted(pool, tables, memory.live_rows, memory.placement)
         found.extend(_split(page_class, counted, exact))
         found.extend(_cached(page_class, counted.idle))
     return sorted(found)
@@ -99,17 +100,25 @@ class _Counted:
         idle: [references] pages that no sequence names, by how often the cache refers to them.
     """
 
-    def __init__(self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        pool: CountedPages,
+        tables: list[LaneTable],
+        rows: NDArray[np.int64],
+        placement: Placement,
+    ) -> None:
         self.groups = [table.group.name for table in tables]
+        self._placement = placement
         if pool.num_shared:
             self._count_shared(pool, tables, rows)
         else:
             self._count_private(pool, tables, rows)
 
     def _count_private(
-        self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
+        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        held = np.stack([table.num_pages[rows].sum(axis=1) for table in tables])
+        aside = self._placement.reserved_pages
+        held = np.stack([(t.num_pages[rows] + aside(t, rows)).sum(axis=1) for t in tables])
         group, place = np.nonzero(held)
         once = np.ones_like(group)
         self.index = np.stack([group, rows[place], once, once], axis=1)
@@ -117,9 +126,9 @@ class _Counted:
         self.idle = np.array([0, pool.num_used - int(held.sum())])
 
     def _count_shared(
-        self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
+        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        named = [_entries(table, rows) for table in tables]
+        named = [_entries(table, rows, self._placement) for table in tables]
         pages = np.concatenate([numbers for _, numbers in named])
         owner = np.concatenate([i * len(rows) + place for i, (place, _) in enumerate(named)])
         sequences = np.bincount(pages, minlength=len(pool.ref_counts))
@@ -133,12 +142,16 @@ class _Counted:
         self.idle = np.bincount(pool.ref_counts[sequences == 0])
 
 
-def _entries(table: LaneTable, rows: NDArray[np.int64]) -> tuple[_Counts, NDArray[np.int32]]:
-    """Every entry of these rows: the row's place in `rows`, and the page."""
+def _entries(
+    table: LaneTable, rows: NDArray[np.int64], placement: Placement
+) -> tuple[_Counts, NDArray[np.int32]]:
+    """Every page of these rows, those kept aside too: the row's place in `rows`, and the page."""
     widest = int(table.num_pages[rows].max(initial=0))
     block = table.pages[rows, :, :widest]
-    place, lane, column = np.nonzero(block != NO_PAGE)
-    return place, block[place, lane, column]
+    place, _, _ = np.nonzero(block != NO_PAGE)
+    aside = placement.reserved_pages(table, rows).sum(axis=1)
+    place = np.concatenate([place, np.repeat(np.arange(len(rows)), aside)])
+    return place, np.concatenate([block[block != NO_PAGE], placement.kept_aside(table, rows)])
 
 
 def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Counts, _Counts]:

@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from fractions import Fraction
 
+import numpy as np
+
 from quire.errors import InvariantError
 from quire.kv.ledger import NO_ROW, Extent
 from quire.kv.memory import KVMemory
@@ -56,7 +58,8 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
             for row in memory.live_rows.tolist():
-                for page in table.row_pages(row).tolist():
+                aside = memory.placement.kept_aside(table, np.array([row]))
+                for page in [*table.row_pages(row).tolist(), *aside.tolist()]:
                     holders[page].append((row, name))
     return dict(holders)
 

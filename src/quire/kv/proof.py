@@ -29,7 +29,7 @@ def prove_references(
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
         np.add.at(expected, table.pages[table.pages >= 0], 1)
-        np.add.at(expected, placement.kept_aside(table), 1)
+        np.add.at(expected, placement.kept_aside(table, np.arange(len(table.pages))), 1)
     for loan in loans:
         for name in own:
             np.add.at(expected, loan.get(name, NO_PAGES), 1)

@@ -123,8 +123,8 @@ class Placement(ABC):
         """Pages [rows, lanes] kept aside for lanes beyond those their table names."""
 
     @abstractmethod
-    def kept_aside(self, table: LaneTable) -> PageNumbers:
-        """The numbers of all those pages."""
+    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
+        """The numbers of those pages, row by row, lane by lane."""
 
     @abstractmethod
     def peak_pages(

@@ -201,11 +201,10 @@ class Contiguous(Placement):
         )
         return reserved
 
-    def kept_aside(self, table: LaneTable) -> PageNumbers:
+    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
-        held = self._runs[table.group.name]
-        rest = held.length - table.num_pages
-        return spans((held.first + table.num_pages).reshape(-1), rest.reshape(-1))
+        rest = self._runs[table.group.name].first[rows] + table.num_pages[rows]
+        return spans(rest.reshape(-1), self.reserved_pages(table, rows).reshape(-1))
 
     def peak_pages(self, group: LaneGroup, tokens: Counts, most_slots: int) -> Counts:
         """See `Placement`."""

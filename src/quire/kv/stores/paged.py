@@ -67,7 +67,7 @@ class Paged(Placement):
         """See `Placement`."""
         return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
 
-    def kept_aside(self, table: LaneTable) -> PageNumbers:
+    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         return NO_PAGES
 

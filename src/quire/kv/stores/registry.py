@@ -1,4 +1,9 @@
-"""Stores by name, and what each cannot do."""
+"""Stores by name, and one table of what each cannot do.
+
+What is missing in the table goes together. A fork copies the row where pages have one holder each;
+eviction frees slots for the tokens that follow, but no bytes of a run; lanes that evict are never
+those that go round.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,13 +49,11 @@ class StoreInfo:
         summary: one sentence.
         placement: makes its `Placement`.
         run_lengths: of stores that lay lanes out in runs, how long those are.
-        unsound: feature -> why it does not go together with this store.
     """
 
     summary: str
     placement: Callable[..., Placement]
     run_lengths: Callable[[LaneLimits], RunLengths] | None = None
-    unsound: Mapping[str, Unsound] = MappingProxyType({})
 
 
 STORES: Mapping[str, StoreInfo] = MappingProxyType(
@@ -60,19 +63,24 @@ STORES: Mapping[str, StoreInfo] = MappingProxyType(
             "one run a lane, as long as the longest sequence, from its first token on; never moves",
             Contiguous,
             MaximumLength,
-            {PREFIX_CACHE: _ONE_HOLDER},
         ),
         "contiguous_growing": StoreInfo(
             "one run a lane, twice as long each time it is full; the lane is copied there",
             Contiguous,
             Doubling,
-            {PREFIX_CACHE: _ONE_HOLDER},
         ),
         "ring": StoreInfo(
             "lanes of sliding windows go round in their own pages, the others are paged",
             Ring,
-            unsound={NO_WINDOW: _NO_WINDOW},
         ),
+    }
+)
+
+UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
+    {
+        ("contiguous_max", PREFIX_CACHE): _ONE_HOLDER,
+        ("contiguous_growing", PREFIX_CACHE): _ONE_HOLDER,
+        ("ring", NO_WINDOW): _NO_WINDOW,
     }
 )
 
@@ -88,16 +96,24 @@ def store_info(name: str) -> StoreInfo:
     return STORES[name]
 
 
+def run_lengths(name: str, limits: LaneLimits) -> RunLengths | None:
+    """How long the runs of a store are; None where lanes do not lie in runs.
+
+    Raises:
+        UnknownName: no store has this name.
+    """
+    make = store_info(name).run_lengths
+    return None if make is None else make(limits)
+
+
 def placement_maker(name: str, limits: LaneLimits) -> PlacementMaker:
     """What `KVMemory` makes its placement with.
 
     Raises:
         UnknownName: no store has this name.
     """
-    info = store_info(name)
-    if info.run_lengths is None:
-        return info.placement
-    return partial(info.placement, lengths=info.run_lengths(limits))
+    placement, lengths = store_info(name).placement, run_lengths(name, limits)
+    return placement if lengths is None else partial(placement, lengths=lengths)
 
 
 def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
@@ -110,8 +126,8 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
     Raises:
         UnsoundCombination: with the reason and the alternative.
     """
-    for feature, why in store_info(name).unsound.items():
-        if features.get(feature):
+    for (store, feature), why in UNSOUND.items():
+        if store == name and features.get(feature):
             raise UnsoundCombination(f"store {name!r}: {why}")
 
 

@@ -149,10 +149,10 @@ class Ring(Placement):
             return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
         return spare.counts[rows]
 
-    def kept_aside(self, table: LaneTable) -> PageNumbers:
+    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
-        return NO_PAGES if spare is None else spare.of(np.arange(len(spare.counts)))
+        return NO_PAGES if spare is None else spare.of(rows)
 
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int

@@ -7,6 +7,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.spec.eviction import EvictionSpec
 from quire.spec.pages import LaneGroup
 
 Counts = NDArray[np.int64]
@@ -24,6 +25,11 @@ class LaneLimits:
 
     max_tokens: int
     evicting_slots: int
+
+    @classmethod
+    def of(cls, max_tokens: int, eviction: EvictionSpec) -> "LaneLimits":
+        """Of sequences of up to `max_tokens` tokens."""
+        return cls(max_tokens=max_tokens, evicting_slots=eviction.peak_tokens(max_tokens))
 
     def most_pages(self, group: LaneGroup) -> int:
         """Pages of the longest lane of a group. A window changes nothing: a run has no holes."""
