@@ -72,8 +72,8 @@ class Admission:
         longest = self.memory.placement.longest_tokens
         if longest is not None and request.final_tokens > longest:
             raise NeverFits(
-                f"{request.final_tokens} tokens are more than the {longest} the store reserves for a "
-                "sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
+                f"{request.final_tokens} tokens: more than the {longest} the store reserves "
+                "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
             )
         if not self.fits_alone(request.final_tokens):
             raise NeverFits(
