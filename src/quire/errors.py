@@ -3,6 +3,7 @@
     QuireError
     ├── ConfigError (ValueError)        an option is wrong; raised before memory is taken
     │   ├── UnknownName                 no such policy, codec, option, ...; offers the nearest names
+    │   ├── TraceError                  a trace file that cannot be read; names the line
     │   ├── UnsoundCombination          two choices that cannot give right answers together
     │   └── UnsupportedModel            a model whose attention Quire cannot hold in pages
     ├── ModelError (ValueError)         a model folder that cannot be read
@@ -39,6 +40,10 @@ class UnknownName(ConfigError):
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.kind = kind
         self.name = name
+
+
+class TraceError(ConfigError):
+    """A file of recorded requests that cannot be read; the message names the line."""
 
 
 class UnsoundCombination(ConfigError):

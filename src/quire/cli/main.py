@@ -20,6 +20,7 @@ from quire.cli.plan import plan
 from quire.cli.profile import profile
 from quire.cli.serve import serve
 from quire.cli.settings import VERBOSE_KEY
+from quire.cli.simulate import simulate
 from quire.errors import QuireError
 from quire.version import __version__
 
@@ -62,7 +63,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (generate, chat, batch, serve, plan, profile, demo, doctor, policies, codecs):
+_COMMANDS = (generate, chat, batch, serve, plan, profile, simulate, demo, doctor, policies, codecs)
+for _command in _COMMANDS:
     app.command(help=reflowed(_command.__doc__ or ""))(_command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")

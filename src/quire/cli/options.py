@@ -13,6 +13,8 @@ from typing import Any, Union, get_args, get_origin
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.kv.config import KVConfig
+from quire.sim.machine import MachineConfig
+from quire.sim.traces.options import TraceOptions
 from quire.spec.options import OptionInfo, option
 
 
@@ -102,7 +104,9 @@ SAMPLING = Section(
         *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     ),
 )
-SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING)
+TRACE = Section("trace", "Trace", TraceOptions)
+MACHINE = Section("machine", "Machine", MachineConfig)
+SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE)
 
 
 def options_of(

@@ -11,9 +11,12 @@ import typer
 from quire.cli.config_file import read_config_file
 from quire.cli.options import (
     KV,
+    MACHINE,
     MODEL,
     SAMPLING,
     SCHEDULE,
+    SECTIONS,
+    TRACE,
     ModelConfig,
     OptionField,
     Section,
@@ -23,11 +26,17 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
 from quire.kv.config import KVConfig
+from quire.sim.machine import MachineConfig
+from quire.sim.traces.options import TraceOptions
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
 PACKAGED_MODEL = "quire-tiny"
+ABOUT_MODEL = (
+    "A model folder in Hugging Face format, a hub name, or quire-tiny, which is inside this "
+    "package and the default."
+)
 VERBOSE_KEY = "quire.cli.verbose"
 """Where the command line's context keeps whether tracebacks are wanted."""
 
@@ -44,6 +53,7 @@ class Settings:
         kv: its KV memory.
         schedule: its steps and queues.
         sampling: of every request that says nothing else.
+        trace, machine: what a simulation runs, and on what.
         verbose: say more on standard error.
     """
 
@@ -52,10 +62,12 @@ class Settings:
     kv: KVConfig = field(default_factory=KVConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    trace: TraceOptions = field(default_factory=TraceOptions)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     verbose: bool = False
 
     def as_dict(self) -> dict[str, object]:
-        """All options as JSON values, for the config of a result."""
+        """All options of an engine as JSON values, for the config of a result."""
         return {
             "model": self.model,
             "loading": asdict(self.loading),
@@ -106,6 +118,8 @@ def with_settings(
     *sections: Section,
     defaults: Mapping[str, object] | None = None,
     model_as: Literal["argument", "option"] = "argument",
+    model_default: str = PACKAGED_MODEL,
+    about_model: str = ABOUT_MODEL,
 ) -> Callable[[Command], Command]:
     """Give a command a model and the options of some sections.
 
@@ -115,6 +129,8 @@ def with_settings(
         sections: whose options it takes; all of them by default.
         defaults: flag to this command's own default.
         model_as: whether the model is an argument or `--model`.
+        model_default: the model where nobody names one.
+        about_model: help of the model.
     """
     options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
 
@@ -127,12 +143,12 @@ def with_settings(
 
         def run(ctx: Any, **given: Any) -> None:
             ctx.meta[VERBOSE_KEY] = given["verbose"] or ctx.meta.get(VERBOSE_KEY, False)
-            settings = _resolve(ctx, given, options)
+            settings = _resolve(ctx, given, options, model_default)
             command(settings=settings, **{p.name: given[p.name] for p in own})
 
         parameters = [
             _keyword("ctx", typer.Context, inspect.Parameter.empty),
-            _model_parameter(model_as),
+            _model_parameter(model_as, about_model),
             *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
             *map(_parameter, options),
             *_shared_parameters(),
@@ -145,11 +161,7 @@ def with_settings(
     return decorate
 
 
-def _model_parameter(model_as: Literal["argument", "option"]) -> inspect.Parameter:
-    about = (
-        "A model folder in Hugging Face format, a hub name, or quire-tiny, which is inside this "
-        "package and the default."
-    )
+def _model_parameter(model_as: Literal["argument", "option"], about: str) -> inspect.Parameter:
     if model_as == "option":
         shown: Any = typer.Option("--model", "-m", help=about, show_default=False)
     else:
@@ -191,26 +203,29 @@ def _sentence(found: OptionField) -> str:
     return text + " May be given several times." if found.kind == list[str] else text
 
 
-_TITLES = {section.name: section.title for section in (MODEL, KV, SCHEDULE, SAMPLING)}
+_TITLES = {section.name: section.title for section in SECTIONS}
 
 
-def _resolve(ctx: Any, given: Mapping[str, Any], options: tuple[OptionField, ...]) -> Settings:
+def _resolve(
+    ctx: Any, given: Mapping[str, Any], options: tuple[OptionField, ...], model_default: str
+) -> Settings:
     file_model: str | None = None
     values: dict[str, object] = {}
     if given["config"] is not None:
         file_model, values = read_config_file(given["config"])
-    parts: dict[str, dict[str, Any]] = {MODEL.name: {}, KV.name: {}}
-    parts |= {SCHEDULE.name: {}, SAMPLING.name: {}}
+    parts: dict[str, dict[str, Any]] = {section.name: {} for section in SECTIONS}
     for found in options:
         said = _is_said(ctx, found.parameter) or found.parameter not in values
         value = given[found.parameter] if said else values[found.parameter]
         parts[found.section][found.name] = value
     return Settings(
-        model=given["model"] or file_model or PACKAGED_MODEL,
+        model=given["model"] or file_model or model_default,
         loading=ModelConfig(**parts[MODEL.name]),
         kv=KVConfig(**parts[KV.name]),
         schedule=ScheduleConfig(**parts[SCHEDULE.name]),
         sampling=SamplingParams(**parts[SAMPLING.name]),
+        trace=TraceOptions(**parts[TRACE.name]),
+        machine=MachineConfig(**parts[MACHINE.name]),
         verbose=given["verbose"],
     )
 

@@ -12,6 +12,7 @@ from quire.spec.pages import PAGE_ALIGNMENT_BYTES
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLABS_OF_A_SMALL_ARENA = 64
+PAGES_OF_A_SLAB = 32  # where the arena allows it: taking a slab costs more than taking a page
 
 
 def choose_slab_bytes(
@@ -19,11 +20,14 @@ def choose_slab_bytes(
 ) -> int:
     """Bytes of a slab: about 2 MiB, at most 1/64 of a small arena, whole pages where possible.
 
+    Pages of more than 64 KiB get larger slabs, of 32 pages.
+
     A common multiple of the page sizes wastes nothing at slab borders. Where the least common
     multiple is too large for the arena, slabs hold at least four of the largest pages, unless
     only `whole_pages` will do.
     """
-    target = min(HUGE_PAGE_BYTES, total_bytes // SLABS_OF_A_SMALL_ARENA)
+    wanted = max(HUGE_PAGE_BYTES, PAGES_OF_A_SLAB * max(page_bytes))
+    target = min(wanted, total_bytes // SLABS_OF_A_SMALL_ARENA)
     common = math.lcm(*page_bytes)
     if common <= target:
         return target // common * common

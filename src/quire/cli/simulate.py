@@ -1,0 +1,151 @@
+"""`quire simulate`: recorded requests through scheduler and memory, without a model."""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.common import AsJson
+from quire.cli.options import KV, MACHINE, SCHEDULE, TRACE
+from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
+from quire.cli.report import envelope, this_machine
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+from quire.plan.ceilings import NotUsable, default_path, read_ceilings
+from quire.sim.machine import PROFILE, MachineConfig, measured_rates
+from quire.sim.rates import Rates
+from quire.spec.eviction import EvictionSpec, parse_policy
+
+if TYPE_CHECKING:
+    from quire.sim.run import SimConfig
+    from quire.sim.simulator import SimResult
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DTYPE = "bfloat16"
+_ABOUT_MODEL = (
+    "A shape by name: llama-3-8b, llama-3.1-8b (the default), llama-3.1-70b, llama-3.2-1b, "
+    "qwen2.5-7b, opt-6.7b, quire-tiny; or a folder with a config.json. No weights are read."
+)
+_PROGRESS_S = 2.0
+
+
+@with_settings(
+    KV,
+    SCHEDULE,
+    TRACE,
+    MACHINE,
+    model_as="option",
+    model_default=DEFAULT_MODEL,
+    about_model=_ABOUT_MODEL,
+)
+def simulate(
+    *,
+    settings: Settings,
+    trace: Annotated[Path, typer.Option(help="File of recorded requests.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result as JSON, and pictures of it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run recorded requests through the scheduler and the KV memory, without a model.
+
+    Steps take the time that their bytes and FLOPs need at the rates of a machine; weights and KV
+    are in bfloat16. Shown are percentiles of latencies, throughput, use and waste of the memory,
+    preemptions, cache hits and fairness. `--kv-memory auto` is a memory that never runs full.
+    """
+    from quire.cli.simulate_view import render
+    from quire.sim.metrics import by_tenant, summarise
+    from quire.sim.run import make_simulator
+    from quire.sim.traces.loading import load_trace
+
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    config = sim_config(settings)
+    simulator = make_simulator(load_trace(trace, settings.trace), config)
+    started_s = time.perf_counter()
+    result = simulator.run(_Progress())
+    took_s = time.perf_counter() - started_s
+    claims = summarise(result)
+    typer.echo(render(result, claims, took_s))
+    used = _used(settings, config, trace)
+    arms = {"tenants": by_tenant(result)}
+    made = envelope("simulate", claims, arms, used, seconds=took_s)
+    if out is not None:
+        _write(out, result, made)
+    if as_json:
+        typer.echo(json.dumps(made))
+
+
+def sim_config(settings: Settings) -> "SimConfig":
+    """What a trace is run on.
+
+    Raises:
+        ConfigError: an option that cannot be; nothing was read yet.
+    """
+    from quire.sim.models import model_shape
+    from quire.sim.run import SimConfig
+
+    return SimConfig(
+        model=model_shape(settings.model),
+        rates=_rates(settings.machine),
+        kv=settings.kv,
+        schedule=settings.schedule,
+        dtype=DTYPE,
+        eviction=_eviction(settings.kv.evict),
+    )
+
+
+def _rates(machine: MachineConfig) -> Rates:
+    if machine.name != PROFILE:
+        return machine.rates()
+    import torch  # measured rates hold for one version of it
+
+    found = read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads()))
+    if isinstance(found, NotUsable):
+        raise ConfigError(f"--machine profile: {found.reason}")
+    return machine.rates(measured_rates(found, DTYPE))
+
+
+def _eviction(text: str) -> EvictionSpec:
+    if parse_policy(text).name == "full":
+        return EvictionSpec()
+    from quire.policies.registry import make_eviction  # loads torch, which `full` does not need
+
+    return make_eviction(text).spec
+
+
+def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, object]:
+    return {
+        "trace": asdict(settings.trace) | {"file": trace.name},
+        "model": settings.model,
+        "dtype": DTYPE,
+        "machine": asdict(settings.machine) | {"rates": asdict(config.rates)},
+        "kv": asdict(settings.kv),
+        "schedule": asdict(settings.schedule),
+    }
+
+
+def _write(out: Path, result: "SimResult", made: dict[str, object]) -> None:
+    from quire.sim.plots import pictures
+
+    stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
+    write_files(out, stored | dict(pictures(result)))
+    typer.echo(f"written: {out}")
+
+
+class _Progress:
+    """A line on standard error now and then; nothing for short runs."""
+
+    def __init__(self) -> None:
+        self._next_s = time.perf_counter() + _PROGRESS_S
+
+    def __call__(self, clock_s: float, num_arrived: int) -> None:
+        now_s = time.perf_counter()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _PROGRESS_S
+            typer.echo(f"{clock_s:,.0f} s simulated, {num_arrived:,} requests", err=True)

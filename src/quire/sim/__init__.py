@@ -1,0 +1,1 @@
+"""The engine's scheduler and memory on recorded requests: a timing model instead of a model."""

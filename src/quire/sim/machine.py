@@ -1,0 +1,85 @@
+"""The machine whose steps a simulation times: one of data sheets, or a measured one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import no_type_check
+
+from quire.errors import ConfigError, UnknownName
+from quire.plan.ceilings import Ceilings
+from quire.sim.rates import Rates
+from quire.spec.options import option, require_types
+
+PROFILE = "profile"
+REACHED_OF_PEAKS = 0.6
+"""Part of a data sheet's peaks that steps reach. An assumption: decode steps of current engines
+read at 60 to 80 % of the memory's peak, and prefills multiply at 40 to 60 % of the products'."""
+
+PEAKS: Mapping[str, Rates] = {
+    "a100": Rates(read_bytes_per_s=2.039e12, flops_per_s=312e12, copy_bytes_per_s=31.5e9),
+    "h100": Rates(read_bytes_per_s=3.35e12, flops_per_s=989e12, copy_bytes_per_s=63e9),
+    "h200": Rates(read_bytes_per_s=4.8e12, flops_per_s=989e12, copy_bytes_per_s=63e9),
+}
+"""Peaks of data sheets: SXM cards of 80, 80 and 141 GB, dense products in 16 bits, and PCIe 4.0 or
+5.0 with 16 lanes."""
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineConfig:
+    """What a user can say about the machine.
+
+    Attributes are options; see their help.
+    """
+
+    name: str = option(
+        "a100",
+        help="machine whose steps are timed: a100, h100, h200, or profile, this one as measured "
+        "by `quire profile`",
+        flag="machine",
+    )
+    efficiency: float | None = option(
+        None,
+        help=f"part of its rates that steps reach, above 0 and up to 1; not said: "
+        f"{REACHED_OF_PEAKS} of a data sheet's peaks, 1 of what was measured",
+    )
+    step_overhead_ms: float = option(
+        2.0, help="what every step takes beside reading and multiplying", unit="milliseconds"
+    )
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        if self.name not in (*PEAKS, PROFILE):
+            raise UnknownName("machine", self.name, (*PEAKS, PROFILE))
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
+            raise ConfigError(f"expected an efficiency above 0 and up to 1, got {self.efficiency}")
+        if not 0 <= self.step_overhead_ms < 1e6:
+            raise ConfigError(f"expected step_overhead_ms from 0, got {self.step_overhead_ms}")
+
+    def rates(self, measured: Rates | None = None) -> Rates:
+        """The rates that steps reach.
+
+        Args:
+            measured: of this machine, for `profile`.
+        """
+        peaks = PEAKS.get(self.name, measured)
+        assert peaks is not None, "a measured machine needs its rates"
+        usual = REACHED_OF_PEAKS if self.name in PEAKS else 1.0
+        reached = peaks.scaled(usual if self.efficiency is None else self.efficiency)
+        return replace(reached, overhead_s=self.step_overhead_ms / 1000)
+
+
+def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:
+    """What `quire profile` has found on a machine, as rates.
+
+    Args:
+        ceilings: of this machine.
+        dtype: of weights and KV.
+
+    Raises:
+        ConfigError: products in this dtype were not measured.
+    """
+    return Rates(
+        read_bytes_per_s=ceilings.read_bytes_per_s,
+        flops_per_s=ceilings.peak_product_rate(dtype),
+        copy_bytes_per_s=ceilings.copy_bytes_per_s,
+    )

@@ -1,0 +1,148 @@
+"""What a simulation says: latencies, throughput, memory, sharing, fairness, as flat numbers."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.sim.fairness import jain_index
+from quire.sim.records import FAILED, NEVER_FITS, TOO_LONG, RequestRecord
+from quire.sim.simulator import SimResult
+from quire.sim.traces.reuse import reusable
+
+PERCENTILES = (50, 90, 95, 99)
+_SECONDS_PER_MINUTE = 60
+Numbers = dict[str, int | float]
+
+
+def summarise(result: SimResult) -> Numbers:
+    """Every number of a run, by a flat name; what cannot be said is left out."""
+    finished = [record for record in result.records if record.finished]
+    return (
+        _counts(result, finished)
+        | latencies(finished)
+        | _throughput(result, finished)
+        | _preemptions(result, finished)
+        | _memory(result)
+        | _sharing(result, finished)
+        | _fairness(result)
+    )
+
+
+def latencies(finished: Sequence[RequestRecord]) -> Numbers:
+    """Percentiles of queue time, time to first token, time per token, and the whole, in seconds."""
+    return (
+        percentiles("queue", (record.queue_s for record in finished))
+        | percentiles("ttft", (record.ttft_s for record in finished))
+        | percentiles("tpot", (record.tpot_s for record in finished))
+        | percentiles("e2e", (record.e2e_s for record in finished))
+    )
+
+
+def percentiles(name: str, values: Iterable[float]) -> Numbers:
+    """`NAME_p50_s` and so on, interpolated linearly; NaN values do not count.
+
+    Returns:
+        Nothing where no value is left.
+    """
+    found = np.fromiter(values, dtype=np.float64)
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return {}
+    cuts = np.percentile(found, PERCENTILES)
+    return {f"{name}_p{q}_s": float(cut) for q, cut in zip(PERCENTILES, cuts, strict=True)}
+
+
+def by_tenant(result: SimResult) -> dict[str, Numbers]:
+    """Requests, latencies and tokens of each tenant."""
+    found = {}
+    for tenant in result.trace.tenants:
+        records = [record for record in result.records if record.tenant == tenant]
+        finished = [record for record in records if record.finished]
+        found[tenant] = {
+            "requests": len(records),
+            "finished": len(finished),
+            "preemptions": sum(record.preemptions for record in finished),
+            "generated_tokens": sum(record.answer_tokens for record in finished),
+            "served_while_all_wait_tokens": result.served.tokens[tenant],
+        } | latencies(finished)
+    return found
+
+
+def _counts(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
+    refused = Counter(record.refused for record in result.records)
+    return {
+        "requests": len(result.records),
+        "finished": len(finished),
+        "refused_too_long": refused[TOO_LONG],
+        "refused_never_fits": refused[NEVER_FITS],
+        "failed": refused[FAILED],
+        "left_out": result.trace.num_dropped,
+        "cut_answers": sum(record.cut_tokens > 0 for record in finished),
+        "steps": result.num_steps,
+    }
+
+
+def _throughput(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
+    seconds = result.gauges.time_s
+    prompts = sum(record.prompt_tokens for record in finished)
+    answers = sum(record.answer_tokens for record in finished)
+    per_s = 1 / seconds if seconds else 0.0
+    return {
+        "virtual_s": seconds,
+        "busy_share": result.busy_s * per_s,
+        "requests_per_s": len(finished) * per_s,
+        "prompt_tokens_per_s": prompts * per_s,
+        "generated_tokens_per_s": answers * per_s,
+    }
+
+
+def _preemptions(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
+    """The last token of an answer is never processed, cached ones neither."""
+    needed = sum(r.prompt_tokens - r.cached_tokens + r.answer_tokens - 1 for r in finished)
+    preemptions = sum(record.preemptions for record in finished)
+    minutes = result.gauges.time_s / _SECONDS_PER_MINUTE
+    again = result.processed_tokens - needed
+    return {
+        "preemptions": preemptions,
+        "preemptions_per_minute": preemptions / minutes if minutes else 0.0,
+        "recomputed_tokens": again,
+        "recomputed_fraction": again / result.processed_tokens if result.processed_tokens else 0.0,
+    }
+
+
+def _memory(result: SimResult) -> Numbers:
+    gauges = result.gauges
+    return {
+        "kv_total_bytes": result.memory_bytes,
+        "kv_peak_bytes": gauges.peak_used_bytes,
+        "kv_mean_bytes": gauges.mean("used_byte"),
+        "kv_peak_share": gauges.peak_used_bytes / result.memory_bytes,
+        "kv_mean_share": gauges.mean("used_byte") / result.memory_bytes,
+        "waste_fraction": gauges.waste_fraction,
+        "running_mean": gauges.mean("running"),
+        "running_peak": gauges.peak_running,
+        "waiting_mean": gauges.mean("waiting"),
+        "waiting_peak": gauges.peak_waiting,
+    }
+
+
+def _sharing(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
+    """Hits, and beside them what a cache that forgets nothing could hit."""
+    prompts = sum(record.prompt_tokens for record in finished)
+    cached = sum(record.cached_tokens for record in finished)
+    reuse = reusable(result.trace.requests)
+    return {
+        "cached_tokens": cached,
+        "prefix_hit_fraction": cached / prompts if prompts else 0.0,
+        "reusable_block_fraction": reuse.block_fraction,
+        "reusable_token_fraction": reuse.token_fraction,
+    }
+
+
+def _fairness(result: SimResult) -> Numbers:
+    if len(result.served.tokens) < 2:
+        return {}
+    found: Numbers = {"served_while_all_wait_tokens": sum(result.served.tokens.values())}
+    index = jain_index(result.served.tokens)
+    return found if index is None else found | {"jain_index": index}

@@ -1,0 +1,241 @@
+"""Runs a trace through the engine's scheduler and KV memory, on a clock of its own.
+
+    requests that have come -> submit -> schedule -> seconds of the step -> commit -> next tokens
+                 ^                                          |
+                 '------------------- clock ----------------'
+
+The scheduler, admission, page tables and allocator are the engine's own. Instead of a model there
+is a timer, and answers have the lengths that the trace says. Nothing is drawn: the same trace and
+options give the same result, to the last bit.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.engine.request import Request
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler import Scheduler
+from quire.errors import InvariantError, NeverFits
+from quire.kv.memory import KVMemory
+from quire.sim.fairness import ServedTokens
+from quire.sim.gauges import Gauges, read
+from quire.sim.records import FAILED, NEVER_FITS, RequestRecord, open_record
+from quire.sim.timing import StepTimer
+from quire.sim.tokens import token_ids
+from quire.sim.traces.base import Trace, TraceRequest
+from quire.spec.eviction import EvictionSpec
+
+Evictor = Callable[[Request, int], None]
+Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
+_PROGRESS_STEPS = 1000
+
+
+@dataclass(slots=True)
+class SimResult:
+    """What came of a trace.
+
+    Attributes:
+        trace: that was run.
+        memory_bytes: of the arena.
+        records: of all requests, in the order of arrival.
+        gauges: read at every step.
+        served: tokens of tenants while all were backlogged.
+        num_steps: steps run.
+        processed_tokens: tokens the steps processed, those read again included.
+        busy_s: seconds of all steps; the clock's rest was idle.
+    """
+
+    trace: Trace
+    memory_bytes: int
+    records: list[RequestRecord] = field(default_factory=list)
+    gauges: Gauges = field(default_factory=Gauges)
+    served: ServedTokens = field(default_factory=lambda: ServedTokens(()))
+    num_steps: int = 0
+    processed_tokens: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request that has been submitted: its record, and what it will answer."""
+
+    record: RequestRecord
+    answer: list[int]
+
+
+class Simulator:
+    """One trace over one memory.
+
+    Args:
+        trace: what comes when.
+        memory: without bytes; empty.
+        schedule: step and queue sizes.
+        timer: how long steps take.
+        eviction: how many tokens a lane may hold.
+        evict: called before a lane would pass its cap.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        memory: KVMemory,
+        schedule: ScheduleConfig,
+        timer: StepTimer,
+        *,
+        eviction: EvictionSpec | None = None,
+        evict: Evictor | None = None,
+    ) -> None:
+        self.clock_s = 0.0
+        self.memory, self.timer = memory, timer
+        self.scheduler = Scheduler(memory, schedule, eviction or EvictionSpec(), evict or _never)
+        self.result = SimResult(trace, memory.total_bytes, served=ServedTokens(trace.tenants))
+        self._arrivals = trace.requests
+        self._num_arrived = 0
+        self._jobs: dict[str, _Job] = {}
+        self._not_entered: set[str] = set()
+
+    def run(self, progress: Progress | None = None) -> SimResult:
+        """Run until every request is finished or refused.
+
+        Raises:
+            InvariantError: a request can neither run nor be refused, or a page was lost.
+        """
+        while True:
+            self._submit_arrived()
+            if self.scheduler.has_work:
+                self._step()
+            elif self._num_arrived < len(self._arrivals):
+                self._wait(self._arrivals[self._num_arrived].arrival_s)
+            else:
+                break
+            if progress is not None and self.result.num_steps % _PROGRESS_STEPS == 0:
+                progress(self.clock_s, self._num_arrived)
+        self._check()
+        return self.result
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _submit_arrived(self) -> None:
+        while self._num_arrived < len(self._arrivals):
+            arrived = self._arrivals[self._num_arrived]
+            if arrived.arrival_s > self.clock_s:
+                return
+            self._num_arrived += 1
+            record = open_record(arrived, self.timer.model.max_positions)
+            self.result.records.append(record)
+            if record.refused is None:
+                self._submit(arrived, record)
+
+    def _submit(self, arrived: TraceRequest, record: RequestRecord) -> None:
+        request = Request(
+            request_id=str(self._num_arrived),
+            prompt_token_ids=token_ids(arrived.prompt),
+            params=SamplingParams(max_tokens=record.answer_tokens),
+            arrival=self._num_arrived,
+            tenant=arrived.tenant,
+            arrival_s=arrived.arrival_s,
+        )
+        try:
+            self.scheduler.submit(request)
+        except NeverFits:
+            record.refused = NEVER_FITS
+            return
+        answer = token_ids([arrived.answer._replace(tokens=record.answer_tokens)])
+        self._jobs[request.request_id] = _Job(record, answer)
+        self._not_entered.add(request.request_id)
+        self.result.served.arrived(arrived.tenant)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        backlogged = self.result.served.all_backlogged
+        plan = self.scheduler.schedule()
+        self._note_failures()
+        if not plan.requests:
+            return self._wait_blocked()
+        requests = plan.requests
+        new = np.array(plan.tokens, dtype=np.int64)
+        before = np.fromiter((r.num_computed for r in requests), np.int64, len(requests))
+        self._note_entries(requests)
+        if backlogged:
+            self.result.served.served(requests, plan.tokens)
+        self.scheduler.commit(plan)
+        ready = [r for r in requests if r.num_computed == _known_tokens(r)]
+        seconds = self.timer.seconds(new, before, len(ready))
+        self._hold(seconds)
+        self.result.num_steps += 1
+        self.result.busy_s += seconds
+        self.result.processed_tokens += int(new.sum())
+        self._answer(ready)
+        return None
+
+    def _note_entries(self, requests: Sequence[Request]) -> None:
+        if not self._not_entered:
+            return
+        for request in requests:
+            if request.request_id in self._not_entered:
+                self._not_entered.remove(request.request_id)
+                record = self._jobs[request.request_id].record
+                record.admitted_s = self.clock_s
+                record.cached_tokens = request.cached_tokens
+                self.result.served.entered(request.tenant)
+
+    def _answer(self, ready: Sequence[Request]) -> None:
+        for request in ready:
+            job, output = self._jobs[request.request_id], request.output_token_ids
+            output.append(job.answer[len(output)])
+            if len(output) == 1:
+                job.record.first_token_s = self.clock_s
+            if len(output) == len(job.answer):
+                self.scheduler.finish(request)
+                job.record.finish_s = self.clock_s
+                job.record.preemptions = request.preemptions
+                del self._jobs[request.request_id]
+
+    def _note_failures(self) -> None:
+        for request, _ in self.scheduler.failures:
+            job = self._jobs.pop(request.request_id)
+            self._not_entered.discard(request.request_id)
+            job.record.refused = FAILED
+        self.scheduler.failures.clear()
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def _wait_blocked(self) -> None:
+        """Nothing can run now: time passes until somebody comes."""
+        if self._num_arrived < len(self._arrivals):
+            self._wait(self._arrivals[self._num_arrived].arrival_s)
+        elif self.scheduler.has_work:
+            raise InvariantError("requests are waiting, but no step can be planned")
+
+    def _wait(self, until_s: float) -> None:
+        self._hold(until_s - self.clock_s)
+        self.clock_s = until_s  # to the last bit, whatever the sum says
+
+    def _hold(self, seconds: float) -> None:
+        reading = read(
+            self.memory,
+            time_s=self.clock_s,
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+        )
+        self.result.gauges.hold(reading, seconds)
+        self.clock_s += seconds
+
+    def _check(self) -> None:
+        self.memory.check()
+        lost = [r for r in self.result.records if r.refused is None and math.isnan(r.finish_s)]
+        if lost or len(self.memory.live_rows):
+            raise InvariantError(f"{len(lost)} requests were neither finished nor refused")
+
+
+def _known_tokens(request: Request) -> int:
+    return len(request.prompt_token_ids) + len(request.output_token_ids)
+
+
+def _never(request: Request, keep: int) -> None:
+    raise InvariantError(f"request {request.request_id}: eviction to {keep} without a policy")

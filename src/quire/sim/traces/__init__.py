@@ -1,0 +1,10 @@
+"""Recorded requests: one format a file, found by being here."""
+
+import importlib
+import pkgutil
+
+
+def load_all() -> None:
+    """Import every module of this package, so that its formats are registered."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")

@@ -1,0 +1,145 @@
+"""Reading rows of a trace, with errors that say which line and what was expected there."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from quire.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a file.
+
+    Attributes:
+        path: of the file.
+        line: number of its line, from 1.
+        values: column or key to value.
+    """
+
+    path: Path
+    line: int
+    values: Mapping[str, object]
+
+    def error(self, expected: str, got: object) -> TraceError:
+        """What to raise about this row."""
+        return TraceError(f"{self.path.name}, line {self.line}: expected {expected}, got {got!r}")
+
+    def count(self, name: str, *, least: int) -> int:
+        """A number of tokens.
+
+        Raises:
+            TraceError: missing, not a whole number, or below `least`.
+        """
+        value = self._number(name)
+        if value != int(value) or value < least:
+            raise self.error(f"{name} to be a whole number of {least} or more", self.values[name])
+        return int(value)
+
+    def number(self, name: str) -> float:
+        """A finite number.
+
+        Raises:
+            TraceError: missing, or none.
+        """
+        return self._number(name)
+
+    def text(self, name: str) -> str:
+        """A text that is not empty.
+
+        Raises:
+            TraceError: missing or empty.
+        """
+        value = self.values.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"a text {name}", value)
+        return value.strip()
+
+    def _number(self, name: str) -> float:
+        value = self.values.get(name)
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                raise ValueError
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise self.error(f"a number {name}", value) from None
+        if not math.isfinite(number):
+            raise self.error(f"a finite number {name}", value)
+        return number
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """A trace as text.
+
+    Raises:
+        TraceError: it cannot be opened, or is not text.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path.name} is not UTF-8 text: {error.reason}") from error
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+
+
+def csv_rows(path: Path, *needed: str) -> Iterator[Row]:
+    """Rows of a CSV file with a header.
+
+    Args:
+        path: of the file.
+        needed: columns that must be there.
+
+    Raises:
+        TraceError: a column is missing, or a line has too few or too many fields.
+    """
+    with opened(path) as file:
+        reader = csv.reader(file)
+        try:
+            header = [name.strip() for name in next(reader, [])]
+            _require_columns(path, header, needed)
+            for fields in reader:
+                if not fields:
+                    continue  # an empty line
+                row = Row(path, reader.line_num, dict(zip(header, fields, strict=False)))
+                if len(fields) != len(header):
+                    raise row.error(f"{len(header)} fields", ",".join(fields))
+                yield row
+        except csv.Error as error:
+            raise TraceError(f"{path.name}, line {reader.line_num}: {error}") from error
+
+
+def _require_columns(path: Path, header: list[str], needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if name not in header]
+    if missing:
+        raise TraceError(
+            f"{path.name}, line 1: expected the columns {', '.join(needed)}; "
+            f"{', '.join(missing)} missing in {','.join(header)!r}"
+        )
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """Rows of a file with one JSON object on each line.
+
+    Raises:
+        TraceError: a line is none.
+    """
+    with opened(path) as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                values = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise TraceError(f"{path.name}, line {line}: not JSON ({error})") from error
+            if not isinstance(values, dict):
+                raise TraceError(
+                    f"{path.name}, line {line}: expected a JSON object, got {text.strip()[:40]!r}"
+                )
+            yield Row(path, line, values)

@@ -1,0 +1,131 @@
+"""`quire simulate`: what it prints, its JSON, its files, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import quire.cli.main as cli
+from quire.errors import ConfigError
+
+TRACE = "num_prefill_tokens,num_decode_tokens\n" + "".join(
+    f"{50 + i % 9},{4 + i % 5}\n" for i in range(40)
+)
+
+
+def simulate(*arguments):
+    return CliRunner().invoke(cli.app, ["simulate", *map(str, arguments)])
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def last_object(result):
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_last_line_is_one_object_with_the_usual_members(trace: Path):
+    made = last_object(simulate("--trace", trace, "--model", "quire-tiny", "--json"))
+
+    assert set(made) == {
+        *("name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"),
+    }
+    assert made["name"] == "simulate"
+    assert made["claims"]["finished"] == 40
+    assert made["config"]["trace"]["file"] == "trace.csv"
+    assert all(isinstance(value, int | float) for value in made["claims"].values())
+
+
+def test_a_person_reads_percentiles_and_memory(trace: Path):
+    shown = simulate("--trace", trace).stdout
+
+    for words in ("40 requests", "to the first token", "p99", "KV memory", "preemptions"):
+        assert words in shown
+
+
+def test_options_of_engine_and_trace_reach_the_run(trace: Path):
+    result = simulate(
+        *("--trace", trace, "--model", "quire-tiny", "--kv-memory", "1MiB", "--max-running", 3),
+        *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
+        *("--trace-tenants", "round_robin:a,b", "--machine", "h100", "--request-rate", 100),
+    )
+    made = last_object(result)
+
+    assert made["claims"]["requests"] + made["claims"]["left_out"] == 20
+    assert made["claims"]["running_peak"] <= 3
+    assert set(made["arms"]["tenants"]) == {"a", "b"}
+    assert made["config"]["machine"]["name"] == "h100"
+
+
+def test_an_eviction_rule_bounds_the_memory(trace: Path):
+    common = ("--trace", trace, "--model", "quire-tiny", "--json")
+
+    capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
+    whole = last_object(simulate(*common))
+
+    assert capped["claims"]["finished"] == whole["claims"]["finished"] == 40
+    assert capped["claims"]["kv_peak_bytes"] < whole["claims"]["kv_peak_bytes"]
+
+
+def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    out = tmp_path / "new" / "folder"
+
+    made = last_object(simulate("--trace", trace, "--out", out, "--json"))
+
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("queue.svg", "simulate.json", "ttft.svg", "use.svg"),
+    ]
+    assert json.loads((out / "simulate.json").read_text()) == made
+    assert (out / "use.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "llama-9"), "unknown model shape"),
+        (("--machine", "a10"), "unknown machine 'a10'"),
+        (("--kv-memory", "1kB"), "holds no page"),
+        (("--requests", "0"), "requests of 1 or more"),
+        (("--trace-format", "azur"), "did you mean azure"),
+        (("--trace-tenants", "somebody"), "expected tenants as"),
+        (("--efficiency", "2"), "efficiency"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(trace: Path, arguments, says):
+    result = simulate("--trace", trace, *arguments)
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(trace: Path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    result = simulate("--trace", trace, "--out", trace / "inside")
+
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr
+
+
+def test_pictures_without_matplotlib_are_refused_before_the_run(trace: Path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    from quire.cli.out_folder import require_matplotlib
+
+    with pytest.raises(ConfigError, match="matplotlib"):
+        require_matplotlib("--out")
+
+
+def test_this_machine_must_have_been_profiled(trace: Path, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    result = simulate("--trace", trace, "--machine", "profile")
+
+    assert result.exit_code == 2
+    assert "quire profile" in result.stderr

@@ -1,0 +1,116 @@
+"""Percentiles against NumPy, fairness against its formula, gauges against sums by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from quire.engine.request import Request
+from quire.engine.sampling_params import SamplingParams
+from quire.sim.fairness import ServedTokens, jain_index
+from quire.sim.gauges import Gauges, Reading
+from quire.sim.metrics import latencies, percentiles
+from quire.sim.records import RequestRecord
+
+
+def record(arrival, admitted, first, finish, answer=5):
+    return RequestRecord(
+        line=1,
+        tenant="default",
+        arrival_s=float(arrival),
+        prompt_tokens=10,
+        answer_tokens=answer,
+        admitted_s=admitted,
+        first_token_s=first,
+        finish_s=finish,
+    )
+
+
+RUNS = [record(i, i + 0.1 * i, i + 0.3 * i, i + 2.0 * i, answer=1 + i % 4) for i in range(1, 40)]
+
+
+def reading(time_s=0.0, used=0, allocated=0, wasted=0, running=0, waiting=0):
+    return Reading(
+        time_s=time_s,
+        used_bytes=used,
+        allocated_bytes=allocated,
+        wasted_bytes=wasted,
+        running=running,
+        waiting=waiting,
+    )
+
+
+@pytest.mark.parametrize("q", [50, 90, 95, 99])
+def test_percentiles_are_those_of_numpy(q):
+    numbers = latencies(RUNS)
+    tpot = [
+        (r.finish_s - r.first_token_s) / (r.answer_tokens - 1) for r in RUNS if r.answer_tokens > 1
+    ]
+
+    assert numbers[f"queue_p{q}_s"] == np.percentile([r.admitted_s - r.arrival_s for r in RUNS], q)
+    assert numbers[f"ttft_p{q}_s"] == np.percentile(
+        [r.first_token_s - r.arrival_s for r in RUNS], q
+    )
+    assert numbers[f"e2e_p{q}_s"] == np.percentile([r.finish_s - r.arrival_s for r in RUNS], q)
+    assert numbers[f"tpot_p{q}_s"] == np.percentile(tpot, q)
+
+
+def test_percentiles_of_nothing_are_left_out():
+    assert percentiles("ttft", []) == percentiles("ttft", [math.nan]) == {}
+
+
+@pytest.mark.parametrize(
+    ("served", "index"),
+    [
+        ({"a": 5.0, "b": 5.0}, 1.0),
+        ({"a": 5.0, "b": 0.0}, 0.5),
+        ({"a": 2.0, "b": 1.0}, 0.9),
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}, 0.75),
+        ({"a": 0.0, "b": 0.0}, None),
+    ],
+)
+def test_jains_index(served, index):
+    assert jain_index(served) == index
+
+
+def test_tokens_count_while_all_tenants_wait():
+    def asked(tenant):
+        return Request("r", [1], SamplingParams(), tenant=tenant)
+
+    served = ServedTokens(("a", "b"))
+    served.arrived("a")
+    assert not served.all_backlogged
+    served.arrived("b")
+    assert served.all_backlogged
+
+    served.served([asked("a"), asked("b"), asked("a")], [5, 2, 1])
+    served.entered("b")
+
+    assert served.tokens == {"a": 6, "b": 2}
+    assert not served.all_backlogged
+
+
+def test_gauges_weigh_by_time():
+    gauges = Gauges()
+    gauges.hold(reading(used=100, allocated=80, wasted=20, running=2, waiting=4), 3.0)
+    gauges.hold(reading(used=40, allocated=40, wasted=30, running=1), 1.0)
+
+    assert gauges.mean("used_byte") == (300 + 40) / 4
+    assert gauges.mean("running") == 7 / 4
+    assert gauges.waste_fraction == (60 + 30) / (240 + 40)
+    assert (gauges.peak_used_bytes, gauges.peak_running, gauges.peak_waiting) == (100, 2, 4)
+
+
+def test_a_long_series_is_thinned_evenly():
+    gauges = Gauges()
+    for i in range(20_000):
+        gauges.hold(reading(time_s=float(i)), 1.0)
+    times = [sample.time_s for sample in gauges.samples]
+
+    assert 2000 < len(times) <= 4096
+    assert len({b - a for a, b in itertools.pairwise(times)}) == 1
+
+
+def test_gauges_of_nothing_are_zero():
+    assert Gauges().waste_fraction == Gauges().mean("running") == 0.0

@@ -1,0 +1,93 @@
+"""A step of many rows takes what `plan.parts` says, part by part; rates are what was said."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, UnknownName
+from quire.plan.parts import RowTokens, step_parts
+from quire.sim.machine import MachineConfig
+from quire.sim.models import CONFIGS, model_shape
+from quire.sim.rates import Rates
+from quire.sim.timing import StepTimer
+from quire.spec.model import LayerSpec
+
+RATES = Rates(read_bytes_per_s=1e11, flops_per_s=1e13, copy_bytes_per_s=1e10, overhead_s=0.001)
+TINY = model_shape("quire-tiny")
+WINDOWED = replace(TINY, layers=tuple(LayerSpec(window=w) for w in (None, 4, 4, 9) * 2))
+rows_of_steps = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6)
+
+
+def by_parts(model, rows, sampled_rows):
+    """The plain reference: the floor of each part of the whole step."""
+    tokens = [RowTokens(new=new, before=before) for new, before in rows]
+    parts = step_parts(model, tokens, sampled_rows=sampled_rows)
+    floors = [part.floor_s(RATES.read_bytes_per_s, RATES.flops_per_s) for part in parts]
+    return RATES.overhead_s + sum(floors)
+
+
+def timed(timer, rows, sampled_rows):
+    new, before = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return timer.seconds(new, before, sampled_rows)
+
+
+@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@given(rows=rows_of_steps, sampled=st.integers(0, 6))
+def test_a_step_takes_the_floors_of_its_parts(model, rows, sampled):
+    timer = StepTimer(model, RATES)
+
+    assert timed(timer, rows, sampled) == pytest.approx(by_parts(model, rows, sampled), rel=1e-12)
+    assert timed(timer, rows, sampled) == timed(timer, rows, sampled)  # from memory
+
+
+def test_copies_take_their_bytes_over_the_rate():
+    assert StepTimer(TINY, RATES).copy_seconds(5 * 10**9) == 0.5
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "quire-tiny"])
+def test_every_named_shape_can_be_timed(name):
+    assert timed(StepTimer(model_shape(name), RATES), [(1, 10)], 1) > RATES.overhead_s
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3-8b", 8.03),
+        ("llama-3.1-70b", 70.6),
+        ("llama-3.2-1b", 1.24),
+        ("qwen2.5-7b", 7.62),
+        ("opt-6.7b", 6.66),
+    ],
+)
+def test_named_shapes_have_the_published_number_of_weights(name, billions):
+    assert model_shape(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_an_unknown_shape_offers_the_near_ones():
+    with pytest.raises(UnknownName, match="llama-3-8b"):
+        model_shape("llama3-8b")
+
+
+def test_peaks_are_reached_in_part_and_measured_rates_whole():
+    peak = MachineConfig(efficiency=1.0).rates()
+
+    assert MachineConfig().rates().read_bytes_per_s == pytest.approx(0.6 * peak.read_bytes_per_s)
+    assert MachineConfig(name="profile").rates(RATES).flops_per_s == RATES.flops_per_s
+    assert MachineConfig(step_overhead_ms=5).rates().overhead_s == 0.005
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"name": "a10"}, {"efficiency": 0.0}, {"efficiency": 1.5}, {"step_overhead_ms": -1.0}],
+)
+def test_machines_that_cannot_be_are_refused(options):
+    with pytest.raises(ConfigError):
+        MachineConfig(**options)
+
+
+def test_rates_are_above_zero():
+    with pytest.raises(ConfigError, match="flops_per_s"):
+        replace(RATES, flops_per_s=0.0)

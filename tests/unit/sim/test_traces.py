@@ -1,0 +1,349 @@
+"""Each format is read as it is written, found by itself, and refused line by line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError, TraceError, UnknownName
+from quire.sim.tokens import token_ids
+from quire.sim.traces.base import Segment
+from quire.sim.traces.loading import load_trace
+from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.registry import formats
+from quire.sim.traces.reuse import reusable
+from quire.sim.traces.sharegpt import estimated_tokens
+from unit.sim.traces import recorded, request, trace
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,879,55
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}
+{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 9]}
+{"timestamp": 3000, "input_length": 512, "output_length": 1, "hash_ids": [7]}
+"""
+VIDUR = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
+3772,54,3826,69.85
+2015,156,2171,12.9
+"""
+SHAREGPT = json.dumps(
+    [
+        {
+            "id": "a",
+            "conversations": [
+                {"from": "human", "value": "x" * 40},
+                {"from": "gpt", "value": "y" * 8},
+                {"from": "human", "value": "z" * 4},
+                {"from": "gpt", "value": "w" * 5},
+            ],
+        },
+        {"conversations": [{"from": "user", "value": "q" * 3}, {"from": "gpt", "value": "r"}]},
+    ]
+)
+WRITTEN = {"azure": AZURE, "mooncake": MOONCAKE, "vidur": VIDUR, "sharegpt": SHAREGPT}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text, name="trace"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return to_file
+
+
+def lengths(loaded):
+    return [(r.prompt_tokens, r.answer.tokens) for r in loaded.requests]
+
+
+def arrivals(loaded):
+    return [r.arrival_s for r in loaded.requests]
+
+
+# ---- formats -----------------------------------------------------------------------------------
+
+
+def test_every_format_has_an_example_here():
+    assert set(WRITTEN) == set(formats())
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_a_format_is_recognised_by_the_file(write, name):
+    assert load_trace(write(WRITTEN[name])).format == name
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_a_byte_order_mark_and_empty_lines_change_nothing(write, name):
+    marked = b"\xef\xbb\xbf" + WRITTEN[name].encode() + b"\n\n"
+
+    assert load_trace(write(marked)).requests == load_trace(write(WRITTEN[name])).requests
+
+
+def test_azure_times_begin_at_zero(write):
+    loaded = load_trace(write(AZURE))
+
+    assert lengths(loaded) == [(374, 44), (396, 109), (879, 55)]
+    assert arrivals(loaded) == pytest.approx([0.0, 4.314579, 4.541877], abs=1e-5)
+
+
+def test_mooncake_times_are_milliseconds(write):
+    loaded = load_trace(write(MOONCAKE))
+
+    assert lengths(loaded) == [(1100, 5), (1030, 7), (512, 1)]
+    assert arrivals(loaded) == [0.0, 1.5, 3.0]
+
+
+def test_equal_hash_ids_are_equal_tokens(write):
+    """Two blocks of 512 tokens are shared; the third ids differ."""
+    first, second, third = load_trace(write(MOONCAKE)).requests
+    a, b, c = (token_ids(r.prompt) for r in (first, second, third))
+
+    assert (len(a), len(b), len(c)) == (1100, 1030, 512)
+    assert a[:1024] == b[:1024]
+    assert a[1024] != b[1024]
+    assert a[:512] != c
+    assert a == token_ids(first.prompt)
+
+
+def test_vidur_has_no_times(write):
+    loaded = load_trace(write(VIDUR))
+
+    assert lengths(loaded) == [(3772, 54), (2015, 156)]
+    assert arrivals(loaded) == [0.0, 0.0]
+
+
+def test_a_conversation_repeats_its_own_past(write):
+    """10 tokens are answered with 2; then 10 + 2 + 1 with 2 (5 bytes); the other: 1 with 1."""
+    loaded = load_trace(write(SHAREGPT))
+    first, second, other = loaded.requests
+    answered = token_ids([*first.prompt, first.answer])
+
+    assert lengths(loaded) == [(10, 2), (13, 2), (1, 1)]
+    assert token_ids(second.prompt)[:12] == answered
+    assert token_ids(other.prompt)[0] != answered[0]
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("", 0), ("abcd", 1), ("abcde", 2), ("éé", 1)])
+def test_lengths_of_texts_are_estimated_from_their_bytes(text, tokens):
+    assert estimated_tokens(text) == tokens
+
+
+def test_tokens_depend_on_content_and_offset_alone():
+    whole = token_ids([Segment(3, 8), Segment(4, 5)])
+
+    assert whole == token_ids([Segment(3, 8)]) + token_ids([Segment(4, 5)])
+    assert token_ids([Segment(3, 5)]) == whole[:5]
+    assert all(0 <= token < 2**31 for token in whole)
+    assert token_ids([Segment(-1, 4)]) != token_ids([Segment(1, 4)])
+
+
+def test_tokens_of_different_contents_hardly_ever_meet():
+    ids = np.array([token_ids([Segment(content, 100)]) for content in range(-50, 50)])
+
+    assert len(np.unique(ids)) > 0.999 * ids.size
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def test_the_first_requests_are_those_that_came_first(write):
+    header, *lines = AZURE.splitlines()
+    shuffled = "\n".join([header, *reversed(lines)])
+
+    loaded = load_trace(write(shuffled), TraceOptions(requests=2))
+
+    assert lengths(loaded) == [(374, 44), (396, 109)]
+
+
+def test_times_are_stretched(write):
+    half = load_trace(write(AZURE), TraceOptions(time_scale=0.5))
+
+    assert arrivals(half) == pytest.approx([t / 2 for t in arrivals(load_trace(write(AZURE)))])
+
+
+def test_shared_pieces_stay_shared_when_lengths_shrink(write):
+    first, second, _ = load_trace(write(MOONCAKE), TraceOptions(length_scale=0.25)).requests
+
+    assert [s.tokens for s in first.prompt] == [128, 128, round(76 / 4)]
+    assert first.prompt[:2] == second.prompt[:2]
+    assert second.prompt[2].tokens == round(6 / 4)
+
+
+def test_nothing_shrinks_to_nothing(write):
+    loaded = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
+
+    assert lengths(loaded) == [(1, 1)] * 3
+
+
+def test_what_is_too_long_is_left_out_and_counted(write):
+    loaded = load_trace(write(AZURE), TraceOptions(max_tokens=418))
+
+    assert lengths(loaded) == [(374, 44)]
+    assert loaded.num_dropped == 2
+
+
+def test_drawn_arrivals_come_at_their_rate_and_again_the_same(write):
+    rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 4000
+    options = TraceOptions(request_rate=8.0, seed=3)
+
+    first, again = (arrivals(load_trace(write(rows), options)) for _ in range(2))
+
+    assert first == again == sorted(first)
+    assert 4000 / first[-1] == pytest.approx(8.0, rel=0.1)
+
+
+def test_tenants_come_from_a_column(write):
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens,who\n2023-11-16 18:15:46,3,4,ann\n"
+
+    loaded = load_trace(write(rows), TraceOptions(tenants="column:who"))
+
+    assert loaded.tenants == ("ann",)
+
+
+def test_tenants_take_turns(write):
+    loaded = load_trace(write(AZURE), TraceOptions(tenants="round_robin:a,b"))
+
+    assert [r.tenant for r in loaded.requests] == ["a", "b", "a"]
+
+
+def test_tenants_get_their_shares(write):
+    rows = "num_prefill_tokens,num_decode_tokens\n" + "5,5\n" * 2000
+
+    loaded = load_trace(write(rows), TraceOptions(tenants="share:big=0.95,small=0.05", seed=1))
+
+    small = sum(r.tenant == "small" for r in loaded.requests)
+    assert small == pytest.approx(100, abs=40)
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("\n \n", "is empty"),
+        ("hello world\n", "no known format"),
+        (AZURE.splitlines()[0], "holds no requests"),
+        ("[]" + " " * 5, "no known format"),
+        (AZURE.replace("396", "-1"), "line 3: expected ContextTokens to be a whole number of 1"),
+        (
+            AZURE.replace("109", "-109"),
+            "line 3: expected GeneratedTokens to be a whole number of 0",
+        ),
+        (AZURE.replace("396", "0"), "line 3"),
+        (AZURE.replace("396", "3.5"), "line 3"),
+        (AZURE.replace("396", "many"), "line 3: expected a number ContextTokens, got 'many'"),
+        (AZURE.replace("396", "1e999"), "line 3: expected a finite number"),
+        (AZURE.replace(",109", ""), "line 3: expected 3 fields"),
+        (AZURE.replace(",109", ",109,7"), "line 3: expected 3 fields"),
+        (AZURE.replace("2023-11-16 18:15:50.9951690", "soon"), "line 3: expected a date and time"),
+        (AZURE.replace("GeneratedTokens", "Generated"), "GeneratedTokens missing"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1]"), "line 2: expected a hash id for each 512"),
+        (MOONCAKE.replace("[0, 1, 9]", "[0, 1, -9]"), "line 2: expected hash_ids"),
+        (MOONCAKE.replace("[0, 1, 9]", "7"), "line 2: expected hash_ids"),
+        (MOONCAKE.replace("1030,", "-1030,"), "line 2: expected input_length"),
+        (MOONCAKE.replace("1030,", "true,"), "line 2: expected a number input_length"),
+        (MOONCAKE.replace('"output_length": 7, ', ""), "line 2: expected a number output_length"),
+        (MOONCAKE.replace('{"timestamp": 1500', '{"timestamp": NaN'), "line 2: expected a finite"),
+        (MOONCAKE.replace('{"timestamp": 1500', '{"timestamp" 1500'), "line 2: not JSON"),
+        (MOONCAKE + "[1, 2]\n", "line 4: expected a JSON object"),
+        (VIDUR.replace("2015", "-2015"), "line 3: expected num_prefill_tokens"),
+        (SHAREGPT.replace('"from": "user"', '"to": "user"'), "conversation 2: expected turns"),
+        (SHAREGPT[:-9], "not JSON"),
+        (b"\xff\xfe\x00bad", "not UTF-8"),
+    ],
+)
+def test_a_broken_trace_is_refused_by_its_line(write, text, says):
+    with pytest.raises(TraceError) as refused:
+        load_trace(write(text))
+
+    assert says in str(refused.value)
+
+
+def test_a_trace_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        load_trace(tmp_path / "none.csv")
+
+
+def test_an_unknown_format_offers_the_near_ones(write):
+    with pytest.raises(UnknownName, match="did you mean azure"):
+        load_trace(write(AZURE), TraceOptions(format="azur"))
+
+
+def test_a_trace_of_which_nothing_is_left_is_refused(write):
+    with pytest.raises(TraceError, match="longer than max_tokens=10"):
+        load_trace(write(AZURE), TraceOptions(max_tokens=10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"requests": 0},
+        {"time_scale": -1.0},
+        {"time_scale": float("nan")},
+        {"length_scale": 0.0},
+        {"max_tokens": 0},
+        {"request_rate": 0.0},
+        {"requests": "many"},
+    ],
+)
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        TraceOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["random:a", "round_robin:", "round_robin:a,a", "share:a", "share:a=-1", "share:a=0,b=1"],
+)
+def test_tenants_that_cannot_be_are_refused(write, text):
+    with pytest.raises(ConfigError, match="tenant"):
+        load_trace(write(AZURE), TraceOptions(tenants=text))
+
+
+def test_a_missing_tenant_is_refused(write):
+    with pytest.raises(TraceError, match="who missing"):
+        load_trace(write(AZURE), TraceOptions(tenants="column:who"))
+
+
+# ---- what is repeated --------------------------------------------------------------------------
+
+
+def test_only_a_known_begin_can_be_reused():
+    """Of 2 + 3 + 3 pieces 0, 2 and 1 are known; the last one stands behind a new one."""
+    found = reusable(
+        trace(
+            request(1, 0, 0, 1, shared=[(0, 10), (1, 10)]),
+            request(2, 0, 5, 1, shared=[(0, 10), (1, 10)]),
+            request(3, 0, 0, 1, shared=[(7, 10), (1, 10), (8, 10)]),
+        ).requests
+    )
+
+    assert found.block_fraction == 3 / 8
+    assert found.token_fraction == 20 / (20 + 25 + 30)
+
+
+def test_the_recorded_conversations_repeat_37_percent():
+    loaded = load_trace(recorded("mooncake_conversation_trace.jsonl"))
+
+    found = reusable(loaded.requests)
+
+    assert len(loaded.requests) == 12_031
+    assert found.block_fraction == pytest.approx(0.366, abs=0.001)
+    assert found.token_fraction == pytest.approx(0.374, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("AzureLLMInferenceTrace_conv.csv", 19_366),
+        ("AzureLLMInferenceTrace_code.csv", 8_819),
+        ("vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv", 28_257),
+    ],
+)
+def test_recorded_traces_are_read_whole(name, count):
+    assert len(load_trace(recorded(name)).requests) == count
