@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.bench.attention import AttentionBench, AttentionShape
+from quire.bench.copies import SWAP_BYTES, measure_copy_rates
+from quire.bench.prefill_rates import CHUNKS
 from quire.bench.timing import seconds, torch_threads, touched_buffer
 from quire.plan.ceilings import Ceilings, Machine, ProductRate
 
@@ -27,6 +29,8 @@ class ProfileConfig:
         buffer_bytes: what is read and copied.
         rows, matrices, dtypes: of the products.
         attention: shape of the decoding batch.
+        swap_bytes: sizes of sequences that are swapped.
+        chunks, prompt_tokens: how a model that is given reads prompts.
     """
 
     repeats: int = 7
@@ -35,6 +39,9 @@ class ProfileConfig:
     matrices: tuple[tuple[int, int], ...] = MATRICES
     dtypes: tuple[str, ...] = DTYPES
     attention: AttentionShape = field(default_factory=AttentionShape)
+    swap_bytes: tuple[int, ...] = SWAP_BYTES
+    chunks: tuple[int, ...] = CHUNKS
+    prompt_tokens: int = 2_048
 
 
 QUICK_PROFILE = ProfileConfig(
@@ -43,6 +50,9 @@ QUICK_PROFILE = ProfileConfig(
     rows=(1, 32),
     matrices=((256, 256),),
     attention=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
+    swap_bytes=(256 << 10, 1 << 20),
+    chunks=(16, 32),
+    prompt_tokens=64,
 )
 
 
@@ -119,6 +129,7 @@ def measure_ceilings(
         one_thread_copy_bytes_per_s=copy_one,
         products=products,
         attention_bytes_per_s=attention,
+        copies=measure_copy_rates(config.swap_bytes, config.repeats, progress=progress),
     )
 
 

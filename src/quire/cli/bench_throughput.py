@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson, Attention, Threads, use_threads
-from quire.cli.report import envelope, this_machine
+from quire.cli.report import envelope
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
+from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
     from quire.bench.throughput import Round, ThroughputConfig

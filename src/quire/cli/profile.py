@@ -2,14 +2,20 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.report import envelope, this_machine
+from quire.cli.report import envelope
+from quire.plan.machine import this_machine
+
+if TYPE_CHECKING:
+    from quire.bench.ceilings import ProfileConfig
+    from quire.plan.ceilings import Machine
+    from quire.plan.rates import PrefillRates
 
 
 def profile(
@@ -18,6 +24,10 @@ def profile(
         Path | None,
         typer.Option(help="File to write. Default: quire/ceilings.json in the user's cache."),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="A model whose rate of reading prompts is measured."),
+    ] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
     ] = False,
@@ -26,8 +36,9 @@ def profile(
 ) -> None:
     """Measure the ceilings of this machine once and store them.
 
-    Read and copy bandwidth, matrix products by shape, and attention. A file holds for one
-    processor, number of threads and torch version.
+    Read and copy bandwidth, matrix products by shape, attention, swaps between the KV memory and
+    the host, and with a model how fast it reads prompts. A file holds for one processor, number
+    of threads and torch version.
     """
     import torch
 
@@ -39,7 +50,9 @@ def profile(
     use_threads(threads)
     config = QUICK_PROFILE if quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
+    prefill = _prefill(model, config) if model else {}  # first: a wrong name takes no minutes
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
+    ceilings = replace(ceilings, prefill=_known_prefill(path, machine) | prefill)
     if path is not None:
         write_ceilings(ceilings, path)
         typer.echo(f"written: {path}")
@@ -54,9 +67,37 @@ def profile(
             claims[f"{dtype}_flops_per_s"] = ceilings.peak_product_rate(dtype)
         for way, rate in ceilings.attention_bytes_per_s.items():
             claims[f"attention_{way.replace(' ', '_')}_bytes_per_s"] = rate
+        for device, rates in ceilings.copies.items():
+            name = device.replace(" ", "_")
+            claims[f"swap_out_{name}_bytes_per_s"] = rates.out.bytes_per_s
+            claims[f"swap_in_{name}_bytes_per_s"] = rates.back.bytes_per_s
         used = asdict(config) | {
             "threads": machine.threads,
+            "model": model or None,
             "output": None if path is None else str(path),
         }
         arms = {"ceilings": asdict(ceilings)}
         typer.echo(json.dumps(envelope("profile", claims, arms, used)))
+
+
+def _prefill(model: str, config: "ProfileConfig") -> "dict[str, PrefillRates]":
+    from quire.bench.prefill_rates import measure_prefill_rates
+    from quire.models.loader import load_model
+
+    return measure_prefill_rates(
+        load_model(model),
+        chunks=config.chunks,
+        prompt_tokens=config.prompt_tokens,
+        repeats=config.repeats,
+        progress=typer.echo,
+    )
+
+
+def _known_prefill(path: Path | None, machine: "Machine") -> "dict[str, PrefillRates]":
+    """Rates of other models in the file that is about to be written, as far as they hold here."""
+    from quire.plan.ceilings import NotUsable, read_ceilings
+
+    if path is None:
+        return {}
+    found = read_ceilings(path, machine)
+    return {} if isinstance(found, NotUsable) else dict(found.prefill)

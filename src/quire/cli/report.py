@@ -11,13 +11,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 
-from quire.plan.ceilings import Machine
 from quire.plan.container import container_total_bytes
+from quire.plan.machine import cpu_model, package_version
 
 _PACKAGES = ("torch", "transformers", "numpy")
 
@@ -67,21 +66,16 @@ def versions() -> dict[str, str | None]:
     from quire.version import __version__
 
     found: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
-    return found | {package: _version(package) for package in _PACKAGES}
+    return found | {package: package_version(package) for package in _PACKAGES}
 
 
 def hardware() -> dict[str, object]:
     """Processor, cores this process may use, and memory in bytes."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": _cores(),
         "memory_bytes": total_memory_bytes(),
     }
-
-
-def this_machine(threads: int) -> Machine:
-    """What measured ceilings of this machine depend on."""
-    return Machine(cpu=_cpu_model(), threads=threads, torch=_version("torch") or "without metadata")
 
 
 def total_memory_bytes() -> int:
@@ -98,24 +92,7 @@ def _git(git: str, folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -41,6 +41,9 @@ def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[t
 class DirectCopies:
     """`HostCopies` for an arena that lies on the host itself.
 
+    Through NumPy, which copies whole pages with one `memcpy` each: torch puts rows of bytes into
+    their places at an eighth of that speed.
+
     Args:
         store: the arena.
         host: the pool's bytes.
@@ -51,13 +54,14 @@ class DirectCopies:
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Copy pages to the host, one behind the other from byte `start`."""
-        target = _packed(self._host, page_class, len(pages), start)
-        torch.index_select(self._store.views(page_class).whole, 0, _index(pages), out=target)
+        target = _packed(self._host, page_class, len(pages), start).numpy()
+        whole = self._store.views(page_class).whole.numpy()
+        np.take(whole, pages, axis=0, out=target, mode="clip")  # "raise" would copy twice
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Copy bytes of the host into pages."""
-        source = _packed(self._host, page_class, len(pages), start)
-        self._store.views(page_class).whole[_index(pages)] = source
+        source = _packed(self._host, page_class, len(pages), start).numpy()
+        self._store.views(page_class).whole.numpy()[pages] = source
 
     def wait(self) -> None:
         """Nothing to wait for: copies on a CPU are done when they return."""
@@ -118,6 +122,11 @@ class StagedCopies:
         """Return when all copies that were begun are done."""
         if self._store.device.type == "cuda":
             torch.cuda.current_stream(self._store.device).synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    """What rates of a device are stored under: `cpu`, or the accelerator's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def host_copies(

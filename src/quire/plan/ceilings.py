@@ -9,10 +9,12 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from quire.errors import ConfigError
+from quire.plan.rates import CopyRates, PrefillRates
+from quire.plan.stored_rates import copies_from, prefill_from
 
 FORMAT = 1
 
@@ -60,6 +62,8 @@ class Ceilings:
         one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: likewise with one thread.
         products: matrix products by shape.
         attention_bytes_per_s: by way of attending, KV bytes of a decoding batch over its time.
+        copies: of swapped pages, by device; files written before this was measured have none.
+        prefill: of models, by `model_key`; empty where no model was given.
     """
 
     machine: Machine
@@ -69,6 +73,8 @@ class Ceilings:
     one_thread_copy_bytes_per_s: float
     products: tuple[ProductRate, ...]
     attention_bytes_per_s: Mapping[str, float]
+    copies: Mapping[str, CopyRates] = field(default_factory=dict)
+    prefill: Mapping[str, PrefillRates] = field(default_factory=dict)
 
     def peak_product_rate(self, dtype: str = "bfloat16") -> float:
         """The highest measured rate of a product, in FLOP/s.
@@ -155,10 +161,10 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
         return NotUsable(f"{path} cannot be read: {error.strerror}")
     except (ValueError, KeyError, TypeError) as error:
         return NotUsable(f"{path} is not a file of ceilings ({error}): {again}")
-    for field in fields(Machine):
-        stored, here = getattr(ceilings.machine, field.name), getattr(machine, field.name)
+    for part in fields(Machine):
+        stored, here = getattr(ceilings.machine, part.name), getattr(machine, part.name)
         if stored != here:
-            return NotUsable(f"{path} was measured with {field.name} {stored}, not {here}: {again}")
+            return NotUsable(f"{path} was measured with {part.name} {stored}, not {here}: {again}")
     return ceilings
 
 
@@ -174,6 +180,7 @@ def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
         raise ValueError(f"expected format {FORMAT}")
     machine, products = values.pop("machine"), values.pop("products")
     attention = values.pop("attention_bytes_per_s")
+    copies, prefill = values.pop("copies", {}), values.pop("prefill", {})
     if not isinstance(machine, dict) or not isinstance(products, list):
         raise TypeError("expected a table `machine` and a list `products`")
     if not isinstance(attention, dict):
@@ -183,6 +190,8 @@ def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
         machine=Machine(**machine),
         products=tuple(_product(product) for product in products),
         attention_bytes_per_s={name: _rate(value) for name, value in attention.items()},
+        copies=copies_from(copies),
+        prefill=prefill_from(prefill),
         **rates,
     )
 

@@ -20,9 +20,9 @@ class RateEstimator:
 
     Differs from the textbook: errors count relative to the prediction, because a copy of 1 GiB
     varies by more seconds than one of 1 MiB; a sample whose error is beyond three times what is
-    usual weighs less in proportion (Huber), so one stray sample moves little and a lasting change
-    is followed after a few; coefficients stay positive; and the uncertainty of what has not been tried for long is
-    bounded. All variances are relative to the coefficients as they are known now.
+    usual weighs less in proportion (Huber), so a stray one moves little; coefficients stay
+    positive; and the uncertainty of what has not been tried for long is bounded. All variances are
+    relative to the coefficients as they are known now.
 
     Args:
         prior: coefficients to begin with; those that are 0 stay so.

@@ -45,7 +45,9 @@ def test_everything_asked_for_is_measured():
     assert found.machine == MACHINE
     for rate in (found.read_bytes_per_s, found.copy_bytes_per_s):
         assert rate > 0
-    assert len(said) == 2 + len(found.products) + len(found.attention_bytes_per_s)
+    assert found.copies["cpu"].out.bytes_per_s > 0
+    swaps = 2 * len(QUICK_PROFILE.swap_bytes) * len(found.copies)
+    assert len(said) == 2 + len(found.products) + len(found.attention_bytes_per_s) + swaps
 
 
 def test_each_rate_is_the_median_after_a_first_call(monkeypatch: pytest.MonkeyPatch):

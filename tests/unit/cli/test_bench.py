@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from quire.cli.main import app
-from quire.cli.report import this_machine
 from quire.plan.ceilings import Ceilings, NotUsable, read_ceilings
+from quire.plan.machine import this_machine
 
 CLAIMS = (
     "total_ratio_vs_hf_static",
@@ -46,6 +46,27 @@ def test_a_profile_is_written_and_read_again(tmp_path: Path):
     assert run["claims"]["read_bytes_per_s"] == found.read_bytes_per_s
     assert run["claims"]["bfloat16_flops_per_s"] == found.peak_product_rate()
     assert isinstance(read_ceilings(path, this_machine(run["config"]["threads"] + 1)), NotUsable)
+
+
+def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
+    path = tmp_path / "ceilings.json"
+    arguments = ("profile", "--quick", "--output", str(path), "--json")
+    first = last_line(quire(*arguments, "--model", "quire-tiny"))
+    last_line(quire(*arguments))
+
+    found = read_ceilings(path, this_machine(first["config"]["threads"]))
+    assert isinstance(found, Ceilings)
+    [(key, rates)] = found.prefill.items()
+    assert key.endswith("bfloat16, cpu")
+    assert rates.token_s == first["arms"]["ceilings"]["prefill"][key]["token_s"]
+    assert found.copies["cpu"].out.bytes_per_s > 0
+
+
+def test_a_profile_of_a_model_that_is_not_there_measures_nothing(tmp_path: Path):
+    result = quire("profile", "--quick", "--model", str(tmp_path / "none"))
+
+    assert result.exit_code != 0
+    assert "GB/s" not in result.output
 
 
 def test_a_quick_profile_takes_no_ones_place(cache: Path):

@@ -1,0 +1,51 @@
+"""Rates of preemption as they stand in the file that `quire profile` writes."""
+
+from typing import Any
+
+from quire.plan.rates import CopyRate, CopyRates, PrefillRates
+from quire.spec.model import ModelSpec
+
+
+def model_key(model: ModelSpec, *, dtype: str, device: str) -> str:
+    """What the prefill rates of a model are stored under: its shape, whatever folder it is in.
+
+    Args:
+        model: the shape.
+        dtype: of its weights, as `bfloat16`.
+        device: `cpu`, or the name of the accelerator.
+    """
+    return (
+        f"{model.architecture}, {model.num_layers} layers of {model.hidden_size}, "
+        f"{model.num_parameters} parameters, {dtype}, {device}"
+    )
+
+
+def copies_from(stored: object) -> dict[str, CopyRates]:
+    """Copy rates by device from their JSON object.
+
+    Raises:
+        ValueError: a rate that is none.
+        KeyError, TypeError: a field is missing, or is not what it should be.
+    """
+    return {
+        device: CopyRates(
+            out=CopyRate(**_table(rates["out"])), back=CopyRate(**_table(rates["back"]))
+        )
+        for device, rates in ((name, _table(value)) for name, value in _table(stored).items())
+    }
+
+
+def prefill_from(stored: object) -> dict[str, PrefillRates]:
+    """Prefill rates by `model_key` from their JSON object.
+
+    Raises:
+        ValueError: a rate that is none.
+        KeyError, TypeError: a field is missing, or is not what it should be.
+    """
+    return {key: PrefillRates(**_table(rates)) for key, rates in _table(stored).items()}
+
+
+def _table(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a table of rates, got {value!r}")
+    return value

@@ -1,0 +1,123 @@
+"""Costs before anything was measured: stored ones, and what is assumed where there are none."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.plan.ceilings import (
+    Ceilings,
+    Machine,
+    NotUsable,
+    ProductRate,
+    read_ceilings,
+    write_ceilings,
+)
+from quire.plan.known_costs import (
+    ASSUMED_COPY,
+    ASSUMED_FLOPS_PER_S,
+    assumed_prefill,
+    known_costs,
+)
+from quire.plan.rates import CopyRate, CopyRates, PrefillRates
+from quire.plan.stored_rates import model_key
+from quire.spec.model import ModelSpec
+
+MODEL = ModelSpec.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+)
+HERE = Machine(cpu="a processor", threads=2, torch="2.13.0")
+COPIES = CopyRates(
+    out=CopyRate(bytes_per_s=5e9, call_s=1e-5, piece_s=1e-6), back=CopyRate(bytes_per_s=4e9)
+)
+PREFILL = PrefillRates(token_s=1e-5, square_s=1e-9, call_s=1e-3)
+STORED = Ceilings(
+    machine=HERE,
+    read_bytes_per_s=20e9,
+    copy_bytes_per_s=10e9,
+    one_thread_read_bytes_per_s=12e9,
+    one_thread_copy_bytes_per_s=6e9,
+    products=(ProductRate(dtype="bfloat16", rows=64, inner=64, columns=128, flops_per_s=1e11),),
+    attention_bytes_per_s={},
+    copies={"cpu": COPIES},
+    prefill={model_key(MODEL, dtype="bfloat16", device="cpu"): PREFILL},
+)
+
+
+def costs(found, **changes):
+    asked = {"dtype": "bfloat16", "device": "cpu", "chunk_tokens": 256} | changes
+    return known_costs(found, MODEL, **asked)
+
+
+def test_what_was_measured_is_used_as_it_was_stored(tmp_path: Path):
+    path = tmp_path / "ceilings.json"
+    write_ceilings(STORED, path)
+
+    known = costs(read_ceilings(path, HERE))
+
+    assert (known.costs.copies, known.costs.prefill) == (COPIES, PREFILL)
+    assert known.costs.chunk_tokens == 256
+    assert known.notice == ""
+
+
+def test_another_machine_is_assumed_slow_and_the_reason_is_said(tmp_path: Path):
+    path = tmp_path / "ceilings.json"
+    write_ceilings(STORED, path)
+
+    known = costs(read_ceilings(path, replace(HERE, threads=1)))
+
+    assert known.costs.copies.out == known.costs.copies.back == ASSUMED_COPY
+    assert known.costs.prefill == assumed_prefill(MODEL, ASSUMED_FLOPS_PER_S)
+    assert "assumed at first" in known.notice
+    assert "measured with threads 2, not 1: run `quire profile`" in known.notice
+
+
+def test_no_file_is_no_error():
+    known = costs(NotUsable("ceilings.json is not there: run `quire profile`"))
+
+    assert "is not there" in known.notice
+
+
+def test_a_file_from_before_swaps_were_measured_gives_its_products():
+    known = costs(replace(STORED, copies={}, prefill={}))
+
+    assert known.costs.copies.out == ASSUMED_COPY
+    assert known.costs.prefill == assumed_prefill(MODEL, 1e11)
+    assert "copies with cpu were not measured" in known.notice
+    assert "`quire profile --model`" in known.notice
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"device": "a card"}], ids=str)
+def test_rates_of_another_dtype_or_device_are_not_taken(changes):
+    known = costs(STORED, **changes)
+
+    assert known.costs.prefill != PREFILL
+    assert known.notice
+
+
+def test_assumed_prefill_by_hand():
+    """Two layers: q and o 64 x 64, k and v 64 x 32, MLP 3 x 64 x 128: 36,864 weights each.
+
+    73,728 weights and 5 norms of 64; 2 FLOP a weight. Attention: 2 * 2 layers * 64 = 256.
+    """
+    rates = assumed_prefill(MODEL, 1e9)
+
+    assert rates.token_s == pytest.approx(2 * 73_728 / 1e9, rel=0.01)
+    assert rates.square_s == pytest.approx(256 / 1e9)
+
+
+def test_the_key_names_the_shape_the_dtype_and_the_device():
+    key = model_key(MODEL, dtype="bfloat16", device="cpu")
+
+    assert key.startswith("llama, 2 layers of 64, ")
+    assert key.endswith(" parameters, bfloat16, cpu")
