@@ -12,10 +12,11 @@ import typer
 from quire.cli.common import AsJson
 from quire.cli.options import KV, MACHINE, SCHEDULE, TRACE
 from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
-from quire.cli.report import envelope, this_machine
+from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
+from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
 from quire.spec.eviction import EvictionSpec, parse_policy
