@@ -135,11 +135,13 @@ class _Counted:
         kind, kinds = _numbered(pool.ref_counts[pages], sequences[pages])
         counts = np.bincount(owner * len(kinds) + kind)
         (found,) = np.nonzero(counts)
-        owner, kind = np.divmod(found, max(1, len(kinds)))
-        group, place = np.divmod(owner, max(1, len(rows)))
-        self.index = np.column_stack([group, rows[place], kinds[kind]])
+        found_owner, found_kind = np.divmod(found, max(1, len(kinds)))
+        group, place = np.divmod(found_owner, max(1, len(rows)))
+        self.index = np.column_stack([group, rows[place], kinds[found_kind]])
         self.pages = counts[found]
-        self.idle = np.bincount(pool.ref_counts[sequences == 0])
+        self.idle = np.bincount(pool.ref_counts)
+        entries = np.bincount(kind, minlength=len(kinds))
+        np.subtract.at(self.idle, kinds[:, 0], entries // kinds[:, 1])
 
 
 def _entries(
@@ -148,7 +150,7 @@ def _entries(
     """Every page of these rows, those kept aside too: the row's place in `rows`, and the page."""
     widest = int(table.num_pages[rows].max(initial=0))
     block = table.pages[rows, :, :widest]
-    place, _, _ = np.nonzero(block != NO_PAGE)
+    place = np.repeat(np.arange(len(rows)), table.num_pages[rows].sum(axis=1))
     aside = placement.reserved_pages(table, rows).sum(axis=1)
     place = np.concatenate([place, np.repeat(np.arange(len(rows)), aside)])
     return place, np.concatenate([block[block != NO_PAGE], placement.kept_aside(table, rows)])
