@@ -138,25 +138,27 @@ def _rows(requests: list[Request], extents: list[Extent], host: list[HostExtent]
         if extent.row != NO_ROW:
             owned.setdefault(extent.row, []).append(extent)
     swapped = _sum((e.request.request_id, e.num_bytes) for e in host)
-    found = [
-        _row(r.request_id, r.tenant, owned.pop(r.row, []))
-        | {"state": r.state.value, "tokens": r.num_tokens, "computed_tokens": r.num_computed}
-        | {"host_bytes": swapped.get(r.request_id, 0)}
-        for r in requests
-    ]
-    return found + [
-        _row(NOBODY, NOBODY, extents) | {"row": row, "host_bytes": 0}
-        for row, extents in owned.items()
-    ]
+    found = [_row(_whose(r), owned.pop(r.row, []), swapped.get(r.request_id, 0)) for r in requests]
+    nobody = {"request_id": NOBODY, "tenant": NOBODY, "state": "unknown"}
+    return found + [_row(nobody, extents, 0) for extents in owned.values()]
 
 
-def _row(request_id: str, tenant: str, extents: list[Extent]) -> Snapshot:
-    alone = [e for e in extents if e.sequences == 1]
+def _whose(request: Request) -> Snapshot:
     return {
-        "request_id": request_id,
-        "tenant": tenant,
+        "request_id": request.request_id,
+        "tenant": request.tenant,
+        "state": request.state.value,
+        "tokens": request.num_tokens,
+        "computed_tokens": request.num_computed,
+    }
+
+
+def _row(owner: Snapshot, extents: list[Extent], host_bytes: int) -> Snapshot:
+    return {
+        **owner,
         "kv_bytes": sum(e.num_bytes for e in extents),
-        "alone_bytes": sum(e.num_bytes for e in alone),
+        "alone_bytes": sum(e.num_bytes for e in extents if e.sequences == 1),
+        "host_bytes": host_bytes,
         "exact": all(e.exact for e in extents),
         "extents": [_shown(e) for e in extents],
     }

@@ -1,0 +1,56 @@
+"""The page about the ledger shows a snapshot that adds up, and names what code gives out."""
+
+import json
+import re
+
+import engines
+from quire.engine.events import KEPT_EVENTS, KINDS
+from snippets import ROOT
+from unit.engine.test_ledger import prove_sums
+
+PAGE = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+SNAPSHOT, EVENT = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL))
+
+
+def names(value):
+    """The names of all fields, without those that are data (of codecs, reference counts)."""
+    if isinstance(value, list):
+        return names(value[0]) if value else {}
+    if isinstance(value, dict):
+        return {key: {} if key in ("codec", "references") else names(value[key]) for key in value}
+    return {}
+
+
+def test_the_snapshot_adds_up():
+    prove_sums(SNAPSHOT)
+
+    assert {extent["sharing"] for row in SNAPSHOT["requests"] for extent in row["extents"]} == {
+        "private",
+        "shared",
+    }
+    assert SNAPSHOT["axes"]["owner"]["prefix_cache"] > 0
+
+
+def test_the_snapshot_has_the_fields_of_a_real_one():
+    model = engines.load("llama")
+    engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
+    engine.submit([3] * 20, engines.greedy(8))
+    engine.step()
+
+    real, shown = names(engine.ledger()), names(SNAPSHOT)
+
+    assert list(real) == list(shown)
+    for part in ("requests", "tenants", "host"):
+        assert real[part] == shown[part]
+    for axis in ("residency", "owner"):
+        assert real["axes"][axis] == shown["axes"][axis]
+    assert list(real["axes"]) == list(shown["axes"])
+
+
+def test_every_kind_of_event_has_a_row():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", PAGE, re.MULTILINE)
+    told = [kind for row in rows for kind in re.findall(r"\w+", row)]
+
+    assert tuple(told) == KINDS
+    assert EVENT["kind"] in KINDS
+    assert f"newest of {KEPT_EVENTS:,} remembered" in PAGE
