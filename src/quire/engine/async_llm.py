@@ -17,7 +17,7 @@ from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, Delta
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
-from quire.errors import EngineDead, QuireError
+from quire.errors import ConfigError, EngineDead, QuireError
 
 T = TypeVar("T")
 
@@ -55,10 +55,18 @@ class AsyncLLM:
     Args:
         engine: idle, and left to this object until it is closed.
 
+    Raises:
+        ConfigError: the engine shares its pool with others.
+
     Use as an async context manager, or call `close`.
     """
 
     def __init__(self, engine: Engine) -> None:
+        if engine.shares_pool:
+            raise ConfigError(
+                "an engine of a shared pool is stepped in one thread with the others of the pool; "
+                "give an engine with a thread of its own a KV memory of its own"
+            )
         self.engine = engine
         self._commands: queue.SimpleQueue[_Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only

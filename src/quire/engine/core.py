@@ -23,6 +23,7 @@ from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
+from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, request_bytes, tenant_bytes
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
@@ -41,6 +42,8 @@ class Engine:
         model: loaded weights and tokenizer.
         kv: the KV memory.
         schedule: steps and queues.
+        pool: a place in a KV memory that several engines share (`SharedPool.join`); the engines
+            are then stepped by one thread. None takes a memory of its own.
         return_memory: let the C library give freed host memory back to the system. By default a
             model on a CPU keeps it, for the whole process: see `keep_freed_memory`.
         clock: seconds, for time stamps.
@@ -55,6 +58,7 @@ class Engine:
         kv: KVConfig | None = None,
         schedule: ScheduleConfig | None = None,
         *,
+        pool: PoolMember | None = None,
         return_memory: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +66,7 @@ class Engine:
             keep_freed_memory()
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
-        self.pool: KVPool = build_pool(model, kv or KVConfig(), self.schedule_config)
+        self.pool: KVPool = build_pool(model, kv or KVConfig(), self.schedule_config, pool)
         eviction = self.pool.eviction
         evictor = Evictor(self.pool.kv, eviction.policy) if eviction.policy else _never
         self.events = EventLog(clock)
@@ -70,6 +74,9 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool.kv.memory, self.schedule_config, eviction.spec, evictor
         )
+        self.shares_pool = pool is not None
+        if pool is not None:
+            pool.arena.give_way = self.scheduler.give_way
         self.times = StepTimes()
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)

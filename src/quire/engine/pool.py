@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 
 from quire.engine.activation import measure_activation_peak
+from quire.engine.device_memory import free_device_bytes
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
@@ -20,7 +21,6 @@ from quire.kv.store import DTYPES, PageStore
 from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.models.loader import LoadedModel
-from quire.plan.container import container_free_bytes
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
 from quire.policies.registry import Eviction, make_eviction
@@ -64,8 +64,19 @@ class KVPool:
         )
 
 
-def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> KVPool:
+def build_pool(
+    model: LoadedModel,
+    config: KVConfig,
+    schedule: ScheduleConfig,
+    member: PoolMember | None = None,
+) -> KVPool:
     """Allocate the arena and all that belongs to it.
+
+    Args:
+        model: whose KV it will hold.
+        config: the KV memory.
+        schedule: steps and queues.
+        member: a place in a pool that several models share; None allocates one of its own.
 
     Raises:
         ConfigError: an option that cannot be; raised before the arena is allocated.
@@ -86,7 +97,6 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         evicting=eviction.policy is not None,
     )
     refuse_unsound(config.store, features_of(layout, prefix_cache=False))
-    limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction.spec)
     choice = select_backend(
         config.attention,
         decoder.device,
@@ -95,24 +105,53 @@ def build_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         scratch_bytes=parse_size(config.scratch),
     )
     host_bytes = _host_bytes(config)
-    total_bytes = _kv_bytes(model, config, schedule, layout, eviction.spec)
-    memory = KVMemory(
-        layout,
-        total_bytes,
-        schedule.max_running,
-        track_changes=decoder.device.type != "cpu",
-        placement=placement_maker(config.store, limits),
-    )
-    store = PageStore(memory.total_bytes, decoder.device)
-    memory.store = store
+    if member is None:
+        memory, store = _own_memory(model, config, schedule, layout, eviction.spec)
+    else:
+        _check_member(config, member)
+        memory, store = member.make_memory(layout, schedule.max_running, decoder.device)
     kv = PagedKV(memory, store, choice.backend)
     host = _host_pool(store, layout, host_bytes) if host_bytes else None
     return KVPool(kv, eviction, codec, choice.reason, config.store, host)
 
 
+def _own_memory(
+    model: LoadedModel,
+    config: KVConfig,
+    schedule: ScheduleConfig,
+    layout: CacheLayout,
+    eviction: EvictionSpec,
+) -> tuple[KVMemory, PageStore]:
+    device = model.decoder.device
+    limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction)
+    memory = KVMemory(
+        layout,
+        _kv_bytes(model, config, schedule, layout, eviction),
+        schedule.max_running,
+        track_changes=device.type != "cpu",
+        placement=placement_maker(config.store, limits),
+    )
+    store = PageStore(memory.total_bytes, device)
+    memory.store = store
+    return memory, store
+
+
+def _check_member(config: KVConfig, member: PoolMember) -> None:
+    if config.memory != "auto":
+        raise ConfigError(
+            f"the KV memory of {config.memory} and a place in a shared pool exclude each other: "
+            f"{member.name!r} has {member.guaranteed_bytes:,} B there; leave memory at auto"
+        )
+    if config.store != "paged":
+        raise UnsoundCombination(
+            f"store {config.store!r} keeps its pages in a row and cannot borrow single slabs of a "
+            "shared pool: use the store 'paged'"
+        )
+
+
 def _host_bytes(config: KVConfig) -> int:
     asked_bytes = parse_size(config.host_memory)
-    free_bytes = _free_bytes(torch.device("cpu"))
+    free_bytes = free_device_bytes(torch.device("cpu"))
     if asked_bytes > free_bytes:
         raise ConfigError(
             f"a host pool of {asked_bytes:,} B is more than the {free_bytes:,} B that are free on "
@@ -149,7 +188,7 @@ def _kv_bytes(
     eviction: EvictionSpec,
 ) -> int:
     device = model.decoder.device
-    free_bytes = _free_bytes(device)
+    free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # the host pool lies in the same memory
         free_bytes = max(0, free_bytes - parse_size(config.host_memory))
     if config.memory != "auto":
@@ -200,12 +239,3 @@ def most_kv_bytes(
         -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
         for page, count in pages.items()
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        free_bytes = int(psutil.virtual_memory().available)
-        contained = container_free_bytes()
-        return free_bytes if contained is None else min(free_bytes, max(0, contained))
-    torch.cuda.empty_cache()  # what the allocator keeps for later is free too
-    return torch.cuda.mem_get_info(device)[0]

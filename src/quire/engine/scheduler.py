@@ -105,6 +105,17 @@ class Scheduler:
         request.preemptions += 1
         self.num_preemptions += 1
 
+    def give_way(self) -> bool:
+        """Free memory for another engine of a shared pool: who goes last waits again.
+
+        Returns:
+            False when nobody runs, and so nothing is left to free.
+        """
+        last = max(self.running, key=lambda r: r.order, default=None)
+        if last is not None:
+            self._preempt(last)
+        return last is not None
+
     def take_back(self, requests: Iterable[Request]) -> None:
         """Let those of these requests that run wait again, without KV: a step with them failed."""
         for request in [r for r in requests if r.state is RequestState.RUNNING]:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.plan.sizes import parse_size
 
-DEFAULT_TENANT = "default"
-"""On whose account a request runs that names nobody."""
-
 PUBLIC = "public"
 """Nobody's account: prefixes that all tenants share are charged to it."""
 
@@ -56,20 +53,20 @@ class TenantSpec:
         return None if self.burst_bytes is None else self.guaranteed_bytes + self.burst_bytes
 
 
-def check_tenant_name(name: str) -> None:
-    """Refuse what cannot be a tenant's name.
+def check_tenant_name(name: str, kind: str = "tenant") -> None:
+    """Refuse what cannot be the name of a tenant, or of somebody of another `kind`.
 
     Raises:
         ConfigError: an empty, long or odd name, or the one of the shared account.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
-            "expected a tenant's name of 1 to 64 letters, digits, '_', '.' or '-' that begins "
+            f"expected a {kind}'s name of 1 to 64 letters, digits, '_', '.' or '-' that begins "
             f"with a letter or digit, got {name[:80]!r}"
         )
     if name == PUBLIC:
         raise ConfigError(
-            f"no tenant can be called {PUBLIC!r}: prefixes that all tenants share are charged to "
+            f"no {kind} can be called {PUBLIC!r}: prefixes that all tenants share are charged to "
             "that account; choose another name"
         )
 

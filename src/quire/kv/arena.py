@@ -68,6 +68,11 @@ class Arena:
         return self.num_slabs * self.slab_bytes
 
     @property
+    def span_bytes(self) -> int:
+        """Bytes that page numbers range over."""
+        return self.total_bytes
+
+    @property
     def num_free_slabs(self) -> int:
         """Slabs no pool holds."""
         return len(self._free)

@@ -76,8 +76,8 @@ class KVMemory:
         pages = dict.fromkeys(self.layout.page_classes, 0)
         for group in self.layout.groups:
             pages[group.page_class] += group.num_lanes
-        if not self.fits(pages):
-            slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+        slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+        if slabs > self.arena.num_slabs:
             raise ConfigError(
                 f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
                 f"{slabs * self.arena.slab_bytes:,} B are needed (pages of "

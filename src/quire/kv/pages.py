@@ -32,7 +32,7 @@ class CountedPages(ABC):
 
     def __init__(self, arena: Arena, page_class: PageClass) -> None:
         self.page_class = page_class
-        self.ref_counts = np.zeros(arena.total_bytes // page_class.page_bytes, dtype=np.int32)
+        self.ref_counts = np.zeros(arena.span_bytes // page_class.page_bytes, dtype=np.int32)
         self.num_shared = 0
         self.num_used = 0
         self._arena = arena

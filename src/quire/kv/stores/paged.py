@@ -28,6 +28,7 @@ class Paged(Placement):
         layout: lane groups of every sequence.
         total_bytes: the arena.
         max_rows: sequences that can exist at once.
+        arena: where the pages lie, if not in an arena of their own.
 
     Raises:
         ConfigError: the arena holds not one page.
@@ -35,8 +36,10 @@ class Paged(Placement):
 
     shares, drops_pages, reserves = True, True, False
 
-    def __init__(self, layout: CacheLayout, total_bytes: int, max_rows: int) -> None:
-        arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
+    def __init__(
+        self, layout: CacheLayout, total_bytes: int, max_rows: int, *, arena: Arena | None = None
+    ) -> None:
+        arena = arena or Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
 
     def can_give(self, demands: Sequence[Demand]) -> bool:

@@ -1,0 +1,197 @@
+import psutil
+import pytest
+import torch
+
+import engines
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.shared_pool import SharedPool
+from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.kv.config import KVConfig
+
+KIB = 1024
+KV = KVConfig(page_tokens=4)
+PAIR = ("llama_mqa", "gpt2")  # pages of 512 and 2,048 bytes
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: engines.load(name) for name in PAIR}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {
+        name: engines.expect(name, engines.make_prompts(12, 40, seed))
+        for seed, name in enumerate(PAIR)
+    }
+
+
+def together(models, total, **guaranteed):
+    """A pool, and an engine of each model in it."""
+    pool = SharedPool(total, slab_bytes=4 * KIB)
+    schedule = ScheduleConfig(max_running=12, chunk_tokens=16)
+    return pool, {
+        name: Engine(models[name], KV, schedule, pool=pool.join(name, guaranteed=guaranteed[name]))
+        for name in PAIR
+    }
+
+
+def submit(engine, expected):
+    ids = [engine.submit(e.prompt, engines.greedy()) for e in expected]
+    return dict(zip(ids, expected, strict=True))
+
+
+def step(pool, engine, answers):
+    for delta in engine.step():
+        answers.setdefault(delta.request_id, []).extend(delta.token_ids)
+        assert delta.finish_reason in (None, "length")
+    pool.check()
+    engine.check()
+
+
+def run(pool, parties, answers, steps=None):
+    """Step the engines in turn, and prove after every step that every byte is somebody's."""
+    turns = 0
+    while any(engine.has_work for engine in parties.values()) and turns != steps:
+        for name, engine in parties.items():
+            if engine.has_work:
+                step(pool, engine, answers[name])
+                assert held_bytes(pool, parties) + pool.free_bytes == pool.total_bytes
+        turns += 1
+
+
+def held_bytes(pool, parties):
+    held = 0
+    for name, engine in parties.items():
+        memory = engine.pool.kv.memory
+        assert memory.used_bytes + memory.free_bytes == memory.total_bytes
+        in_slabs = memory.used_bytes + sum(p.free_bytes for p in memory.pools.values())
+        assert in_slabs == pool.held_bytes(name)
+        held += in_slabs
+    return held
+
+
+@pytest.mark.parametrize("total", ["92KiB", "128KiB"])
+def test_two_models_in_one_pool_answer_as_each_would_alone(models, expected, total):
+    pool, parties = together(models, total, llama_mqa="16KiB", gpt2="72KiB")
+    wanted = {name: submit(engine, expected[name]) for name, engine in parties.items()}
+    answers = {name: {} for name in PAIR}
+
+    run(pool, parties, answers)
+
+    for name in PAIR:
+        assert len(answers[name]) == 12
+        for request_id, e in wanted[name].items():
+            assert e.agrees(answers[name][request_id], 1e-4)
+    assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
+
+
+def test_a_borrower_gives_back_what_an_owner_is_guaranteed_at_once(models, expected):
+    """gpt2 borrows most of the pool; llama gets what it needs without a step of gpt2 in between."""
+    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    owner, borrower = parties["llama_mqa"], parties["gpt2"]
+    answers = {name: {} for name in PAIR}
+    wanted = submit(borrower, expected["gpt2"])
+    run(pool, {"gpt2": borrower}, answers, steps=6)
+    assert pool.held_bytes("gpt2") > 76 * KIB
+    steps_before, ran_before = borrower.num_steps, len(borrower.scheduler.running)
+
+    first = submit(owner, expected["llama_mqa"][:1])
+    step(pool, owner, answers["llama_mqa"])
+
+    assert owner.stats().num_running == 1
+    assert owner.num_processed_tokens > 0
+    assert borrower.num_steps == steps_before
+    assert 0 < borrower.scheduler.num_preemptions <= ran_before
+    run(pool, parties, answers)
+    for request_id, e in wanted.items():
+        assert e.agrees(answers["gpt2"][request_id], 1e-4)
+    assert all(e.agrees(answers["llama_mqa"][i], 1e-4) for i, e in first.items())
+
+
+def test_a_borrower_that_is_idle_gives_back_too(models, expected):
+    """Its requests wait, none runs on: cancelled ones leave nothing that nobody could free."""
+    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    answers = {name: {} for name in PAIR}
+    ids = submit(parties["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": parties["gpt2"]}, answers, steps=6)
+    for request_id in ids:
+        parties["gpt2"].cancel(request_id)
+
+    wanted = submit(parties["llama_mqa"], expected["llama_mqa"])
+    run(pool, {"llama_mqa": parties["llama_mqa"]}, answers)
+
+    for request_id, e in wanted.items():
+        assert e.agrees(answers["llama_mqa"][request_id], 1e-4)
+
+
+def test_a_request_must_fit_what_its_engine_is_sure_of(models):
+    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+
+    with pytest.raises(NeverFits):
+        parties["llama_mqa"].submit(list(range(2, 120)), engines.greedy(200))
+
+
+def test_guarantees_over_the_pool_are_refused_with_the_numbers():
+    pool = SharedPool("64KiB", slab_bytes=4 * KIB)
+    pool.join("a", guaranteed="48KiB")
+
+    with pytest.raises(ConfigError, match=r"32,768 B, of 65,536 B 49,152 B are promised .*\(a\)"):
+        pool.join("b", guaranteed="32KiB")
+    with pytest.raises(ConfigError, match="two members"):
+        pool.join("a", guaranteed=KIB)
+    with pytest.raises(ConfigError, match="expected a member's name"):
+        pool.join("a b", guaranteed=KIB)
+
+
+def test_a_pool_larger_than_what_is_free_is_refused():
+    with pytest.raises(ConfigError, match="more than the"):
+        SharedPool(2 * psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(
+    ("kv", "slab_bytes", "guaranteed", "error", "message"),
+    [
+        (KVConfig(memory="1MiB"), 8 * KIB, "32KiB", ConfigError, "exclude each other"),
+        (KVConfig(store="growing"), 8 * KIB, "32KiB", UnsoundCombination, "single slabs"),
+        (KVConfig(page_tokens=64), 8 * KIB, "32KiB", ConfigError, "do not fit into slabs"),
+        (KVConfig(page_tokens=16), 4 * KIB, "4KiB", ConfigError, "holds not one token"),
+    ],
+)
+def test_an_engine_that_cannot_join_is_refused_and_leaves_its_place(
+    models, kv, slab_bytes, guaranteed, error, message
+):
+    pool = SharedPool("128KiB", slab_bytes=slab_bytes)
+    member = pool.join("gpt2", guaranteed=guaranteed)
+
+    with pytest.raises(error, match=message):
+        Engine(models["gpt2"], kv, pool=member)
+
+    assert not pool.arena.members
+
+
+def test_a_place_is_taken_once(models):
+    pool = SharedPool("128KiB", slab_bytes=4 * KIB)
+    member = pool.join("gpt2", guaranteed="64KiB")
+    Engine(models["gpt2"], KV, pool=member)
+
+    with pytest.raises(ConfigError, match="two members"):
+        Engine(models["gpt2"], KV, pool=member)
+
+
+def test_a_pool_lies_where_its_models_lie(models):
+    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+    layout = parties["gpt2"].pool.kv.memory.layout
+    member = SharedPool("128KiB").join("gpt2", guaranteed="64KiB")
+
+    with pytest.raises(ConfigError, match="the model lies on meta, the shared pool on cpu"):
+        member.make_memory(layout, 1, torch.device("meta"))
+
+
+def test_an_engine_of_a_shared_pool_has_no_thread_of_its_own(models):
+    _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
+
+    with pytest.raises(ConfigError, match="stepped in one thread"):
+        AsyncLLM(parties["gpt2"])

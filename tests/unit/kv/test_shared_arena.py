@@ -1,0 +1,176 @@
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.errors import ConfigError, InvariantError
+from quire.kv.shared_arena import SharedArena
+
+SLAB = 640
+
+
+def arena_of(num_slabs=16, **guaranteed):
+    arena = SharedArena(num_slabs * SLAB, SLAB)
+    return arena, [arena.join(n, slabs * SLAB, None, [64]) for n, slabs in guaranteed.items()]
+
+
+def take(member, slabs):
+    return [member.take_slab() for _ in range(slabs)]
+
+
+def gives_back(member):
+    """Give one slab a time, as a request that is thrown out would."""
+
+    def give_way():
+        if not member.held:
+            return False
+        member.give_slab(max(member.held))
+        return True
+
+    member.give_way = give_way
+
+
+def test_what_one_leaves_another_borrows():
+    arena, (a, b) = arena_of(16, a=8, b=4)
+
+    assert a.num_free_slabs == 16
+    take(a, 16)
+
+    assert a.num_borrowed == 8
+    assert b.num_free_slabs == 4  # its guarantee, whoever holds it now
+    assert not arena.free
+
+
+def test_an_owner_takes_its_guarantee_back_from_who_borrows_most():
+    arena, (a, b, c) = arena_of(16, a=4, b=4, c=4)
+    gives_back(a)
+    gives_back(b)
+    take(a, 9)
+    take(b, 7)
+
+    take(c, 4)
+
+    assert (len(a.held), len(b.held), len(c.held)) == (6, 6, 4)
+    assert c.num_free_slabs == 0  # all that is left is others'
+    arena.check()
+
+
+def test_what_a_member_that_runs_would_soon_want_back_is_not_lent():
+    _, (a, b) = arena_of(16, a=8, b=8)
+    take(a, 1)
+
+    assert b.num_free_slabs == 14  # of 15 free ones, an eighth of a's guarantee stays
+    assert a.num_free_slabs == 15
+
+
+def test_a_burst_bounds_what_is_borrowed():
+    arena = SharedArena(16 * SLAB, SLAB)
+    member = arena.join("a", 4 * SLAB, 2 * SLAB + 1, [64])
+
+    assert member.num_free_slabs == 6
+    take(member, 6)
+    assert member.num_free_slabs == 0
+    assert member.total_bytes == 6 * SLAB
+
+
+def test_a_borrower_that_gives_nothing_is_a_bug():
+    _, (a, b) = arena_of(4, a=2, b=2)
+    take(a, 4)
+
+    with pytest.raises(InvariantError, match="'b' is below its guarantee"):
+        b.take_slab()
+
+
+def test_guarantees_over_the_arena_are_refused_with_the_numbers():
+    arena, _ = arena_of(16, a=8, b=6)
+
+    with pytest.raises(ConfigError, match=r"1,920 B, but of 10,240 B only 1,280 B .*a 5,120 B"):
+        arena.join("c", 3 * SLAB, None, [64])
+
+
+@pytest.mark.parametrize(
+    ("name", "guaranteed", "page_bytes", "message"),
+    [
+        ("a", SLAB, 64, "two members"),
+        ("c", SLAB - 1, 64, "less than one slab of 640 B"),
+        ("c", SLAB, 704, "704 B of member 'c' do not fit into slabs of 640 B"),
+        ("c", SLAB, 576, "do not fit"),  # a slab border cuts every one of them
+    ],
+)
+def test_a_member_that_cannot_be_is_refused(name, guaranteed, page_bytes, message):
+    arena, _ = arena_of(16, a=8)
+
+    with pytest.raises(ConfigError, match=message):
+        arena.join(name, guaranteed, None, [64, page_bytes])
+    assert list(arena.members) == ["a"]
+
+
+def test_an_arena_chooses_slabs_of_a_64th_or_2_mib():
+    assert SharedArena(64 * 1000).slab_bytes == 960
+    assert SharedArena(1 << 30).slab_bytes == 2 << 20
+    with pytest.raises(ConfigError, match="holds no slab"):
+        SharedArena(63)
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        SharedArena(6400, 100)
+
+
+def test_the_proof_finds_a_slab_that_is_nobodys_or_held_twice():
+    arena, (a, b) = arena_of(4, a=2, b=2)
+    take(a, 2)
+    a.check()
+
+    b.held.add(min(a.held))
+    with pytest.raises(InvariantError, match="held twice"):
+        b.check()
+    b.held.clear()
+    arena.free.pop()
+    with pytest.raises(InvariantError, match="nobody's"):
+        a.check()
+
+
+class SharedArenaMachine(RuleBasedStateMachine):
+    """Members take what they may; whoever asks for its guarantee gets it at once."""
+
+    @initialize(
+        guaranteed=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+        spare=st.integers(0, 6),
+        bursts=st.lists(st.none() | st.integers(0, 8), min_size=4, max_size=4),
+    )
+    def begin(self, guaranteed, spare, bursts):
+        self.arena = SharedArena((sum(guaranteed) + spare) * SLAB, SLAB)
+        self.bursts = bursts
+        self.members = [
+            self.arena.join(f"m{i}", slabs * SLAB, None if burst is None else burst * SLAB, [64])
+            for i, (slabs, burst) in enumerate(zip(guaranteed, bursts, strict=False))
+        ]
+        for member in self.members:
+            gives_back(member)
+
+    @rule(number=st.integers(0, 3), share=st.floats(0, 1))
+    def take(self, number, share):
+        member = self.members[number % len(self.members)]
+        before = {m.name: len(m.held) for m in self.members}
+
+        take(member, int(share * member.num_free_slabs))
+
+        for other in self.members:
+            lost = before[other.name] - len(other.held)
+            if other is not member and lost:  # only what was borrowed is taken back
+                assert len(other.held) >= other.num_slabs
+
+    @rule(number=st.integers(0, 3), slabs=st.integers(0, 8))
+    def give(self, number, slabs):
+        member = self.members[number % len(self.members)]
+        for slab in sorted(member.held)[:slabs]:
+            member.give_slab(slab)
+
+    @invariant()
+    def nothing_is_lost_and_guarantees_hold(self):
+        self.arena.check()
+        for member, burst in zip(self.members, self.bursts, strict=False):
+            held = len(member.held)
+            assert held + member.num_free_slabs >= member.num_slabs
+            assert held * SLAB + member.num_free_slabs * SLAB == member.total_bytes
+            assert burst is None or held <= member.num_slabs + burst
+
+
+TestSharedArenaMachine = SharedArenaMachine.TestCase
