@@ -10,7 +10,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.ledger import NO_ROW, codec_name, exact_rows, extents_of, is_plain
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import fork, lend, return_loan
+from quire.kv.sharing import fork
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 
 PAGE_TOKENS = 4
@@ -38,6 +38,24 @@ def grown(memory, tokens, row=None):
     row = memory.start() if row is None else row
     memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
     return row
+
+
+def lend(memory, row, tokens):
+    """Refer to the first pages of a row without being a sequence, as a prefix index does."""
+    key = next(memory.loan_keys)
+    memory.loans[key] = {
+        name: table.pages[row, :, : tokens // PAGE_TOKENS].reshape(-1).copy()
+        for name, table in memory.tables.items()
+    }
+    for name, pages in memory.loans[key].items():
+        memory.pools[memory.tables[name].group.page_class].retain(pages)
+    memory.check()
+    return key
+
+
+def return_loan(memory, key):
+    for name, pages in memory.loans.pop(key).items():
+        memory.pools[memory.tables[name].group.page_class].release(pages)
 
 
 def parts(memory, *names):
