@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 import engines
+from quire.engine.core import Engine
 from quire.engine.ledger import Ledger
 from quire.engine.request import Request, RequestState
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.shared_pool import SharedPool
 from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.config import KVConfig
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
@@ -231,3 +235,23 @@ def test_a_running_engine_shows_its_requests():
         engine.ledger()["axes"]["owner"]["prefix_cache"],
         0,
     )
+
+
+def test_engines_that_share_an_arena_have_a_ledger_each():
+    pool = SharedPool(96 * 1024, slab_bytes=4 * 1024)
+    kv, schedule = KVConfig(page_tokens=4), ScheduleConfig(max_running=4)
+    small, large = (
+        Engine(engines.load(name), kv, schedule, pool=pool.join(name, guaranteed=32 * 1024))
+        for name in ("llama_mqa", "gpt2")
+    )
+    for engine in (small, large):
+        engine.submit([3] * 9, engines.greedy(4))
+        engine.step()
+
+    for engine in (small, large):
+        found = engine.ledger()
+        prove_sums(found)
+        assert found["axes"]["owner"]["requests"] > 0
+    for engine in (small, large):
+        while engine.has_work:
+            engine.step()
