@@ -1,0 +1,73 @@
+"""Answers do not know that their KV has been away: swapped between any two steps, logits agree."""
+
+import random
+
+import pytest
+import torch
+
+from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
+from quire.kv.host_pool import HostPool
+from quire.kv.host_store import host_copies
+from quire.kv.swap import swap_in, swap_out
+from reference.test_equality import TOLERANCE, Forced
+
+LONGEST = 60
+ARCHITECTURES = ("llama", "gemma2", "mistral")  # full attention, both, windows only
+
+
+def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
+    """The worst difference of logits from Transformers', and how many swaps there were."""
+    rng = random.Random(architecture)
+    expected = expect(architecture, make_prompts(12, LONGEST, seed=5))
+    engine = engine_for(
+        load(architecture, device),
+        room=20.0,
+        longest=LONGEST + NEW_TOKENS,
+        page_tokens=4,
+        chunk_tokens=16,
+        attention="auto",
+    )
+    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+    engine._sampler = forced
+    memory, store = engine.pool.kv.memory, engine.pool.kv.store
+    largest = max(page_class.page_bytes for page_class in memory.layout.page_classes)
+    pool = HostPool(memory.total_bytes, host_copies(store, memory.total_bytes, largest))
+    for i, wanted in enumerate(expected):
+        engine.submit(wanted.prompt, greedy(), request_id=f"r{i}")
+    swaps = poisoned = 0
+    while engine.has_work:
+        engine.step()
+        running = engine.scheduler.running
+        away = rng.sample(running, rng.randint(0, len(running)))
+        gone = [(request, swap_out(memory, [request.row], pool)) for request in away]
+        swaps += len(gone)
+        if not memory.used_bytes:
+            store.arena.fill_(0xFF)  # NaN in every page: what is read next came from the host
+            poisoned += 1
+        rng.shuffle(gone)
+        for request, swapped in gone:
+            [request.row] = swap_in(memory, swapped)
+        pool.check()
+        memory.check()
+    assert pool.used_bytes == 0
+    assert poisoned
+    return forced.worst, swaps
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_transformers_whenever_sequences_are_swapped(architecture):
+    worst, swaps = swapped_between_steps(architecture, "cpu")
+
+    assert worst <= TOLERANCE
+    assert swaps > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_transformers_when_swapped_to_pinned_memory(architecture):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    worst, swaps = swapped_between_steps(architecture, "cuda")
+
+    assert worst <= 1e-3
+    assert swaps > 20
