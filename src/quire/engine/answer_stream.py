@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
+from quire.engine.request import DEFAULT_TENANT
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
 
@@ -17,13 +18,17 @@ class Submission:
         prompt_token_ids: at least one.
         params: None takes the defaults.
         request_id: None lets the engine choose.
-        priority: lower goes first.
+        priority: lower goes first, within its tenant.
+        tenant: on whose account it runs.
+        cache_salt: only requests of the same tenant and salt share its KV.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams | None = None
     request_id: str | None = None
     priority: int = 0
+    tenant: str = DEFAULT_TENANT
+    cache_salt: str = ""
 
 
 class AnswerStream:

@@ -256,6 +256,8 @@ class AsyncLLM:
             submission.params,
             request_id=submission.request_id,
             priority=submission.priority,
+            tenant=submission.tenant,
+            cache_salt=submission.cache_salt,
         )
         request_ids.append(request_id)
 

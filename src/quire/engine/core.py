@@ -17,7 +17,7 @@ from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
-from quire.engine.request import Request, RequestState
+from quire.engine.request import DEFAULT_TENANT, Request, RequestState
 from quire.engine.runner import Runner, StepLogits
 from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from quire.engine.stats import EngineStats, request_bytes, tenant_bytes
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
-from quire.engine.validation import checked_params, checked_prompt
+from quire.engine.validation import checked_params, checked_prompt, checked_salt
 from quire.errors import InvariantError, RequestError
 from quire.kv.config import KVConfig
 from quire.kv.prefix_events import PrefixBroadcast
@@ -104,17 +104,29 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request; return its id.
 
+        Args:
+            prompt_token_ids: at least one.
+            params: sampling options.
+            request_id: of the caller's choice; None for one of ours.
+            priority: lower goes first, within its tenant.
+            tenant: on whose account.
+            cache_salt: only requests of the same tenant and salt share this prompt's KV.
+
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, a prompt over the context,
-                options that do not fit the model, or an id that is in use.
+                options that do not fit the model, a salt that is too long or has control
+                characters, or an id that is in use.
             NeverFits: it needs more KV than the whole pool has.
         """
         spec = self.model.spec
         prompt = checked_prompt(prompt_token_ids, spec)
         resolved = checked_params(params or SamplingParams(), len(prompt), self.model)
+        cache_salt = checked_salt(cache_salt)
         self._arrivals += 1
         if request_id is None:
             request_id = self._free_id()
@@ -128,6 +140,8 @@ class Engine:
             sampling_seed=random.getrandbits(63) if seed is None else seed,
             priority=priority,
             arrival=self._arrivals,
+            tenant=tenant,
+            cache_salt=cache_salt,
             rope_regime=self.model.decoder.rope_regime(len(prompt) + resolved.max_tokens),
             arrival_s=self._clock(),
         )

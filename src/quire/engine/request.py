@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.sampling_params import SamplingParams
 
+DEFAULT_TENANT = "default"
+
 
 class RequestState(enum.Enum):
     """Where a request is in its life."""
@@ -89,7 +91,7 @@ class Request:
     priority: int = 0
     arrival: int = 0
     rope_regime: int = 0
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     group: RequestGroup | None = None
     output_token_ids: list[int] = field(default_factory=list)

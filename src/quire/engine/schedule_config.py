@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import no_type_check
 
+from quire.engine.tenants import parse_tenants
 from quire.errors import ConfigError
 from quire.spec.options import option, require_types
 
@@ -25,9 +26,15 @@ class ScheduleConfig:
     reserve_share: float = option(
         0.01, help="part of the KV memory kept free when a request is let in, 0 to 1"
     )
+    tenants: str = option(
+        "",
+        help="who shares the KV memory and the steps, such as "
+        "'a:weight=2,guaranteed=64MiB,burst=32MiB; b'; without any, every name weighs the same",
+    )
 
     def __post_init__(self) -> None:
         require_types(self)
+        parse_tenants(self.tenants)
         for name in ("max_running", "step_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")

@@ -9,6 +9,8 @@ from quire.errors import RequestError
 from quire.models.loader import LoadedModel
 from quire.spec.model import ModelSpec
 
+MOST_SALT_CHARACTERS = 128
+
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
     """The prompt as a list of valid ids.
@@ -33,6 +35,24 @@ def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int
             f"token ids must be whole numbers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}"
         )
     return prompt
+
+
+def checked_salt(salt: str) -> str:
+    """What a caller adds to the identity of its cached prefixes.
+
+    Raises:
+        RequestError: too long, or with characters that cannot be seen.
+    """
+    if len(salt) > MOST_SALT_CHARACTERS:
+        raise RequestError(
+            f"expected a cache_salt of {MOST_SALT_CHARACTERS} characters at most, got {len(salt)}"
+        )
+    if not salt.isprintable():
+        raise RequestError(
+            "expected a cache_salt of printable characters, without control characters or line "
+            f"breaks, got {salt!r}"
+        )
+    return salt
 
 
 def checked_params(

@@ -14,20 +14,24 @@ from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.service import Service
+from quire.serve.tenant_keys import TenantKeys
 from quire.version import __version__
 
 DRAIN_S = 60
 """How long open requests may go on after SIGTERM or SIGINT; a second SIGINT ends them at once."""
 
 
-def create_app(llm: LLM, *, served_model_name: str | None = None) -> FastAPI:
+def create_app(
+    llm: LLM, *, served_model_name: str | None = None, tenant_keys: TenantKeys | None = None
+) -> FastAPI:
     """The application. Its lifespan starts the engine's thread and ends it.
 
     Args:
         llm: idle, and left to the application while that runs.
         served_model_name: what clients call the model; None takes its own name.
+        tenant_keys: whose requests are whose; None takes all for the default tenant's.
     """
-    service = Service(llm, served_model_name)
+    service = Service(llm, served_model_name, tenant_keys)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,7 +50,14 @@ def create_app(llm: LLM, *, served_model_name: str | None = None) -> FastAPI:
     return app
 
 
-def run_server(llm: LLM, *, host: str, port: int, served_model_name: str | None) -> None:
+def run_server(
+    llm: LLM,
+    *,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    tenant_keys: TenantKeys | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
     After SIGINT this returns; after SIGTERM the process ends by that signal, as others expect.
@@ -56,11 +67,12 @@ def run_server(llm: LLM, *, host: str, port: int, served_model_name: str | None)
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         served_model_name: what clients call the model; None takes its own name.
+        tenant_keys: whose requests are whose; None takes all for the default tenant's.
 
     Raises:
         ConfigError: nobody can listen there.
     """
-    app = create_app(llm, served_model_name=served_model_name)
+    app = create_app(llm, served_model_name=served_model_name, tenant_keys=tenant_keys)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_S)
     with _listen(host, port) as listener:
         sys.stdout.write(f"Serving {served_model_name or llm.model.name} at {_url(listener)}\n")

@@ -18,7 +18,7 @@ from quire.serve.protocol import (
     TokenizeBody,
 )
 from quire.serve.responses import Envelope
-from quire.serve.service import Service
+from quire.serve.service import Caller, Service
 from quire.serve.streaming import Reply
 from quire.serve.text import Prompt
 from quire.serve.writers import ChatWriter, CompletionWriter, Writer
@@ -53,7 +53,7 @@ class Endpoints:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
-        self._check(body)
+        self._check(body, request)
         service, num_choices = self._service, body.n or 1
         params = completion_params(body, service.llm.model.generation.temperature)
         prompts = await service.texts.prompts(
@@ -75,7 +75,7 @@ class Endpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        self._check(body)
+        self._check(body, request)
         service = self._service
         prompt = await service.texts.chat(
             body.messages, add_generation_prompt=body.add_generation_prompt is not False
@@ -89,7 +89,11 @@ class Endpoints:
         envelope = Envelope.of_chat(service.model_name)
         return await self._reply(body, request, [prompt], params, writers, envelope)
 
-    def _check(self, body: GenerationBody) -> None:
+    def _tenant(self, request: Request) -> str:
+        return self._service.keys.tenant_of(request.headers.get("authorization"))
+
+    def _check(self, body: GenerationBody, request: Request) -> None:
+        self._tenant(request)  # before anything is tokenized for a stranger
         self._service.check_model(body.model)
         refuse_unsupported(body)
 
@@ -106,7 +110,11 @@ class Endpoints:
             prompts,
             params,
             num_choices=body.n or 1,
-            priority=body.priority or 0,
+            caller=Caller(
+                tenant=self._tenant(request),
+                cache_salt=body.cache_salt or "",
+                priority=body.priority or 0,
+            ),
             response_id=envelope.id,
         )
         reply = Reply(

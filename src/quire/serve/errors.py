@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}.
 
     400 BadRequestError       the request is wrong, or can never fit the KV memory
+    401 AuthenticationError   an API key that nobody has, or none where one is needed
     404 NotFoundError         no such model, no such path
     500 InternalServerError   a bug, or an answer that failed on its way
     503 ServiceUnavailable    the engine has stopped
@@ -23,6 +24,7 @@ MAX_VALIDATION_ERRORS = 4
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
@@ -48,6 +50,10 @@ class UnknownModel(RequestError):
         super().__init__(
             f"The model `{bounded(name, 100)}` does not exist. Served here: `{served}`."
         )
+
+
+class Unauthorized(RequestError):
+    """Nobody knows the API key."""
 
 
 class AnswerFailed(QuireError):
@@ -76,6 +82,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _status(error: QuireError) -> HTTPStatus:
     match error:
+        case Unauthorized():
+            return HTTPStatus.UNAUTHORIZED
         case UnknownModel():
             return HTTPStatus.NOT_FOUND
         case RequestError():

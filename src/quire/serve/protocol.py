@@ -67,6 +67,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     seed: int | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quire.engine.answer_stream import AnswerStream, Submission
 from quire.engine.async_llm import AsyncLLM
@@ -13,10 +14,26 @@ from quire.errors import EngineDead
 from quire.serve.errors import FieldError, UnknownModel
 from quire.serve.params import choice_params
 from quire.serve.pieces import TokenPieces
+from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Prompt, Texts
 
 MAX_ANSWERS = 2048
 """Answers one HTTP request may ask for: its prompts times its choices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and how urgently.
+
+    Attributes:
+        tenant: on whose account.
+        cache_salt: only requests of the same tenant and salt share KV.
+        priority: lower goes first, within its tenant.
+    """
+
+    tenant: str
+    cache_salt: str
+    priority: int
 
 
 class Service:
@@ -25,15 +42,18 @@ class Service:
     Args:
         llm: idle; its engine runs in a thread between `start` and `stop`.
         model_name: what clients call it; None takes the model's own name.
+        keys: whose requests are whose; None takes all for the default tenant's.
 
     Attributes:
         llm: see above.
         model_name: see above.
+        keys: whose requests are whose.
         texts, pieces: its tokenizer.
     """
 
-    def __init__(self, llm: LLM, model_name: str | None) -> None:
+    def __init__(self, llm: LLM, model_name: str | None, keys: TenantKeys | None = None) -> None:
         self.llm = llm
+        self.keys = keys or TenantKeys()
         self.model_name = model_name or llm.model.name
         self.texts = Texts(llm.model)
         self.pieces = TokenPieces(llm.model.tokenizer)
@@ -115,7 +135,7 @@ class Service:
         params: SamplingParams,
         *,
         num_choices: int,
-        priority: int,
+        caller: Caller,
         response_id: str,
     ) -> AnswerStream:
         """Have every prompt answered `num_choices` times; answer prompt * num_choices + choice.
@@ -130,7 +150,9 @@ class Service:
                     prompt_token_ids=prompt.token_ids,
                     params=choice_params(params, choice),
                     request_id=f"{response_id}-{number * num_choices + choice}",
-                    priority=priority,
+                    priority=caller.priority,
+                    tenant=caller.tenant,
+                    cache_salt=caller.cache_salt,
                 )
                 for number, prompt in enumerate(prompts)
                 for choice in range(num_choices)

@@ -1,0 +1,126 @@
+import pytest
+
+from quire.engine.tenants import parse_tenants
+from quire.errors import ConfigError, UnknownName
+from quire.serve.errors import Unauthorized
+from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
+
+KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
+KEYS = {"a": (KEY_A, "sk-a-9b2e4410"), "b": (KEY_B,)}
+BODY = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
+
+
+def test_a_key_says_who_asks():
+    keys = TenantKeys(KEYS)
+
+    assert keys.tenant_of(f"Bearer {KEY_A}") == "a"
+    assert keys.tenant_of("bearer  sk-a-9b2e4410 ") == "a"
+    assert keys.tenant_of(f"Bearer {KEY_B}") == "b"
+    assert keys.tenant_of(None) == "default"
+
+
+@pytest.mark.parametrize("header", ["Bearer nobody", "Bearer", "", f"Basic {KEY_A}", KEY_A, "ü x"])
+def test_a_key_that_nobody_has_is_refused(header):
+    with pytest.raises(Unauthorized, match="not known here"):
+        TenantKeys(KEYS).tenant_of(header)
+
+
+def test_without_keys_the_header_says_nothing():
+    assert TenantKeys().tenant_of("Bearer anything") == "default"
+
+
+def test_who_sends_no_key_is_refused_unless_there_is_a_default_tenant():
+    with pytest.raises(Unauthorized, match="is needed"):
+        TenantKeys(KEYS, parse_tenants("a;b")).tenant_of(None)
+
+    assert TenantKeys(KEYS, parse_tenants("a;b;default")).tenant_of(None) == "default"
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"c": ("sk-c-00000000",)}, UnknownName, "unknown tenant with an API key 'c'"),
+        ({"a": ("short",)}, ConfigError, "8 printable ASCII characters"),
+        ({"a": ("sk-a-\n0000000",)}, ConfigError, "8 printable ASCII characters"),
+        ({"a": (KEY_A,), "b": (KEY_A,)}, ConfigError, "'a' and 'b' have the same"),
+        ({"a b": (KEY_A,)}, ConfigError, "tenant's name"),
+    ],
+)
+def test_keys_that_cannot_be_are_refused(keys, error, message):
+    with pytest.raises(error, match=message):
+        TenantKeys(keys, parse_tenants("a;b"))
+
+
+def test_a_file_of_keys(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'a = ["{KEY_A}", "sk-a-9b2e4410"]\nb = "{KEY_B}"\n')
+
+    assert read_tenant_keys(path) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a = ", "no TOML"), ("a = 5", "an API key or a list"), ("a = [1]", "an API key or a list")],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, message):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        read_tenant_keys(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read --tenant-keys"):
+        read_tenant_keys(tmp_path / "none.toml")
+
+
+# ---- through the server --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def submitted(llm, monkeypatch):
+    """The requests that reach the scheduler."""
+    seen, submit = [], llm.engine.scheduler.submit
+    monkeypatch.setattr(
+        llm.engine.scheduler, "submit", lambda request: (seen.append(request), submit(request))[1]
+    )
+    return seen
+
+
+def send(serve, body, headers=None):
+    return serve(
+        lambda client: client.post("/v1/completions", json=body, headers=headers),
+        tenant_keys=TenantKeys(KEYS),
+    )
+
+
+def test_the_key_and_never_the_body_says_whose_request_it_is(serve, submitted):
+    headers = {"Authorization": f"Bearer {KEY_B}"}
+    response = send(serve, BODY | {"tenant": "a", "cache_salt": "mine"}, headers)
+
+    assert response.status_code == 200
+    assert [(r.tenant, r.cache_salt) for r in submitted] == [("b", "mine")]
+
+
+def test_a_request_without_a_key_is_the_default_tenants(serve, submitted):
+    assert send(serve, BODY).status_code == 200
+
+    assert [(r.tenant, r.cache_salt) for r in submitted] == [("default", "")]
+
+
+def test_a_stranger_is_refused_before_anything_runs(serve, submitted):
+    response = send(serve, BODY, {"Authorization": "Bearer sk-nobody"})
+
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "AuthenticationError"
+    assert not submitted
+
+
+@pytest.mark.parametrize("salt", ["x" * 129, "a\nb", "a\x00", "\u200b"])
+def test_a_salt_that_cannot_be_is_refused(serve, submitted, salt):
+    response = send(serve, BODY | {"cache_salt": salt})
+
+    assert response.status_code == 400
+    assert "cache_salt" in response.json()["error"]["message"]
+    assert not submitted
