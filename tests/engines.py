@@ -96,7 +96,7 @@ def engine_for(
     """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
     schedule = ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens)
     probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
-    peak_bytes = probe.scheduler.admission.peak_bytes(longest)
+    peak_bytes = probe.scheduler.peaks.peak_bytes(longest)
     memory = max(peak_bytes, int(room * peak_bytes))
     return Engine(model, KVConfig(memory=memory, page_tokens=page_tokens, **kv), schedule)
 

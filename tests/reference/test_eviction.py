@@ -40,7 +40,7 @@ def run(
 ) -> tuple[Engine, dict[str, list[torch.Tensor]], dict[str, object]]:
     probe = Engine(model, KVConfig(memory="4MiB", page_tokens=page_tokens, evict=evict))
     longest = max(map(len, prompts)) + NEW_TOKENS
-    memory = int(rows * probe.scheduler.admission.peak_bytes(longest))
+    memory = int(rows * probe.scheduler.peaks.peak_bytes(longest))
     engine = Engine(
         model,
         KVConfig(memory=memory, page_tokens=page_tokens, evict=evict),
@@ -128,7 +128,7 @@ def test_logits_equal_transformers_with_the_evicted_keys_masked(model, prompts):
 
 def test_peak_bytes_are_those_of_the_cap_for_prompts_ten_times_as_long(model, prompts):
     engine, _, usages = run(model, prompts, chunk_tokens=EVERY)
-    cap_bytes = engine.scheduler.admission.peak_bytes(CAP)
+    cap_bytes = engine.scheduler.peaks.peak_bytes(CAP)
 
     assert max(usage.kv_peak_bytes for usage in usages.values()) <= cap_bytes
     assert max(len(prompt) for prompt in prompts) == 10 * CAP
@@ -155,7 +155,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(model):
     # short prompts enter together and outgrow the pool; long ones hold their cap from the start
     growing = make_prompts(12, 12, seed=2)
     _, expected, _ = run(model, growing)
-    engine, got, usages = run(model, growing, rows=2.5, reserve_share=0.0)
+    engine, got, usages = run(model, growing, rows=2.5, low_watermark=1.0)
 
     assert engine.scheduler.num_preemptions > 0
     assert sum(usage.preemptions for usage in usages.values()) > 0

@@ -43,7 +43,7 @@ def test_an_answer_may_fill_what_the_prompt_leaves(chat, llm):
         messages=[{"role": "user", "content": nearly_all}], max_tokens=None, ignore_eos=True
     )["usage"]
 
-    longest = llm.engine.scheduler.admission.longest_sequence(llm.model.spec.max_positions)
+    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions)
     assert longest < llm.model.spec.max_positions
     assert usage["total_tokens"] == longest
 

@@ -14,7 +14,7 @@ def get(serve, path, **options):
 def test_the_model_is_listed_with_the_length_that_fits(serve, llm):
     [card] = get(serve, "/v1/models").json()["data"]
 
-    longest = llm.engine.scheduler.admission.longest_sequence(llm.model.spec.max_positions)
+    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions)
     assert card["id"] == card["root"] == "quire-tiny"
     assert card["object"] == "model"
     assert card["max_model_len"] == longest == 512  # 4 MiB of 8,192 B a token

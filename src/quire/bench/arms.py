@@ -76,10 +76,10 @@ class QuireArm:
         step_tokens: int | None = None,
     ) -> None:
         self._workload, self._prompts = workload, workload.prompt_ids()
-        schedule = ScheduleConfig(reserve_share=0.0)
+        schedule = ScheduleConfig(low_watermark=1.0)
         if step_tokens is not None:
             schedule = ScheduleConfig(
-                step_tokens=step_tokens, chunk_tokens=step_tokens, reserve_share=0.0
+                step_tokens=step_tokens, chunk_tokens=step_tokens, low_watermark=1.0
             )
         self.engine = Engine(
             model, KVConfig(memory=workload.kv_bytes(model.spec), attention=attention), schedule

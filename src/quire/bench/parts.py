@@ -141,7 +141,7 @@ def measure_parts(
     engine = Engine(
         replace(model, decoder=timed),
         KVConfig(memory=workload.kv_bytes(model.spec), attention=attention),
-        ScheduleConfig(reserve_share=0.0),
+        ScheduleConfig(low_watermark=1.0),
     )
     runs = [_run(engine, timed, workload) for _ in range(repeats + 1)][1:]
     return tuple(_summary(kind, runs, model.spec) for kind in KINDS if runs[0][kind])

@@ -154,7 +154,7 @@ class DemoRun:
         reserved = [len(r.prompt_token_ids) + r.params.max_tokens for r in running]
         self._crowd = Crowd(
             running=len(running),
-            used_bytes=self._llm.stats().kv_used_bytes,
+            used_bytes=self._llm.stats().kv_held_bytes,
             reserved_bytes=sum(spec.kv_bytes(tokens, value_bytes) for tokens in reserved),
             contiguous_bytes=len(running) * spec.kv_bytes(spec.max_positions, value_bytes),
         )

@@ -68,7 +68,7 @@ class LiveProgress:
         self._shown_s = now_s
         stats = read()
         speed = stats.num_generated_tokens / (now_s - self._start_s)
-        used = 100 * stats.kv_used_bytes / stats.kv_total_bytes
+        used = 100 * stats.kv_held_bytes / stats.kv_total_bytes
         self._progress.update(
             self._task,
             completed=done,

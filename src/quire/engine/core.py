@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.events import EventLog
-from quire.engine.eviction import Evictor
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.ledger import Ledger, Snapshot
+from quire.engine.make_scheduler import make_scheduler
 from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
@@ -22,9 +22,8 @@ from quire.engine.runner import Runner, StepLogits
 from quire.engine.sampler import Sampler, prompt_logprobs
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
 from quire.engine.shared_pool import PoolMember
-from quire.engine.stats import EngineStats, request_bytes, tenant_bytes
+from quire.engine.stats import EngineStats, memory_numbers, request_bytes, tenant_bytes
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
@@ -66,13 +65,17 @@ class Engine:
             keep_freed_memory()
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
-        self.pool: KVPool = build_pool(model, kv or KVConfig(), self.schedule_config, pool)
-        eviction = self.pool.eviction
-        evictor = Evictor(self.pool.kv, eviction.policy) if eviction.policy else _never
+        kv = kv or KVConfig()
+        self.pool: KVPool = build_pool(model, kv, self.schedule_config, pool)
         self.events = EventLog(clock)
         self.prefix_events = PrefixBroadcast()
-        self.scheduler = Scheduler(
-            self.pool.kv.memory, self.schedule_config, eviction.spec, evictor
+        self.scheduler = make_scheduler(
+            self.pool,
+            kv,
+            self.schedule_config,
+            model_name=model.name,
+            events=self.events,
+            listener=self.prefix_events,
         )
         self.shares_pool = pool is not None
         if pool is not None:
@@ -151,6 +154,15 @@ class Engine:
         self._open[request_id] = OpenAnswer(request, text, self.scheduler.finish)
         return request_id
 
+    def share_publicly(self, token_ids: Sequence[int]) -> None:
+        """Let all tenants share the KV of these tokens where their prompts begin with them.
+
+        For system prompts that everybody may know of; what follows them stays each tenant's own.
+        """
+        self.scheduler.residency.identities.register_public(
+            checked_prompt(token_ids, self.model.spec)
+        )
+
     def _free_id(self) -> str:
         ids = (f"request-{number}" for number in itertools.count(self._arrivals))
         return next(request_id for request_id in ids if request_id not in self._open)
@@ -181,12 +193,11 @@ class Engine:
             deltas.extend(self._process(plan))  # keeps what came before an error
         except BaseException as error:
             # their KV is half written; while a step is being planned that may be anybody's
-            self.scheduler.take_back(plan.requests or self.scheduler.running)
+            failed = self.scheduler.take_back(plan)
             if not plan.requests or not is_out_of_memory(error):
                 self._unsent = deltas
                 raise
-            waiting = [r for r in plan.requests if r.state is RequestState.WAITING]
-            deltas += [self._fail(request, no_memory_text(error)) for request in waiting]
+            deltas += [self._fail(request, no_memory_text(error)) for request in failed]
         return deltas
 
     def _schedule(self, deltas: list[Delta]) -> StepPlan:
@@ -269,12 +280,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
         memory, scheduler = self.pool.kv.memory, self.scheduler
-        requests, held = self._requests(), request_bytes(scheduler.running, memory)
         return EngineStats(
-            kv_total_bytes=memory.total_bytes,
-            kv_used_bytes=memory.used_bytes,
-            kv_free_bytes=memory.free_bytes,
-            kv_peak_bytes=memory.arena_peak_bytes,
+            **memory_numbers(memory),
             scratch_peak_bytes=self.pool.kv.backend.peak_scratch_bytes,
             weight_bytes=self.model.weight_bytes,
             num_running=len(scheduler.running),
@@ -284,9 +291,8 @@ class Engine:
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
             times=replace(self.times),
-            requests=held,
-            tenants=tenant_bytes(requests, held),
-            cached_bytes=0,
+            requests=(held := request_bytes(scheduler.running, memory)),
+            tenants=tenant_bytes(self._requests(), held),
             host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
         )
 
@@ -310,7 +316,3 @@ class Engine:
         memory.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")
-
-
-def _never(request: Request, keep: int) -> None:
-    raise InvariantError(f"request {request.request_id}: eviction to {keep} without a policy")

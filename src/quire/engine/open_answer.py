@@ -79,7 +79,7 @@ def _usage(request: Request) -> Usage:
     return Usage(
         prompt_tokens=len(request.prompt_token_ids),
         completion_tokens=len(request.output_token_ids),
-        cached_tokens=0,
+        cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
         kv_peak_bytes=request.kv_peak_bytes,
         first_token_s=first_s - request.arrival_s,

@@ -79,6 +79,9 @@ class Request:
         cached_tokens: tokens of its prompt whose KV was there when it first entered.
         exact: whether no token of its KV has been evicted in this run.
         swapped: its KV outside the arena, while it waits with it.
+        lease: the cached prefix it uses and adds to, while it runs.
+        entries: times it has entered the KV memory.
+        entered_tokens: tokens it had when it last did; it moves on before it gives way again.
         preemptions: times it was thrown out and begun again.
         kv_peak_bytes: most KV bytes it referred to, over all its runs.
         arrival_s, first_token_s, finish_s: clock readings, seconds.
@@ -101,6 +104,9 @@ class Request:
     cached_tokens: int = 0
     exact: bool = True
     swapped: object | None = None
+    lease: object | None = None
+    entries: int = 0
+    entered_tokens: int = 0
     preemptions: int = 0
     kv_peak_bytes: int = 0
     arrival_s: float = 0.0

@@ -23,8 +23,21 @@ class ScheduleConfig:
     chunk_tokens: int = option(
         2048, help="tokens of one prompt a step reads at most", unit="tokens"
     )
-    reserve_share: float = option(
-        0.01, help="part of the KV memory kept free when a request is let in, 0 to 1"
+    admission: str = option(
+        "optimistic",
+        help="when a waiting request may start: optimistic (what it knows fits), reserved (prompt "
+        "and max_tokens fit), estimated (the peak expected from past answers fits)",
+    )
+    low_watermark: float = option(
+        0.99, help="nobody is let in above this part of the KV memory in use, 0 to 1"
+    )
+    high_watermark: float = option(
+        1.0, help="above this part of the KV memory in use somebody gives way, 0 to 1"
+    )
+    preempt: str = option(
+        "auto",
+        help="what becomes of the KV of one that gives way: swap (to the host memory), recompute, "
+        "hybrid (as much as fits there), auto (by measured cost)",
     )
     tenants: str = option(
         "",
@@ -38,8 +51,11 @@ class ScheduleConfig:
         for name in ("max_running", "step_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not 0 <= self.reserve_share < 1:
-            raise ConfigError(f"expected reserve_share in [0, 1), got {self.reserve_share}")
+        if not 0 < self.low_watermark <= self.high_watermark <= 1:
+            raise ConfigError(
+                "expected 0 < low_watermark <= high_watermark <= 1, got "
+                f"{self.low_watermark} and {self.high_watermark}"
+            )
 
     @property
     def longest_chunk(self) -> int:

@@ -7,23 +7,21 @@ Torch-free: the scheduler knows token counts, pages and the memory's bookkeeping
 of a callback, because which tokens leave depends on tensors; how many leave does not.
 """
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.engine.admission import Admission
-from quire.engine.preemption import choose_victim
+from quire.engine.admission.peaks import Peaks
+from quire.engine.admission.registry import make_admission
+from quire.engine.chunks import ChunkSizes
+from quire.engine.fair_queue import FairQueue
+from quire.engine.preemption.preempter import Preempter
 from quire.engine.request import Request, RequestState
+from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
-from quire.errors import PolicyError
+from quire.errors import OutOfPages, PolicyError
 from quire.kv.memory import KVMemory
-from quire.kv.swap import repack
+from quire.kv.prefix import PrefixLease
 from quire.spec.eviction import EvictionSpec
-
-SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
 
 Evictor = Callable[[Request, int], None]  # (request, slots to keep in every evicting lane)
 
@@ -36,6 +34,8 @@ class Scheduler:
         config: step and queue sizes.
         eviction: how many tokens a lane may hold, and how many leave at a time.
         evict: called before a request's lane would pass its cap.
+        residency: requests' rows in the pool; by default nothing is shared.
+        preempter: takes requests out that give way; by default they are computed again.
     """
 
     def __init__(
@@ -44,30 +44,38 @@ class Scheduler:
         config: ScheduleConfig,
         eviction: EvictionSpec,
         evict: Evictor,
+        *,
+        residency: Residency | None = None,
+        preempter: Preempter | None = None,
     ) -> None:
         self.memory, self.config, self.eviction = memory, config, eviction
-        # over its cap a prompt is read `every` tokens at once, however short chunks are else
-        whole_chunk = 0 if eviction.cap is None else eviction.every
-        longest_chunk = max(config.longest_chunk, whole_chunk)
-        self.admission = Admission(memory, eviction, longest_chunk, config.reserve_share)
+        self.residency = residency or Residency(memory)
+        self.chunks = ChunkSizes(config, eviction)
+        self.peaks = Peaks(self.memory, eviction, self.chunks.longest)
+        self.admission = make_admission(config.admission, self.peaks)
+        self.preempter = preempter or Preempter(self.residency)
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.waiting = FairQueue()
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
         self._evict = evict
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0
+        self._refused: tuple[object, ...] = ()  # when admission last said no
 
     # ---- queues --------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room."""
-        return self._num_waiting
+        return len(self.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times a request was taken out to make room."""
+        return self.preempter.num_preemptions
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running or self._num_waiting)
+        return bool(self.running or len(self.waiting))
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -75,53 +83,66 @@ class Scheduler:
         Raises:
             NeverFits: it could not run even alone.
         """
-        self.admission.refuse_if_never(request)
-        self._queue(request)
-
-    def _queue(self, request: Request) -> None:
+        self.peaks.refuse_if_never(request)
         request.state = RequestState.WAITING
-        heapq.heappush(self._waiting, (request.order, request))
-        self._num_waiting += 1
+        self.waiting.push(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request, reason: str = "finished") -> None:
         """End a request wherever it is, and free its pages at once."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
-            self._free(request)
+            self.residency.leave(request, reason)
+            self.admission.learn(request)
         elif request.state is RequestState.WAITING:
-            self._num_waiting -= 1  # its entry in the heap is skipped when it comes up
+            self.waiting.discard(request)
+            self.preempter.forget(request)
         request.state = RequestState.FINISHED
 
-    def _free(self, request: Request) -> None:
-        peak = int(self.memory.peak_bytes[request.row])
-        request.kv_peak_bytes = max(request.kv_peak_bytes, peak)
-        self.memory.release([request.row])
-        request.row = -1
-        request.num_computed = 0
+    def _preempt(self, request: Request, reason: str) -> None:
+        """Take a request out to wait again: with its KV on the host, or to be read again."""
+        self.running.remove(request)
+        self.preempter.take_out(request, reason)
+        self._wait_again(request)
 
-    def _preempt(self, request: Request) -> None:
-        """Throw a request out; it will be read again from its tokens, answer included."""
-        self.take_back([request])
-        request.preemptions += 1
-        self.num_preemptions += 1
+    def _wait_again(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        self.waiting.push(request)
 
     def give_way(self) -> bool:
-        """Free memory for another engine of a shared pool: who goes last waits again.
+        """Free memory for another engine of a shared pool: cached prefixes, then who goes last.
 
         Returns:
-            False when nobody runs, and so nothing is left to free.
+            False when nothing is left to free.
         """
+        if self.residency.idle_bytes:
+            self.residency.drop_cached()
+            return True
         last = max(self.running, key=lambda r: r.order, default=None)
         if last is not None:
-            self._preempt(last)
+            self._preempt(last, "another engine asked for its memory")
         return last is not None
 
-    def take_back(self, requests: Iterable[Request]) -> None:
-        """Let those of these requests that run wait again, without KV: a step with them failed."""
-        for request in [r for r in requests if r.state is RequestState.RUNNING]:
+    def take_back(self, plan: StepPlan) -> list[Request]:
+        """A step has failed: those whose KV it was to write wait again, without KV.
+
+        Args:
+            plan: of the step; an empty one means that planning failed, which may be anybody's.
+
+        Returns:
+            The requests of the step.
+        """
+        failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
+        borrowed = [r for r in self.running if r not in failed and self._borrows_unwritten(r)]
+        self.residency.withdraw()
+        for request in failed + borrowed:
             self.running.remove(request)
-            self._free(request)
-            self._queue(request)
+            self.residency.leave(request, "step failed")
+            self._wait_again(request)
+        return failed
+
+    def _borrows_unwritten(self, request: Request) -> bool:
+        prefix, lease = self.residency.prefix, request.lease
+        return prefix is not None and isinstance(lease, PrefixLease) and prefix.is_pending(lease)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -132,6 +153,7 @@ class Scheduler:
         for ever behind newcomers that take the rest of every step.
         """
         plan = StepPlan()
+        self._respect_watermark()
         self._schedule_decoding(plan)
         budget = self.config.step_tokens - len(plan.requests)
         all_served = True
@@ -139,8 +161,7 @@ class Scheduler:
             tokens = self._schedule_chunk(plan, request, budget)
             budget -= tokens
             all_served &= tokens > 0
-        while budget > 0 and all_served and (newcomer := self._next_to_enter()) is not None:
-            self._enter(newcomer)
+        while budget > 0 and all_served and (newcomer := self._let_in()) is not None:
             tokens = self._schedule_chunk(plan, newcomer, budget)
             budget -= tokens
             all_served = tokens > 0
@@ -152,11 +173,14 @@ class Scheduler:
         """Note that the step's tokens have been processed."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
+        self.residency.confirm(plan.requests)
 
     def _reading(self, plan: StepPlan) -> Iterator[Request]:
         """Running requests not yet in the plan that still read their prompt."""
         planned = set(map(id, plan.requests))
         return (r for r in self.running if id(r) not in planned and r.num_uncomputed > 0)
+
+    # ---- decoding ------------------------------------------------------------------------------
 
     def _schedule_decoding(self, plan: StepPlan) -> None:
         decoding = [r for r in self.running if r.num_tokens - r.num_computed == 1]
@@ -164,23 +188,35 @@ class Scheduler:
             decoding = sorted(decoding, key=lambda r: r.order)[: self.config.step_tokens]
         decoding = self._make_room(self._evict_full_lanes(decoding))
         if decoding:
-            self.memory.grow(_rows(decoding), np.ones(len(decoding), dtype=np.int32))
+            ones = [1] * len(decoding)
+            self.residency.grow(decoding, ones)
             plan.requests.extend(decoding)
-            plan.tokens.extend([1] * len(decoding))
+            plan.tokens.extend(ones)
 
     def _make_room(self, decoding: list[Request]) -> list[Request]:
-        """Throw out as few as it takes for the others to get their next token's page."""
-        while decoding:
-            if self.memory.can_grow(_rows(decoding), np.ones(len(decoding), dtype=np.int32)):
-                return decoding
+        """Take out as few as it takes for the others to get their next token's page."""
+        while decoding and not self.residency.can_grow(decoding, [1] * len(decoding)):
             first = min(decoding, key=lambda r: r.order)
-            victim = choose_victim(self.running, first)
-            if victim is None:
-                return []  # those before it hold the rest, or it is alone: see `_unblock`
-            self._preempt(victim)
+            victim = self.preempter.victim(self.running, first)
+            if victim is None:  # those behind have just come back: the last ones miss a step
+                victim = max(decoding, key=lambda r: r.order)
+            else:
+                self._preempt(victim, "no page for the next token")
             if victim in decoding:
                 decoding.remove(victim)
         return decoding
+
+    def _respect_watermark(self) -> None:
+        """Above the high watermark somebody gives way before memory runs out."""
+        most_bytes = self.config.high_watermark * self.memory.total_bytes
+        while self.config.high_watermark < 1 and len(self.running) > 1:
+            if self.memory.total_bytes - self.residency.available_bytes <= most_bytes:
+                return
+            first = min(self.running, key=lambda r: r.order)
+            victim = self.preempter.victim(self.running, first)
+            if victim is None:
+                return
+            self._preempt(victim, "above the high watermark")
 
     def _evict_full_lanes(self, requests: list[Request]) -> list[Request]:
         """Bring lanes at their cap down; return the requests whose policy did what it must."""
@@ -192,13 +228,26 @@ class Scheduler:
         return [r for r in requests if r not in failed] if failed else requests
 
     def _try_evict(self, request: Request, keep: int) -> bool:
+        """Evict; False where the policy failed, or private copies of shared pages found no room."""
+        self.residency.stop_sharing(request)
+        request.exact = False
         try:
-            self._evict(request, keep)
+            self._evict_sharing(request, keep)
+        except OutOfPages:
+            return False
         except PolicyError as error:
             self.failures.append((request, error))
-            self.finish(request)
+            self.finish(request, "policy error")
             return False
         return True
+
+    def _evict_sharing(self, request: Request, keep: int) -> None:
+        """Evict; where copies of shared pages find no room, after the cached prefixes are gone."""
+        try:
+            self._evict(request, keep)
+        except OutOfPages:
+            self.residency.drop_cached()
+            self._evict(request, keep)
 
     def _held_tokens(self, request: Request) -> int:
         """Most slots any evicting lane of the request holds."""
@@ -211,83 +260,71 @@ class Scheduler:
 
     def _schedule_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
-        tokens = self._chunk_tokens(plan, request, budget)
-        if tokens and not self._fits(request, tokens):
-            tokens = self._largest_fitting(request, tokens)
+        tokens = self.chunks.tokens(plan, request, budget)
+        atomic = self.chunks.is_atomic(request)
+        if tokens and atomic and not self._evict_full_lanes([request]):
+            return 0
+        if tokens and not self.residency.can_grow([request], [tokens]):
+            tokens = 0 if atomic else self._largest_fitting(request, tokens)
         if tokens:
-            self.memory.grow(_rows([request]), np.array([tokens], dtype=np.int32))
+            self.residency.grow([request], [tokens])
             plan.add(request, tokens)
         return tokens
 
-    def _chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
-        """Tokens of the next chunk within the budget.
-
-        Where lanes have a cap: up to it while there is room, then one eviction, then `every` tokens
-        (or the rest) at once or none, so that who else is in the batch changes nothing.
-        """
-        if self.eviction.cap is not None and request.num_computed >= self.eviction.cap:
-            return self._atomic_chunk(request, budget)
-        budget = min(budget, self.config.chunk_tokens)
-        if request.params.prompt_logprobs is not None:
-            budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
-        if self.eviction.cap is not None:
-            budget = min(budget, self.eviction.cap - request.num_computed)
-        return min(request.num_uncomputed, budget)
-
-    def _atomic_chunk(self, request: Request, budget: int) -> int:
-        assert self.eviction.cap is not None
-        tokens = min(request.num_uncomputed, self.eviction.every)
-        return tokens if tokens <= budget and self._evict_full_lanes([request]) else 0
-
-    def _fits(self, request: Request, tokens: int) -> bool:
-        return self.memory.can_grow(_rows([request]), np.array([tokens], dtype=np.int32))
-
     def _largest_fitting(self, request: Request, tokens: int) -> int:
         """Largest chunk below `tokens` whose pages are there, by bisection."""
-        if self.eviction.cap is not None and request.num_computed >= self.eviction.cap:
-            return 0
         low, high = 0, tokens
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(request, middle) else (low, middle)
+            fits = self.residency.can_grow([request], [middle])
+            low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def _next_to_enter(self) -> Request | None:
-        while self._waiting and self._waiting[0][1].state is not RequestState.WAITING:
-            heapq.heappop(self._waiting)
-        if not self._waiting or len(self.running) >= self.config.max_running:
-            return None
-        request = self._waiting[0][1]
-        return request if self.admission.may_enter(request, self.running) else None
+    # ---- entering ------------------------------------------------------------------------------
 
-    def _enter(self, request: Request) -> None:
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        request.row = self.memory.start()
+    def _let_in(self) -> Request | None:
+        """Let the next one in, if it may enter; return it."""
+        request = next(iter(self.waiting.ordered()), None)
+        if request is None or len(self.running) >= self.config.max_running:
+            return None
+        state = (request, self.residency.available_bytes, len(self.running))
+        if not self.memory.num_free_rows or state == self._refused:
+            return None  # nothing has changed since admission said no to it
+        lease = self.residency.look_up(request)
+        if not self._may_enter(request, 0 if lease is None else lease.tokens):
+            self.residency.give_back(lease)
+            self._refused = state
+            return None
+        self.residency.enter(request, lease)
+        self.waiting.pop(request)
         request.state = RequestState.RUNNING
         self.running.append(request)
+        return request
+
+    def _may_enter(self, request: Request, cached_tokens: int) -> bool:
+        """What is promised must fit, with a part left below the low watermark.
+
+        A request that would be alone needs no such part.
+        """
+        if not self.running:
+            return True
+        promised = self.admission.promised(request, self.running, cached_tokens)
+        left_bytes = self.residency.available_bytes - self.peaks.num_bytes(promised)
+        if left_bytes < (1 - self.config.low_watermark) * self.memory.total_bytes:
+            return False
+        return self.residency.make_room(self.peaks.by_class(promised))
+
+    # ---- when nobody gets a page ---------------------------------------------------------------
 
     def _unblock(self, plan: StepPlan) -> None:
         """Nobody got a page: let the first in line have the others' pages, one by one."""
         first = min(self.running, key=lambda r: r.order)
         while not plan.requests:
-            victim = choose_victim(self.running, first)
+            victim = self.preempter.victim(self.running, first, even_returned=True)
             if victim is not None:
-                self._preempt(victim)
+                self._preempt(victim, "nobody could move")
             else:
-                self._pack(first)
+                self.preempter.pack(first)
             self._schedule_chunk(plan, first, self.config.step_tokens)
             if victim is None:
                 break
-
-    def _pack(self, request: Request) -> None:
-        """Move the pages of a request that is alone together.
-
-        They may lie between places of pages that are gone, and so keep more slabs than they fill
-        from the other page classes. Packed, a request that was admitted can always grow.
-        """
-        repack(self.memory, request.row)
-
-
-def _rows(requests: list[Request]) -> NDArray[np.int64]:
-    return np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))

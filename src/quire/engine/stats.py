@@ -47,7 +47,7 @@ class EngineStats:
         kv_total_bytes: the arena; used + free is always equal to it.
         kv_used_bytes: pages in use, with what slab borders waste.
         kv_free_bytes: the rest.
-        kv_peak_bytes: most bytes of pages in use at once so far.
+        kv_peak_bytes: most bytes of pages in use at once so far, cached prefixes not counted.
         scratch_peak_bytes: most gathered bytes held at once, outside the arena.
         weight_bytes: parameters and buffers, outside the arena.
         num_running, num_waiting: requests with and without KV.
@@ -78,6 +78,11 @@ class EngineStats:
     tenants: tuple[TenantBytes, ...]
     cached_bytes: int
     host_bytes: int
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """Bytes in use without cached prefixes that nobody uses."""
+        return self.kv_used_bytes - self.cached_bytes
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers and lists, ready for JSON."""
@@ -110,3 +115,14 @@ def tenant_bytes(
         TenantBytes(tenant=tenant, num_requests=count, kv_bytes=kv_bytes[tenant])
         for tenant, count in sorted(num_requests.items())
     )
+
+
+def memory_numbers(memory: KVMemory) -> dict[str, int]:
+    """What a KV memory says about itself, under the names of `EngineStats`."""
+    return {
+        "kv_total_bytes": memory.total_bytes,
+        "kv_used_bytes": memory.used_bytes,
+        "kv_free_bytes": memory.free_bytes,
+        "kv_peak_bytes": memory.arena_peak_bytes,
+        "cached_bytes": memory.idle_bytes(),
+    }

@@ -43,6 +43,9 @@ class KVConfig:
     evict: str = option(
         "full", help="which tokens stay, such as recent:cap=512,every=64,sinks=4; full keeps all"
     )
+    prefix_cache: bool = option(
+        True, help="keep the KV of prompts and answers for requests that begin alike"
+    )
     attention: str = option("auto", help="who computes attention over pages")
     scratch: int | str = option(
         "64MiB", help="bound on gathered pages at a time, outside the KV memory", unit="bytes"

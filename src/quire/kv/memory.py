@@ -9,7 +9,7 @@ Two lengths are never mixed up: `lengths[row]` is logical (the position the next
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,7 @@ class KVMemory:
         self.lengths = np.zeros(max_rows, dtype=np.int64)
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = 0
+        self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -216,7 +217,7 @@ class KVMemory:
         held = self._rows_bytes(rows)
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
-        self.arena_peak_bytes = max(self.arena_peak_bytes, used)
+        self.arena_peak_bytes = max(self.arena_peak_bytes, used - self.idle_bytes())
 
     def privatise(self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]) -> None:
         """Copy shared pages and let these table entries name the copies."""

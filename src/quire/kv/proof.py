@@ -32,7 +32,7 @@ def prove_references(
         np.add.at(expected, placement.kept_aside(table, np.arange(len(table.pages))), 1)
     for loan in loans:
         for name in own:
-            np.add.at(expected, loan.get(name, NO_PAGES), 1)
+            np.add.at(expected, loan.get(name, NO_PAGES).reshape(-1), 1)
     if (expected != pool.ref_counts).any():
         wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
         raise InvariantError(f"pages {wrong} are referenced otherwise than counted")

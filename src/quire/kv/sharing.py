@@ -1,10 +1,10 @@
-"""Sharing pages: fork a sequence, lend a prefix, start from a loan.
+"""Sharing pages: fork a sequence, lend parts of it, start from loans.
 
 A shared page has more than one reference and is never written; `KVMemory.grow` copies the one page
 it must write. Private groups (statistics) are copied at once: two futures, two memories.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +19,17 @@ from quire.spec.pages import PageClass
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Pages kept alive without a sequence: what a prefix index holds.
+    """Pages kept alive without a sequence: a part of one, whole pages.
 
     Attributes:
         key: identity in `KVMemory.loans`.
-        tokens: length of the prefix, whole pages.
-        pages: group name -> page numbers [lanes * pages_per_lane].
+        start, end: logical positions.
+        pages: group name -> page numbers [lanes, pages of a lane].
     """
 
     key: int
-    tokens: int
+    start: int
+    end: int
     pages: Mapping[str, PageNumbers]
 
 
@@ -65,12 +66,12 @@ def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:
     memory.privatise(table, np.full(len(lane), row), lane, column)
 
 
-def lend(memory: KVMemory, row: int, tokens: int) -> Loan:
-    """Keep the pages of the first `tokens` tokens alive after the sequence is gone.
+def lend(memory: KVMemory, row: int, start: int, end: int) -> Loan:
+    """Keep the pages of the tokens from `start` to `end` alive after the sequence is gone.
 
     Raises:
-        ConfigError: not whole pages, longer than the row, or a lane no longer holds exactly these
-            tokens in order (it has evicted, or returned pages behind a window).
+        ConfigError: not whole pages, beyond the row, or a lane no longer holds exactly these tokens
+            in order (it has evicted, or returned pages behind a window).
         UnsoundCombination: the store's pages have one holder each.
     """
     if not memory.placement.shares:
@@ -79,65 +80,123 @@ def lend(memory: KVMemory, row: int, tokens: int) -> Loan:
             "'paged'"
         )
     pages = {
-        name: _prefix_pages(memory, table, row, tokens)
+        name: _span_pages(memory, table, row, start, end)
         for name, table in memory.tables.items()
         if not table.group.private
     }
     for name, numbers in pages.items():
-        memory.pools[memory.tables[name].group.page_class].retain(numbers)
+        memory.pools[memory.tables[name].group.page_class].retain(numbers.reshape(-1))
+    return _registered(memory, start, end, pages)
+
+
+def _registered(memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]) -> Loan:
     key = next(memory.loan_keys)
     memory.loans[key] = pages
-    return Loan(key, tokens, pages)
+    return Loan(key, start, end, pages)
 
 
-def _prefix_pages(memory: KVMemory, table: LaneTable, row: int, tokens: int) -> PageNumbers:
+def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: int) -> PageNumbers:
     per_page, length = table.group.page_class.tokens, int(memory.lengths[row])
-    if tokens < 1 or tokens % per_page or tokens > length:
+    if not 0 <= start < end <= length or start % per_page or end % per_page:
         raise ConfigError(
-            f"a loan is whole pages of {per_page} tokens up to {length}, got {tokens}"
+            f"a loan is whole pages of {per_page} tokens up to {length}, got {start} to {end}"
         )
-    if (table.num_slots[row] != length).any():
-        raise ConfigError(f"group {table.group.name!r} no longer holds every token of the prefix")
-    pages: PageNumbers = table.pages[row][:, : tokens // per_page].reshape(-1).copy()
+    windowed = table.group.window is not None
+    first = length - int(table.num_slots[row, 0]) if windowed else 0
+    if (table.num_slots[row] != length - first).any() or start < first:
+        raise ConfigError(
+            f"group {table.group.name!r} no longer holds every token from {start} to {end}"
+        )
+    columns = slice((start - first) // per_page, (end - first) // per_page)
+    pages: PageNumbers = table.pages[row][:, columns].copy()
     return pages
 
 
-def borrow(memory: KVMemory, loan: Loan) -> int:
-    """Start a sequence from a loan; its private groups begin with zeroed pages.
+def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
+    """Copy the private pages of a row, as they are now; None where there is no room or no need.
+
+    The copies belong to the loan: they are what a sequence that borrows up to here begins with.
+    """
+    private = [table for table in memory.tables.values() if table.group.private]
+    needed: dict[PageClass, int] = {}
+    for table in private:
+        page_class = table.group.page_class
+        needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
+    if not private or not memory.fits(needed):
+        return None
+    pages = {table.group.name: _copied(memory, table, table.row_pages(row)) for table in private}
+    return _registered(memory, 0, int(memory.lengths[row]), pages)
+
+
+def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:
+    page_class = table.group.page_class
+    copies = memory.pools[page_class].allocate(len(pages))
+    memory.store.copy_pages(page_class, pages, copies)
+    return copies.reshape(table.group.num_lanes, -1)
+
+
+def borrow(memory: KVMemory, loans: Sequence[Loan], statistics: Loan | None = None) -> int:
+    """Start a sequence from loans that follow each other from position 0 on.
+
+    Args:
+        memory: where they are.
+        loans: one or more.
+        statistics: what its private groups begin with; without it they begin with zeroed pages.
 
     Raises:
         OutOfPages: no row, or no pages for the private groups; nothing was changed.
-        InvariantError: the loan has been returned.
+        InvariantError: a loan has been returned, or they do not follow each other.
     """
-    _require_lent(memory, loan)
-    private = [t.group for t in memory.tables.values() if t.group.private]
+    _require_chain(memory, loans)
+    length = loans[-1].end
     needed: dict[PageClass, int] = {}
-    for group in private:
-        pages = group.page_class.pages_for(loan.tokens) * group.num_lanes
+    for group in (t.group for t in memory.tables.values() if t.group.private):
+        pages = group.page_class.pages_for(length) * group.num_lanes
         needed[group.page_class] = needed.get(group.page_class, 0) + pages
     if not memory.fits(needed):
         raise OutOfPages("no pages for the statistics of a borrowed prefix")
     row = memory.start()
     for table in memory.tables.values():
-        _borrow_table(memory, table, row, loan)
-    memory.lengths[row] = loan.tokens
+        if table.group.private:
+            lanes = _private_pages(memory, table, length, statistics)
+        else:
+            lanes = np.concatenate([loan.pages[table.group.name] for loan in loans], axis=1)
+            memory.pools[table.group.page_class].retain(lanes.reshape(-1))
+        _begin_lanes(table, row, length, lanes)
+    memory.lengths[row] = length
     memory.note_peaks(np.array([row]))
     return row
 
 
-def _borrow_table(memory: KVMemory, table: LaneTable, row: int, loan: Loan) -> None:
+def _require_chain(memory: KVMemory, loans: Sequence[Loan]) -> None:
+    for loan in loans:
+        _require_lent(memory, loan)
+    starts = [0, *(loan.end for loan in loans[:-1])]
+    if not loans or starts != [loan.start for loan in loans]:
+        raise InvariantError(f"loans of {[(x.start, x.end) for x in loans]} are no prefix")
+
+
+def _private_pages(
+    memory: KVMemory, table: LaneTable, length: int, statistics: Loan | None
+) -> PageNumbers:
     group, pool = table.group, memory.pools[table.group.page_class]
-    per_lane = group.page_class.pages_for(loan.tokens)
-    if group.private:
-        pages = pool.allocate(per_lane * group.num_lanes)
-        memory.store.clear_pages(group.page_class, pages)
-    else:
-        pages = loan.pages[group.name]
-        pool.retain(pages)
-    counts = np.full((1, group.num_lanes), per_lane, dtype=np.int32)
-    table.append(np.array([row]), counts, pages)
-    table.num_slots[row] = loan.tokens
-    table.page_positions[row, :, :per_lane] = np.arange(per_lane) * group.page_class.tokens
+    if statistics is not None:
+        _require_lent(memory, statistics)
+        if statistics.end != length:
+            raise InvariantError(f"statistics at {statistics.end} for a prefix of {length} tokens")
+        return _copied(memory, table, statistics.pages[group.name].reshape(-1))
+    pages = pool.allocate(group.page_class.pages_for(length) * group.num_lanes)
+    memory.store.clear_pages(group.page_class, pages)
+    return pages.reshape(group.num_lanes, -1)
+
+
+def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:
+    """Let an empty row name these pages, [lanes, pages of a lane]."""
+    lanes, columns = pages.shape
+    counts = np.full((1, lanes), columns, dtype=np.int32)
+    table.append(np.array([row]), counts, pages.reshape(-1))
+    table.num_slots[row] = length
+    table.page_positions[row, :, :columns] = np.arange(columns) * table.group.page_class.tokens
 
 
 def return_loan(memory: KVMemory, loan: Loan) -> None:
@@ -148,9 +207,12 @@ def return_loan(memory: KVMemory, loan: Loan) -> None:
     """
     _require_lent(memory, loan)
     for name, pages in memory.loans.pop(loan.key).items():
-        memory.pools[memory.tables[name].group.page_class].release(pages)
+        pool = memory.pools[memory.tables[name].group.page_class]
+        pool.release(pages.reshape(-1))
 
 
 def _require_lent(memory: KVMemory, loan: Loan) -> None:
     if loan.key not in memory.loans:
-        raise InvariantError(f"loan {loan.key} of {loan.tokens} tokens has been returned already")
+        raise InvariantError(
+            f"loan {loan.key} of tokens {loan.start} to {loan.end} has been returned already"
+        )

@@ -114,7 +114,7 @@ def test_options_of_sections_a_command_lacks_are_left_alone_in_the_file(toml: st
         (["--stop", ""], RequestError),
         (["--page-tokens", "0"], ConfigError),
         (["--max-running", "0"], ConfigError),
-        (["--reserve-share", "nan"], ConfigError),
+        (["--low-watermark", "nan"], ConfigError),
     ],
 )
 def test_a_value_out_of_range_is_refused_before_anything_is_loaded(arguments, error):

@@ -161,7 +161,7 @@ def test_auto_takes_what_all_requests_can_ever_use_and_no_more(name, evict, page
     if evict != "full" and all(layer.window for layer in model.spec.layers):
         pytest.skip("every layer has a window already")
     engine = Engine(model, KVConfig(evict=evict, page_tokens=page_tokens), schedule)
-    memory, admission = engine.pool.kv.memory, engine.scheduler.admission
+    memory, admission = engine.pool.kv.memory, engine.scheduler.peaks
     pages = admission.peak_pages(model.spec.max_positions)
     slabs = [-(-3 * n // memory.pools[c].pages_per_slab) for c, n in pages.items()]
 

@@ -6,10 +6,11 @@ import random
 import numpy as np
 import pytest
 
+from quire.engine.chunks import SCORED_TOKENS
 from quire.engine.request import Request, RequestState
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import SCORED_TOKENS, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.engine.step_plan import StepPlan
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
@@ -21,7 +22,7 @@ class Load:
     """A scheduler over the smallest memory, without bytes, that admits one longest request."""
 
     def __init__(self, *, page_tokens, window, eviction, longest, room=1, **schedule):
-        config = ScheduleConfig(reserve_share=0.0, **schedule)
+        config = ScheduleConfig(low_watermark=1.0, **schedule)
         layout = make_layout(page_tokens, window, evicting=eviction.cap is not None)
         total_bytes = 4 * layout.smallest_sequence_bytes
         fits = False
@@ -29,7 +30,7 @@ class Load:
             total_bytes += total_bytes // 100 + 64
             self.memory = KVMemory(layout, total_bytes, config.max_running)
             self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
-            fits = self.scheduler.admission.fits_alone(longest)
+            fits = self.scheduler.peaks.fits_alone(longest)
         if room > 1:
             self.memory = KVMemory(layout, room * total_bytes, config.max_running)
             self.scheduler = Scheduler(self.memory, config, eviction, self.evict)

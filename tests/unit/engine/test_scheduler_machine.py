@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.submit(request)
         except NeverFits:
-            needed = self.scheduler.admission.peak_bytes(request.final_tokens)
+            needed = self.scheduler.peaks.peak_bytes(request.final_tokens)
             assert needed > self.memory.total_bytes - self.memory.arena.slab_bytes * 2
             return
         self.requests[request.request_id] = request

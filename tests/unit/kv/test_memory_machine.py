@@ -241,7 +241,7 @@ class MemoryMachine(RuleBasedStateMachine):
         row = lendable[pick % len(lendable)]
         tokens = LOAN_GRAIN * (1 + pages % (self.rows[row].length // LOAN_GRAIN))
 
-        loan = lend(self.memory, row, tokens)
+        loan = lend(self.memory, row, 0, tokens)
 
         prefix = empty_sequence()
         prefix.length = tokens
@@ -258,7 +258,7 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = LOAN_GRAIN * pages + odd
         beyond = tokens > self.rows[row].length
         if tokens == 0 or odd or beyond or row not in self.lendable_rows():
-            self.refused(lambda: lend(self.memory, row, tokens))
+            self.refused(lambda: lend(self.memory, row, 0, tokens))
 
     def lendable_rows(self):
         """Rows that hold every token in every lane that is shared, and at least a page of them."""
@@ -277,12 +277,10 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(pick=SEEDS)
     def borrow(self, pick):
         loan, prefix = self.loans[pick % len(self.loans)]
-        private = sum(
-            SUMS.pages_for(loan.tokens) * t.group.num_lanes for t in self.private_tables()
-        )
+        private = sum(SUMS.pages_for(loan.end) * t.group.num_lanes for t in self.private_tables())
         fits = len(self.rows) < MAX_ROWS and self.memory.fits({SUMS: private})
 
-        row = self.attempt(lambda: borrow(self.memory, loan), fits)
+        row = self.attempt(lambda: borrow(self.memory, [loan]), fits)
 
         if row is not None:
             self.add(row, prefix.copy())

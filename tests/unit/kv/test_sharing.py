@@ -188,11 +188,11 @@ def test_a_fork_without_a_free_row_changes_nothing():
 def test_a_loan_outlives_its_sequence_and_starts_others():
     memory = one_group(num_lanes=2)
     row = started(memory, 10)
-    loan = lend(memory, row, 8)
+    loan = lend(memory, row, 0, 8)
     memory.release([row])
     assert used_pages(memory) == 4
 
-    first, second = borrow(memory, loan), borrow(memory, loan)
+    first, second = borrow(memory, [loan]), borrow(memory, [loan])
     memory.store.poison_free(memory)
     grow(memory, first, 1)
 
@@ -209,9 +209,9 @@ def test_a_loan_outlives_its_sequence_and_starts_others():
 def test_a_borrowed_prefix_begins_with_zero_statistics():
     memory = with_groups(KV, SUMS)
     row = started(memory, 12, name="sums")
-    loan = lend(memory, row, 12)
+    loan = lend(memory, row, 0, 12)
 
-    borrower = borrow(memory, loan)
+    borrower = borrow(memory, [loan])
 
     assert keys(memory, borrower, name="sums") == [0] * 12
     assert keys(memory, row, name="sums") == list(range(12))
@@ -220,14 +220,14 @@ def test_a_borrowed_prefix_begins_with_zero_statistics():
 def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing():
     memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
     row = started(memory, 32)
-    loan = lend(memory, row, 32)
+    loan = lend(memory, row, 0, 32)
     memory.release([row])
     blocker = memory.pools[SUMS_CLASS].allocate(6)
     free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
     assert 4 <= free_pages < 8  # one group would fit
 
     with pytest.raises(OutOfPages, match="statistics"):
-        borrow(memory, loan)
+        borrow(memory, [loan])
 
     assert memory.num_free_rows == 4
     memory.pools[SUMS_CLASS].release(blocker)
@@ -240,7 +240,7 @@ def test_a_loan_is_whole_pages_within_the_sequence(tokens):
     row = started(memory, 10)
 
     with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
-        lend(memory, row, tokens)
+        lend(memory, row, 0, tokens)
 
     assert memory.loans == {}
 
@@ -251,7 +251,7 @@ def test_a_lane_that_dropped_pages_is_not_lent():
     memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([1]))
 
     with pytest.raises(ConfigError, match="no longer holds every token"):
-        lend(memory, row, 4)
+        lend(memory, row, 0, 4)
 
 
 def test_a_lane_whose_window_has_moved_on_is_not_lent():
@@ -260,18 +260,18 @@ def test_a_lane_whose_window_has_moved_on_is_not_lent():
     grow(memory, row, 1)
 
     with pytest.raises(ConfigError, match="no longer holds every token"):
-        lend(memory, row, 4)
+        lend(memory, row, 0, 4)
 
 
 def test_a_loan_is_returned_once_and_not_used_after():
     memory = one_group()
     row = started(memory, 8)
-    loan = lend(memory, row, 4)
+    loan = lend(memory, row, 0, 4)
     return_loan(memory, loan)
-    other = lend(memory, row, 8)
+    other = lend(memory, row, 0, 8)
 
     assert other.key != loan.key
-    for act in (return_loan, borrow):
+    for act in (return_loan, lambda memory, loan: borrow(memory, [loan])):
         with pytest.raises(InvariantError, match="returned already"):
             act(memory, loan)
     memory.check()
@@ -296,7 +296,7 @@ def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
 
     fork(memory, row)
     assert memory.arena_peak_bytes == 3 * 128 + 4 * 512
-    borrow(memory, lend(memory, row, 12))
+    borrow(memory, [lend(memory, row, 0, 12)])
 
     assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
 

@@ -1,0 +1,1 @@
+"""Who may enter the KV memory: one rule a file, found by name."""

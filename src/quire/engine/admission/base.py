@@ -1,0 +1,44 @@
+"""The seam of admission: what must have room before a waiting request may start."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.engine.admission.peaks import Counts, Peaks
+from quire.engine.request import Request
+
+
+class AdmissionRule(ABC):
+    """Says how many pages are promised to a newcomer and to those that run.
+
+    Args:
+        peaks: pages by number of tokens.
+    """
+
+    name: str
+
+    def __init__(self, peaks: Peaks) -> None:
+        self.peaks = peaks
+
+    @abstractmethod
+    def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
+        """Pages that must be free, or idle in the prefix cache, for `request` to start.
+
+        Args:
+            request: waits.
+            running: hold KV.
+            cached_tokens: tokens of `request` whose pages are there already and are shared.
+
+        Returns:
+            [page classes], as `Peaks.page_classes`.
+        """
+
+    def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
+        """Note a request that has ended by itself."""
+
+    def newcomer(self, tokens: int, cached_tokens: int) -> Counts:
+        """Pages a waiting request takes to hold `tokens` tokens, without those it shares."""
+        needed, shared = self.peaks.counts([tokens, cached_tokens])
+        missing: Counts = np.maximum(needed - shared, 0)
+        return missing

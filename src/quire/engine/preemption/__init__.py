@@ -1,0 +1,1 @@
+"""Giving way: who, and what becomes of the KV."""

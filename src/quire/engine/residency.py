@@ -1,0 +1,186 @@
+"""Requests in the KV memory: how they enter, grow, share prefixes, and leave."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.events import EventLog
+from quire.engine.prefix_identities import PrefixIdentities
+from quire.engine.request import Request
+from quire.kv.memory import KVMemory
+from quire.kv.prefix import PrefixIndex, PrefixLease
+from quire.spec.pages import PageClass
+
+ONE = np.ones(1, dtype=np.int32)
+
+
+class Residency:
+    """Rows of the KV memory on behalf of requests.
+
+    Args:
+        memory: the pool.
+        prefix: finds and keeps prefixes; None where nothing is to be shared.
+        identities: who may share whose prefix.
+        events: told of what happens.
+        with_statistics: the policy remembers things about tokens, so that a prefix is only of use
+            up to where such a memory was kept.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        prefix: PrefixIndex | None = None,
+        *,
+        identities: PrefixIdentities | None = None,
+        events: EventLog | None = None,
+        with_statistics: bool = False,
+    ) -> None:
+        self.memory, self.prefix = memory, prefix
+        self.identities = identities or PrefixIdentities()
+        self.events = events or EventLog()
+        self._with_statistics = with_statistics
+
+    # ---- room ----------------------------------------------------------------------------------
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of cached prefixes that can be dropped."""
+        return 0 if self.prefix is None else self.prefix.idle_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that are free or can be freed at no cost to anybody who runs."""
+        return self.memory.free_bytes + self.idle_bytes
+
+    def make_room(self, pages: dict[PageClass, int]) -> bool:
+        """Drop cached prefixes until so many pages fit; say whether they do."""
+        if self.memory.fits(pages):
+            return True
+        return self.prefix is not None and self.prefix.reclaim(pages)
+
+    def drop_cached(self) -> None:
+        """Drop every cached prefix that nobody uses."""
+        if self.prefix is not None:
+            self.prefix.clear()
+
+    def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
+        """Whether these requests can take so many more tokens each, cached prefixes dropped."""
+        rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
+        if self.memory.can_grow(rows, counts):
+            return True
+        return self.make_room(self.memory.pages_to_grow(rows, counts))
+
+    # ---- entering and leaving ------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> PrefixLease | None:
+        """Hold the cached prefix of a request, to enter with or to give back.
+
+        One whose prompt is scored reads all of it again: scores need the logits of every token.
+        """
+        if self.prefix is None:
+            return None
+        identity = self.identities.of(request)
+        if request.scores_prompt:
+            return PrefixLease(identity)
+        tokens = request.token_ids(0, request.num_tokens)
+        return self.prefix.match(identity, tokens, with_statistics=self._with_statistics)
+
+    def give_back(self, lease: PrefixLease | None) -> None:
+        """Let go of what `look_up` held."""
+        if self.prefix is not None and lease is not None:
+            self.prefix.release(lease)
+
+    def enter(self, request: Request, lease: PrefixLease | None) -> None:
+        """Give a request a row, with the pages of its cached prefix.
+
+        Raises:
+            OutOfPages: there is none; nothing was changed.
+        """
+        if self.prefix is not None and lease is not None and lease.nodes:
+            request.row = self.prefix.start(lease, with_statistics=self._with_statistics)
+            request.num_computed = lease.tokens
+        else:
+            request.row = self.memory.start()
+        request.lease, request.exact = lease, True
+        if self.prefix is not None and lease is not None:
+            self.prefix.count(request.num_tokens, lease)
+        if not request.entries:
+            request.cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
+        self.note_entry(request)
+
+    def note_entry(self, request: Request) -> None:
+        """Count an entry, however it came about, and tell of it."""
+        request.entries += 1
+        request.entered_tokens = request.num_tokens
+        cached = request.num_computed
+        self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=cached)
+        if cached and request.swapped is None:
+            kv_bytes = self.memory.row_bytes(request.row)
+            self.events.emit("shared", request, tokens=cached, kv_bytes=kv_bytes)
+
+    def leave(self, request: Request, reason: str) -> int:
+        """Take a request out and free what only it holds; return the bytes it referred to."""
+        row = request.row
+        kv_bytes = self.memory.row_bytes(row)
+        request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
+        self.stop_sharing(request)
+        self.memory.release([row])
+        request.row, request.num_computed = -1, 0
+        self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
+        return kv_bytes
+
+    # ---- growing -------------------------------------------------------------------------------
+
+    def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Make room for more tokens, and publish the blocks that they fill.
+
+        Raises:
+            OutOfPages: see `KVMemory.grow`.
+        """
+        self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
+        if self.prefix is None:
+            return
+        block = self.prefix.block_tokens
+        for request, count in zip(requests, tokens, strict=True):
+            if request.num_computed % block + count >= block:
+                self._publish(request, request.num_computed + count)
+
+    def _publish(self, request: Request, length: int) -> None:
+        lease = request.lease
+        assert self.prefix is not None
+        if isinstance(lease, PrefixLease) and lease.publishes:
+            self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
+
+    def confirm(self, requests: Sequence[Request]) -> None:
+        """A step has run: what it published is there, and statistics can be kept."""
+        if self.prefix is None:
+            return
+        self.prefix.confirm()
+        if self._with_statistics:
+            for request in requests:
+                if isinstance(request.lease, PrefixLease):
+                    self.prefix.snapshot(request.lease, request.row)
+
+    def withdraw(self) -> None:
+        """A step has failed: what it published is not there."""
+        if self.prefix is not None:
+            self.prefix.withdraw()
+
+    def stop_sharing(self, request: Request) -> None:
+        """The row's pages are no longer those of its tokens, or no longer needed."""
+        lease = request.lease
+        if self.prefix is not None and isinstance(lease, PrefixLease):
+            self.prefix.release(lease)
+        request.lease = None
+
+    def share(self, parent: Request, child: Request) -> None:
+        """Let a sequence forked from another hold the same prefix."""
+        if self.prefix is not None and isinstance(parent.lease, PrefixLease):
+            child.lease = self.prefix.share(parent.lease)
+        child.exact = parent.exact
+
+
+def rows_of(requests: Sequence[Request]) -> NDArray[np.int64]:
+    """Their rows of the memory."""
+    return np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))

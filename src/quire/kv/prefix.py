@@ -1,0 +1,285 @@
+r"""The prefix index: pages of tokens that were read before, found again by a chain of hashes.
+
+    request A   [b0][b1][b2]            nodes  b0 - b1 - b2
+    request B   [b0][b1][c2]                         \- c2
+
+A node is one block of tokens: a page of every lane, lent by the row that computed it. Nodes in use
+stay; those that nobody uses any more are the cache, and go when room is needed: the longest unused
+first, and of one chain its tail before its head, so that what remains can always be found.
+
+A node is published when its tokens are scheduled, so that requests of the same step can share it:
+in each layer a step writes all its keys and values before anybody attends. If the step fails, the
+nodes it published are withdrawn.
+
+Only exact KV is published: a row that has evicted tokens publishes nothing more.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.errors import ConfigError
+from quire.kv.memory import KVMemory
+from quire.kv.prefix_events import PrefixListener
+from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
+from quire.kv.sharing import Loan, borrow, lend, lend_statistics, return_loan
+from quire.spec.pages import PageClass
+
+
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """One published block.
+
+    Attributes:
+        block: key, tokens and end.
+        parent: the node before it; None for the first block.
+        loan: its pages.
+        statistics: copies of the private pages of a row that ended here; None where none did.
+        num_users: leases that hold it.
+    """
+
+    block: Block
+    parent: "PrefixNode | None"
+    loan: Loan
+    statistics: Loan | None = None
+    num_users: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class PrefixLease:
+    """What one sequence uses and publishes.
+
+    Attributes:
+        identity: who may share it.
+        nodes: the chain from the first block on.
+        publishes: whether it may add to the chain.
+    """
+
+    identity: PrefixIdentity
+    nodes: list[PrefixNode] = field(default_factory=list)
+    publishes: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chain."""
+        return self.nodes[-1].block.end if self.nodes else 0
+
+
+class PrefixIndex:
+    """Finds, keeps and drops cached prefixes of one KV memory.
+
+    Args:
+        memory: whose pages are shared.
+        listener: hears of blocks that come and go.
+
+    Attributes:
+        block_tokens: tokens of a block: whole pages in every lane.
+        queried_tokens, hit_tokens: of all prompts that looked for a prefix so far.
+    """
+
+    def __init__(self, memory: KVMemory, listener: PrefixListener | None = None) -> None:
+        shared = [group for group in memory.layout.groups if not group.private]
+        self.memory = memory
+        self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
+        self.block_bytes = sum(
+            group.page_class.page_bytes
+            * group.num_lanes
+            * (self.block_tokens // group.page_class.tokens)
+            for group in shared
+        )
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self._listener = listener
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._idle: OrderedDict[PrefixNode, None] = OrderedDict()  # longest unused first
+        self._pending: list[PrefixNode] = []  # published in the step that is being planned
+        memory.idle_bytes = lambda: self.idle_bytes
+
+    # ---- numbers -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that nobody uses."""
+        return len(self._idle)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that can be had by dropping what nobody uses; statistics not counted."""
+        return len(self._idle) * self.block_bytes
+
+    # ---- looking up ----------------------------------------------------------------------------
+
+    def match(
+        self,
+        identity: PrefixIdentity,
+        token_ids: Sequence[int],
+        *,
+        with_statistics: bool = False,
+    ) -> PrefixLease:
+        """Hold the longest published prefix of some tokens.
+
+        Args:
+            identity: who asks.
+            token_ids: what is known of the sequence. At least one token is left to compute.
+            with_statistics: only up to a block that has a snapshot of them.
+
+        Returns:
+            A lease, to be given back with `release`; without nodes where nothing was found.
+        """
+        nodes: list[PrefixNode] = []
+        parent: PrefixNode | None = None
+        for block in blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens):
+            node = self._nodes.get(block.key)
+            if node is None or not _same(node, block, parent):
+                break
+            nodes.append(node)
+            parent = node
+        while with_statistics and nodes and nodes[-1].statistics is None:
+            nodes.pop()
+        self._use(nodes)
+        return PrefixLease(identity, nodes)
+
+    def count(self, queried_tokens: int, lease: PrefixLease) -> None:
+        """Note that a prompt has entered with what it found."""
+        self.queried_tokens += queried_tokens
+        self.hit_tokens += lease.tokens
+
+    def start(self, lease: PrefixLease, *, with_statistics: bool = False) -> int:
+        """Start a sequence from a lease that has nodes; return its row.
+
+        Raises:
+            OutOfPages: no row, or no pages for private groups; nothing was changed.
+        """
+        statistics = lease.nodes[-1].statistics if with_statistics else None
+        return borrow(self.memory, [node.loan for node in lease.nodes], statistics)
+
+    def share(self, lease: PrefixLease) -> PrefixLease:
+        """A second lease on the same nodes, for a sequence forked from the first's."""
+        self._use(lease.nodes)
+        return PrefixLease(lease.identity, list(lease.nodes), lease.publishes)
+
+    def _use(self, nodes: Sequence[PrefixNode]) -> None:
+        for node in nodes:
+            node.num_users += 1
+            self._idle.pop(node, None)
+
+    def release(self, lease: PrefixLease) -> None:
+        """Give a lease back: its sequence is gone, or its pages are no longer the chain's."""
+        for node in reversed(lease.nodes):  # the tail is the first to be dropped later
+            node.num_users -= 1
+            if not node.num_users and self._nodes.get(node.block.key) is node:
+                self._idle[node] = None
+        lease.nodes.clear()
+        lease.publishes = False
+
+    # ---- publishing ----------------------------------------------------------------------------
+
+    def publish(self, lease: PrefixLease, row: int, token_ids: Sequence[int]) -> None:
+        """Publish the blocks that a row has filled since the last time.
+
+        Args:
+            lease: of the row.
+            row: has grown to hold its tokens; they are written in this step.
+            token_ids: from the lease's end on, up to the row's length.
+        """
+        start = lease.tokens
+        parent = lease.nodes[-1] if lease.nodes else None
+        key = parent.block.key if parent else None
+        for block in blocks_of(
+            lease.identity, token_ids, self.block_tokens, start=start, parent_key=key
+        ):
+            node = self._nodes.get(block.key)
+            if node is None:
+                node = self._add(block, parent, row)
+            elif _same(node, block, parent):
+                self._use([node])  # somebody else was first: both hold pages of these tokens
+            else:
+                node = None  # two texts with one key: this one stays unpublished
+            if node is None:
+                lease.publishes = False
+                return
+            lease.nodes.append(node)
+            parent = node
+
+    def _add(self, block: Block, parent: PrefixNode | None, row: int) -> PrefixNode | None:
+        """Publish a block; None where a window lane has let go of a part of it already."""
+        try:
+            loan = lend(self.memory, row, block.end - self.block_tokens, block.end)
+        except ConfigError:
+            return None
+        node = PrefixNode(block, parent, loan)
+        self._nodes[block.key] = node
+        self._pending.append(node)
+        return node
+
+    def confirm(self) -> None:
+        """The step has run: what it published is there."""
+        if self._listener is not None:
+            for node in self._pending:
+                parent = None if node.parent is None else node.parent.block.key
+                tokens = _token_ids(node.block)
+                self._listener.stored([node.block.key], parent, tokens, self.block_tokens)
+        self._pending.clear()
+
+    def withdraw(self) -> None:
+        """The step has failed: what it published is not there."""
+        for node in self._pending:
+            self._forget(node)
+        self._pending.clear()
+
+    def is_pending(self, lease: PrefixLease) -> bool:
+        """Whether a lease holds blocks that the step being planned has yet to write."""
+        return bool(self._pending and lease.nodes and lease.nodes[-1] in self._pending)
+
+    def snapshot(self, lease: PrefixLease, row: int) -> None:
+        """Keep the statistics of a row that has just read up to the end of its chain's last block.
+
+        Does nothing where there are none, where one is kept already, or without room for the copy.
+        """
+        length = int(self.memory.lengths[row])
+        if lease.nodes and lease.tokens == length and lease.nodes[-1].statistics is None:
+            lease.nodes[-1].statistics = lend_statistics(self.memory, row)
+
+    # ---- making room ---------------------------------------------------------------------------
+
+    def reclaim(self, pages: Mapping[PageClass, int]) -> bool:
+        """Drop idle blocks until so many more pages of each class fit; say whether they do."""
+        dropped: list[bytes] = []
+        while not self.memory.fits(pages) and self._idle:
+            dropped.append(self._drop_oldest())
+        self._tell_removed(dropped)
+        return self.memory.fits(pages)
+
+    def clear(self) -> None:
+        """Drop every idle block."""
+        self._tell_removed([self._drop_oldest() for _ in range(len(self._idle))])
+
+    def _drop_oldest(self) -> bytes:
+        node, _ = self._idle.popitem(last=False)
+        self._forget(node)
+        return node.block.key
+
+    def _tell_removed(self, keys: list[bytes]) -> None:
+        if keys and self._listener is not None:
+            self._listener.removed(keys)
+
+    def _forget(self, node: PrefixNode) -> None:
+        if self._nodes.get(node.block.key) is node:
+            del self._nodes[node.block.key]
+        self._idle.pop(node, None)
+        return_loan(self.memory, node.loan)
+        if node.statistics is not None:
+            return_loan(self.memory, node.statistics)
+
+
+def _same(node: PrefixNode, block: Block, parent: PrefixNode | None) -> bool:
+    """Whether a node found by its key is really this block behind this parent."""
+    return node.block.tokens == block.tokens and node.parent is parent
+
+
+def _token_ids(block: Block) -> list[int]:
+    return memoryview(block.tokens).cast("q").tolist()

@@ -1,0 +1,97 @@
+"""What a cached prefix is known by: a chain of hashes over its tokens, its salt and its making.
+
+    root       = hash(fingerprint)                      model, codec, policy, rotary regime
+    block i    = hash(block i - 1, salt, tokens of i)   salt: none in the public part, then private
+
+The public part of a prompt (a system prompt that the operator has registered) is shared by all;
+from the first block that is not wholly public, keys are salted, so that no tenant can learn by
+timing what another has asked. Keys are 16 bytes; where they are equal, tokens are compared too.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+KEY_BYTES = 16
+SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixIdentity:
+    """Who may share a prefix.
+
+    Attributes:
+        root: what every key of a chain begins with; see `root_key`.
+        salt: of the private part; empty where nothing separates callers.
+        public_tokens: the first so many tokens are shared by all.
+    """
+
+    root: bytes
+    salt: bytes = b""
+    public_tokens: int = 0
+
+
+def root_key(*made_by: str) -> bytes:
+    """The key before the first block.
+
+    Args:
+        made_by: all that KV depends on besides the tokens before it.
+    """
+    return hashlib.blake2b("\0".join(made_by).encode(), digest_size=KEY_BYTES).digest()
+
+
+def private_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes:
+    """A salt that callers cannot choose: only the engine knows the secret.
+
+    Args:
+        secret: of the engine, up to 64 bytes.
+        tenant: on whose account the request runs.
+        cache_salt: what its caller adds, to separate its own users.
+    """
+    name = f"{tenant}\0{cache_salt}".encode()
+    return hashlib.blake2b(name, key=secret, digest_size=SALT_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A page-aligned piece of a prompt.
+
+    Attributes:
+        key: of the chain up to its end.
+        tokens: its token ids, int64 bytes.
+        end: position behind it.
+    """
+
+    key: bytes
+    tokens: bytes
+    end: int
+
+
+def blocks_of(
+    identity: PrefixIdentity,
+    token_ids: Sequence[int],
+    block_tokens: int,
+    *,
+    start: int = 0,
+    parent_key: bytes | None = None,
+) -> Iterator[Block]:
+    """The whole blocks of some tokens, in order.
+
+    Args:
+        identity: root and salts.
+        token_ids: from position `start` on; the rest that fills no block is left out.
+        block_tokens: tokens of a block.
+        start: position of the first token, at a block's border.
+        parent_key: of the block before it; None at position 0.
+    """
+    key = identity.root if parent_key is None else parent_key
+    packed = np.asarray(token_ids, dtype=np.int64).tobytes()
+    block_bytes = 8 * block_tokens
+    for first in range(0, len(packed) - block_bytes + 1, block_bytes):
+        tokens = packed[first : first + block_bytes]
+        end = start + first // 8 + block_tokens
+        salt = b"" if end <= identity.public_tokens else identity.salt
+        key = hashlib.blake2b(key + salt + tokens, digest_size=KEY_BYTES).digest()
+        yield Block(key, tokens, end)
