@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_MOST_VARIANCE = 10.0  # of a coefficient, relative: a few samples outweigh what was stored
+_MOST_VARIANCE = 30.0  # of a coefficient, relative: a few samples outweigh what was stored
 _LEAST_CHANGE = 0.1  # of a coefficient by one sample: times stay above zero
 _CLIP = 3.0  # spreads that a sample may be off before it counts as one of so much
 _SPREAD_PACE = 0.2

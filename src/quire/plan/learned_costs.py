@@ -4,6 +4,12 @@ from quire.plan.estimator import RateEstimator
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 
 
+# what was stored as nothing may still turn out to be something, and is learned from about there
+_LEAST_CALL_S = 1e-4
+_LEAST_PIECE_S = 1e-5
+_LEAST_SQUARES_OF_A_TOKEN = 1e-5
+
+
 class LearnedCosts:
     """Costs of this engine on this machine, as far as they are known now.
 
@@ -17,9 +23,9 @@ class LearnedCosts:
         self._out = _of_copies(prior.copies.out, forgetting)
         self._back = _of_copies(prior.copies.back, forgetting)
         reading = prior.prefill
-        self._prefill = RateEstimator(
-            (reading.call_s, reading.token_s, reading.square_s), forgetting
-        )
+        call_s = max(reading.call_s, _LEAST_CALL_S)
+        square_s = max(reading.square_s, reading.token_s * _LEAST_SQUARES_OF_A_TOKEN)
+        self._prefill = RateEstimator((call_s, reading.token_s, square_s), forgetting)
 
     @property
     def costs(self) -> Costs:
@@ -56,7 +62,8 @@ class LearnedCosts:
 
 
 def _of_copies(rate: CopyRate, forgetting: float) -> RateEstimator:
-    return RateEstimator((rate.call_s, rate.piece_s, 1 / rate.bytes_per_s), forgetting)
+    call_s, piece_s = max(rate.call_s, _LEAST_CALL_S), max(rate.piece_s, _LEAST_PIECE_S)
+    return RateEstimator((call_s, piece_s, 1 / rate.bytes_per_s), forgetting)
 
 
 def _rate(estimator: RateEstimator) -> CopyRate:

@@ -151,3 +151,21 @@ def test_each_way_and_reading_are_learned_apart():
     assert costs.prefill.square_s == pytest.approx(5e-9, rel=0.02)
     assert costs.prefill.call_s == pytest.approx(2e-3, rel=0.05)
     assert learned.num_samples == 900
+
+
+def test_what_was_stored_as_nothing_is_learned_too():
+    """A fit that cannot go below zero stores zeros; a call then turns out to take 3 ms."""
+    way = CopyRate(bytes_per_s=1e9)
+    prior = Costs(copies=CopyRates(out=way, back=way), prefill=PrefillRates(token_s=1e-5))
+    rng, learned = random.Random(6), LearnedCosts(prior)
+    for _ in range(200):
+        num_bytes = int(10 ** rng.uniform(5, 8))
+        learned.copied_out(num_bytes, 3e-3 + num_bytes / 1e9)
+        tokens, before = rng.randint(16, 512), rng.randint(0, 8000)
+        square = (before + tokens) ** 2 - before**2
+        learned.read(tokens, before, 1e-5 * tokens + 5e-9 * square)
+
+    out, prefill = learned.costs.copies.out, learned.costs.prefill
+    assert out.call_s + out.piece_s == pytest.approx(3e-3, rel=0.05)
+    assert out.bytes_per_s == pytest.approx(1e9, rel=0.05)
+    assert prefill.square_s == pytest.approx(5e-9, rel=0.05)
