@@ -9,6 +9,7 @@ because a link moves few large pieces faster than many small ones: each copy cos
 microseconds of its own, as much as 100 KB take on a fast link.
 """
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore, zero_bytes
 from quire.spec.pages import PageClass
@@ -76,6 +78,7 @@ class StagedCopies:
         staging_bytes: memory on the device that packs pieces; at least a page of any class.
 
     Attributes:
+        host: the pool's bytes.
         num_pieces, num_bytes: copied so far, both ways.
     """
 
@@ -85,7 +88,7 @@ class StagedCopies:
         host: UInt8[Tensor, " num_bytes"],
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._store, self._host = store, host
+        self._store, self.host = store, host
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
         self.num_pieces = self.num_bytes = 0
 
@@ -115,7 +118,7 @@ class StagedCopies:
             count = end - first
             self.num_pieces += 1
             self.num_bytes += count * page_bytes
-            host = _packed(self._host, page_class, count, start + first * page_bytes)
+            host = _packed(self.host, page_class, count, start + first * page_bytes)
             yield first, end, _packed(self._staging, page_class, count, 0), host
 
     def wait(self) -> None:
@@ -139,11 +142,32 @@ def host_copies(
         num_bytes: of the pool. On a CPU the system gives them when they are first written; for a
             device they are pinned, and so taken at once.
         largest_page_bytes: of all page classes.
+
+    Raises:
+        ConfigError: the system does not pin as much.
     """
     if store.device.type == "cpu":
         return DirectCopies(store, zero_bytes(num_bytes, store.device))
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return StagedCopies(store, host, max(STAGING_BYTES, largest_page_bytes))
+    host = zero_bytes(num_bytes, torch.device("cpu"))
+    copies = StagedCopies(store, host, max(STAGING_BYTES, largest_page_bytes))
+    _pin(host, copies)
+    return copies
+
+
+def _pin(host: UInt8[Tensor, " num_bytes"], holder: StagedCopies) -> None:
+    """Pin memory for as long as its holder lives.
+
+    Torch's own pinned tensors round up to a power of two, so a pool of 5 GiB would take 8.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = host.data_ptr()
+    code = int(runtime.cudaHostRegister(address, host.numel(), 0))
+    if code:
+        raise ConfigError(
+            f"the system does not pin {host.numel():,} B of host memory (CUDA error {code}); "
+            "lower --host-kv-memory or raise the limit on locked memory (ulimit -l)"
+        )
+    weakref.finalize(holder, runtime.cudaHostUnregister, address)
 
 
 def _packed(

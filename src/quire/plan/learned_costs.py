@@ -3,7 +3,6 @@
 from quire.plan.estimator import RateEstimator
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 
-
 # what was stored as nothing may still turn out to be something, and is learned from about there
 _LEAST_CALL_S = 1e-4
 _LEAST_PIECE_S = 1e-5

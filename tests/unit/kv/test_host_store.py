@@ -6,6 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.errors import ConfigError
+from quire.kv import host_store
 from quire.kv.host_pool import HostPool
 from quire.kv.host_store import STAGING_BYTES, DirectCopies, StagedCopies, host_copies, pieces_of
 from quire.kv.memory import KVMemory
@@ -142,6 +144,41 @@ def test_pieces_are_counted():
     assert pool.copies.num_pieces >= num_bytes / LARGE.page_bytes
 
 
+def test_host_memory_is_pinned_for_as_long_as_it_is_used(monkeypatch):
+    runtime = Runtime(code=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    host = torch.zeros(256, dtype=torch.uint8)
+    holder = StagedCopies(PageStore(1 << 16, CPU), host, 128)
+
+    host_store._pin(host, holder)
+    assert runtime.pinned == {host.data_ptr(): 256}
+    del holder
+    assert runtime.pinned == {}
+
+
+def test_memory_that_is_not_pinned_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
+    host = torch.zeros(256, dtype=torch.uint8)
+
+    with pytest.raises(ConfigError, match=r"256 B .* \(CUDA error 2\); lower --host-kv-memory"):
+        host_store._pin(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
+
+
+class Runtime:
+    """What of CUDA's runtime pins memory."""
+
+    def __init__(self, code):
+        self.code, self.pinned = code, {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        if not self.code:
+            self.pinned[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.pinned[address]
+
+
 @pytest.mark.gpu
 def test_bytes_come_back_identical_from_pinned_memory():
     if not torch.cuda.is_available():
@@ -169,6 +206,7 @@ def test_pages_cross_the_link_in_pieces_of_a_mebibyte_or_more():
     scramble(memory)
     [row] = swap_in(memory, swapped)
 
+    assert copies.host.is_pinned()
     assert copies.num_bytes / copies.num_pieces >= 1 << 20
     assert copies.num_bytes == 2 * swapped.num_bytes
     assert row_bytes(memory, row) == before
