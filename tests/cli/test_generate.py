@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zoo
-from command_line import last_json
+from command_line import last_json, read_records
 from quire import LLM, KVConfig, SamplingParams
 
 QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
@@ -184,6 +184,18 @@ def test_the_configuration_in_json_can_be_read_back(quire):
     answer = last_json(quire("generate", "-p", PROMPT, "--json", *QUICK))
 
     assert json.loads(json.dumps(answer["config"])) == answer["config"]
+
+
+def test_what_happens_to_kv_is_appended_to_a_file(quire, tmp_path: Path):
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"kind": "before"}\n', encoding="utf-8")
+
+    quire("generate", "-p", PROMPT, "--kv-events", events, *QUICK)
+
+    records = read_records(events)
+    assert [record["kind"] for record in records[:2]] == ["before", "admitted"]
+    assert records[-1]["kind"] == "freed"
+    assert [record["number"] for record in records[1:]] == list(range(1, len(records)))
 
 
 def test_a_file_of_kv_events_that_cannot_be_written_is_refused_before_the_model_is_read(
