@@ -6,6 +6,7 @@ import pytest
 
 from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
+from quire.serve.tenant_keys import TenantKeys
 
 REQUEST = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
 
@@ -80,6 +81,21 @@ def test_events_are_chosen_by_kind_number_and_count(serve, events):
     assert kinds(f"since={events + 2}") == ["freed"]
     assert kinds("limit=2") == ["chunk", "freed"]
     assert kinds(f"since={events + 3}") == []
+
+
+def test_a_tenant_with_a_key_sees_its_own_and_a_stranger_nothing(serve, events):
+    keys = TenantKeys({"red": ("sk-red-00000000",), "blue": ("sk-blue-00000000",)})
+
+    def ask(path, key):
+        headers = {"authorization": f"Bearer {key}"}
+        return serve(lambda client: client.get(path, headers=headers), tenant_keys=keys)
+
+    path = f"/v1/kv/events?since={events}"
+    assert len(ask(path, "sk-red-00000000").json()["data"]) == 3
+    assert ask(path, "sk-blue-00000000").json()["data"] == []
+    assert ask("/v1/kv/ledger", "sk-blue-00000000").json()["requests"] == []
+    for path in ("/v1/kv/events", "/v1/kv/ledger"):
+        assert ask(path, "sk-nobody-000000").status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from quire.engine.events import KEPT_EVENTS, KINDS
@@ -29,19 +29,33 @@ class KVEndpoints:
         router.add_api_route("/events", self.events, methods=["GET"])
         return router
 
-    async def ledger(self) -> JSONResponse:
-        """Who holds every byte, read between two steps."""
-        return JSONResponse(await self._service.ledger())
+    async def ledger(self, request: Request) -> JSONResponse:
+        """Who holds every byte, read between two steps; of requests and tenants only one's own."""
+        tenant = self._only(request)
+        found = await self._service.ledger()
+        if tenant is not None:
+            for part in ("requests", "tenants"):
+                found[part] = [row for row in found[part] if row["tenant"] == tenant]
+        return JSONResponse(found)
+
+    def _only(self, request: Request) -> str | None:
+        """Whose rows the caller may see; None for all, where no tenant has a key."""
+        keys = self._service.keys
+        tenant = keys.tenant_of(request.headers.get("authorization"))
+        return tenant if keys.tells_tenants_apart else None
 
     async def events(
         self,
+        request: Request,
         kinds: str | None = None,
         since: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=KEPT_EVENTS)] = DEFAULT_EVENTS,
     ) -> JSONResponse:
         """The newest events, oldest first; `since` the number of the last one already known."""
-        events = await self._service.events(_wanted(kinds), since=since, most=limit)
-        return JSONResponse({"object": "list", "data": [event.as_dict() for event in events]})
+        tenant = self._only(request)
+        events = await self._service.events(_wanted(kinds), since=since, most=KEPT_EVENTS)
+        own = [event.as_dict() for event in events if tenant in (None, event.tenant)]
+        return JSONResponse({"object": "list", "data": own[-limit:]})
 
 
 def _wanted(kinds: str | None) -> tuple[str, ...]:

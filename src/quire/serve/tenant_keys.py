@@ -54,6 +54,11 @@ class TenantKeys:
         if holder != tenant:
             raise ConfigError(f"tenants {holder!r} and {tenant!r} have the same API key")
 
+    @property
+    def tells_tenants_apart(self) -> bool:
+        """Whether any tenant has a key."""
+        return bool(self._tenants)
+
     def tenant_of(self, authorization: str | None) -> str:
         """Whose request it is; without keys, the header says nothing.
 

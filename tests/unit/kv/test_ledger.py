@@ -97,7 +97,7 @@ def test_a_shared_page_belongs_to_its_sequences_in_equal_parts():
 def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    lend(memory, row, 0, 4)
+    lend(memory, row, 4)
 
     assert parts(memory, "row", "group", "references", "sequences", "num_bytes") == [
         (row, "pair", 1, 1, 4 * 256),
@@ -108,7 +108,7 @@ def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
 def test_pages_that_no_sequence_names_are_the_prefix_caches():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    loans = lend(memory, row, 0, 4), lend(memory, row, 0, 8)
+    loans = lend(memory, row, 4), lend(memory, row, 0, 8)
     memory.release([row])
 
     assert parts(memory, "row", "group", "references", "sequences", "pages", "num_bytes") == [
@@ -123,7 +123,7 @@ def test_pages_that_no_sequence_names_are_the_prefix_caches():
 def test_idle_pages_without_any_sharing_are_seen_too():
     memory = memory_of(PAIR)
     row = grown(memory, 4)
-    lend(memory, row, 0, 4)
+    lend(memory, row, 4)
     memory.release([row])
     other = grown(memory, 4)
 
