@@ -108,7 +108,7 @@ def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
 def test_pages_that_no_sequence_names_are_the_prefix_caches():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    loans = lend(memory, row, 4), lend(memory, row, 0, 8)
+    loans = lend(memory, row, 4), lend(memory, row, 8)
     memory.release([row])
 
     assert parts(memory, "row", "group", "references", "sequences", "pages", "num_bytes") == [
