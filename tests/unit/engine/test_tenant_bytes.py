@@ -1,0 +1,84 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.tenant_bytes import bytes_by_tenant
+from quire.kv.sharing import borrow, fork, lend
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import grow, one_group, plain_class, started, with_groups
+
+PAGE_BYTES = 128  # four tokens
+
+
+def test_a_tenant_is_charged_with_the_pages_of_its_rows():
+    memory = one_group(num_lanes=2)
+    a, b = started(memory, 5), started(memory, 9)
+
+    held = bytes_by_tenant(memory, {"a": [a], "b": [b]})
+
+    assert held == {"public": 0, "a": 2 * 2 * PAGE_BYTES, "b": 2 * 3 * PAGE_BYTES}
+
+
+def test_pages_that_a_tenants_forks_share_count_once():
+    memory = one_group()
+    row = started(memory, 8)
+    child = fork(memory, row)
+    grow(memory, child, 1)
+
+    assert bytes_by_tenant(memory, {"a": [row, child]})["a"] == 3 * PAGE_BYTES
+
+
+def test_a_shared_prefix_is_nobodys_while_requests_read_it():
+    memory = one_group(max_rows=8)
+    loan = lend(memory, started(memory, 8), 8)
+    rows = [borrow(memory, loan), borrow(memory, loan)]
+    for row in rows:
+        grow(memory, row, 3)
+    pages = memory.loans[loan.key]
+
+    public = bytes_by_tenant(memory, {"a": rows[:1], "b": rows[1:]}, {"public": [pages]})
+    private = bytes_by_tenant(memory, {"a": rows[:1]}, {"a": [pages]})
+
+    assert public == {"public": 2 * PAGE_BYTES, "a": PAGE_BYTES, "b": PAGE_BYTES}
+    assert private == {"public": 0, "a": 3 * PAGE_BYTES}
+
+
+def test_an_idle_prefix_is_its_tenants():
+    memory = one_group()
+    row = started(memory, 8)
+    loan = lend(memory, row, 8)
+    memory.release([row])
+
+    assert bytes_by_tenant(memory, {}, {"a": [memory.loans[loan.key]]}) == {
+        "public": 0,
+        "a": 2 * PAGE_BYTES,
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.booleans()), max_size=6))
+def test_accounts_add_up_to_the_pages_in_use(steps):
+    """Against sets of page numbers."""
+    groups = [
+        LaneGroup(name="full", page_class=plain_class(), layers=(0, 1)),
+        LaneGroup(name="wide", page_class=plain_class(head_dim=16), layers=(2,)),
+    ]
+    memory, rows = with_groups(*groups, max_rows=16), {}
+    for tenant, tokens, forks in steps:
+        row = memory.start()
+        grow(memory, row, tokens)
+        rows.setdefault(tenant, []).append(row)
+        if forks:
+            rows[tenant].append(fork(memory, row))
+
+    held = bytes_by_tenant(memory, rows)
+
+    for tenant, own in rows.items():
+        pages = {
+            (name, int(page))
+            for name, table in memory.tables.items()
+            for page in np.unique(table.pages[own])
+            if page >= 0
+        }
+        size = sum(memory.tables[name].group.page_class.page_bytes for name, _ in pages)
+        assert held[tenant] == size
+    assert sum(held.values()) == sum(pool.used_bytes for pool in memory.pools.values())

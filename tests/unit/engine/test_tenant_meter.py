@@ -1,0 +1,41 @@
+from quire.engine.tenant_book import TenantBook
+from quire.engine.tenant_meter import TenantMeter, TenantStats
+from quire.engine.tenants import parse_tenants
+
+
+def test_a_meter_counts_each_tenant_alone():
+    meter = TenantMeter()
+    meter.submitted("a")
+    meter.submitted("a")
+    meter.entered("a", 1.5, cached_tokens=16)
+    meter.served("a", prompt_tokens=100)
+    meter.served("a", output_tokens=3)
+    meter.preempted("a")
+    meter.entered("a", 0.5)
+    meter.submitted("b")
+
+    assert meter.report() == (
+        TenantStats(
+            tenant="a",
+            num_requests=2,
+            num_entered=2,
+            prompt_tokens=100,
+            cached_tokens=16,
+            output_tokens=3,
+            queue_s=2.0,
+            num_preemptions=1,
+        ),
+        TenantStats(tenant="b", num_requests=1),
+    )
+
+
+def test_a_report_shows_the_accounts_of_bytes():
+    book = TenantBook(parse_tenants("a:guaranteed=200;b"), 1000)
+    book.note({"b": 300, "public": 100}, waiting=["a"])
+    meter = TenantMeter()
+    meter.submitted("b")
+
+    assert meter.report(book) == (
+        TenantStats(tenant="a", guaranteed_bytes=200, share_bytes=550),
+        TenantStats(tenant="b", num_requests=1, held_bytes=300, share_bytes=350),
+    )
