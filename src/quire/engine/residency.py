@@ -69,7 +69,9 @@ class Residency:
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         if self.memory.can_grow(rows, counts):
             return True
-        return self.make_room(self.memory.pages_to_grow(rows, counts))
+        # a store of runs can lack a long piece where all free pages together would do
+        reclaimed = self.make_room(self.memory.pages_to_grow(rows, counts))
+        return reclaimed and self.memory.can_grow(rows, counts)
 
     # ---- entering and leaving ------------------------------------------------------------------
 

@@ -36,14 +36,18 @@ def shared_ends(
     Where all who hold a page are about to write into it, the first of them keeps it.
     """
     slots = table.num_slots[rows]
+    shared = np.zeros(slots.shape, dtype=bool)
     if not pool.num_shared:
-        return np.zeros(slots.shape, dtype=bool)
+        return shared
     per_page = table.group.page_class.tokens
-    column = np.minimum(slots // per_page, table.capacity - 1)
-    last = np.take_along_axis(table.pages[rows], column[:, :, None], axis=2)[:, :, 0]
-    written = (slots % per_page != 0) & (tokens[:, None] > 0)
-    shared: NDArray[np.bool_] = written & (pool.ref_counts[last] > 1)
-    pages, first, times = np.unique(last[shared], return_index=True, return_counts=True)
-    writers = np.flatnonzero(shared)
-    shared.flat[writers[first[times == pool.ref_counts[pages]]]] = False
+    index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
+    last = table.pages[rows[index], lane, slots[index, lane] // per_page]
+    read = pool.ref_counts[last] > 1
+    if not read.any():
+        return shared
+    index, lane, last = index[read], lane[read], last[read]
+    shared[index, lane] = True
+    pages, first, times = np.unique(last, return_index=True, return_counts=True)
+    keep = first[times == pool.ref_counts[pages]]
+    shared[index[keep], lane[keep]] = False
     return shared

@@ -6,6 +6,7 @@ no per-slab arithmetic. A slab serves the page numbers that lie wholly inside it
 """
 
 from abc import ABC, abstractmethod
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +96,9 @@ class CountedPages(ABC):
 
     def release(self, pages: PageNumbers) -> None:
         """Take one reference from each page named, as often as it is named; free the last ones."""
-        if not len(pages):
+        if len(pages) <= 1:  # a cache that drops block by block comes here often
+            for page in pages.tolist():
+                self._release_one(page)
             return
         before = self.ref_counts[pages]
         if self.num_shared:
@@ -108,6 +111,14 @@ class CountedPages(ABC):
         else:
             self.ref_counts[pages] = before - 1
         self._push(pages)
+
+    def _release_one(self, page: int) -> None:
+        left = int(self.ref_counts[page]) - 1
+        self.ref_counts[page] = left
+        if left == 0:
+            self._push(np.array([page], dtype=np.int32))
+        elif left == 1:
+            self.num_shared -= 1
 
     @abstractmethod
     def _push(self, pages: PageNumbers) -> None:
@@ -192,11 +203,13 @@ class PagePool(CountedPages):
     def _push(self, pages: PageNumbers) -> None:
         self.num_used -= len(pages)
         slabs = pages.astype(np.int64) * self.page_class.page_bytes // self._arena.slab_bytes
-        order = np.argsort(slabs, kind="stable")
-        pages, slabs = pages[order], slabs[order]
-        borders = np.flatnonzero(slabs[1:] != slabs[:-1]) + 1
-        for part in np.split(np.arange(len(pages)), borders) if len(pages) else ():
-            self._push_to_slab(int(slabs[part[0]]), pages[part])
+        if len(pages) > 1:
+            order = np.argsort(slabs, kind="stable")
+            pages, slabs = pages[order], slabs[order]
+        borders = [0, *(np.flatnonzero(slabs[1:] != slabs[:-1]) + 1).tolist(), len(pages)]
+        for start, end in pairwise(borders):
+            if end > start:  # nothing at all was let go
+                self._push_to_slab(int(slabs[start]), pages[start:end])
 
     def _push_to_slab(self, slab: int, pages: PageNumbers) -> None:
         free = self._num_free[slab]

@@ -1,15 +1,17 @@
 """The baseline: every sequence reserves a contiguous piece of one maximum length.
 
-Sequences, bytes, order of arrival and scheduler are those of the paged run. A piece of the maximum
-length is a page that holds a whole sequence, so waste means the same in both: allocated slots
-without a token, over allocated slots, over time.
+Sequences, bytes, order of arrival and scheduler are those of the paged run, with the store
+`contiguous_max`, and waste means the same in both: allocated slots without a token, over allocated
+slots, over time. Nothing is shared: a contiguous piece has one holder.
 """
 
 from dataclasses import dataclass, replace
 
-from quire.sim.run import SimConfig, make_simulator
+from quire.sim.run import SimConfig, simulate
 from quire.sim.simulator import SimResult
 from quire.sim.traces.base import Trace
+
+STORE = "contiguous_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> Contiguo
             result=None,
         )
     served = replace(trace, requests=kept, num_dropped=trace.num_dropped + num_dropped)
-    result = make_simulator(served, config, page_tokens=max_tokens).run()
+    kv = replace(config.kv, store=STORE, store_tokens=max_tokens, prefix_cache=False)
+    result = simulate(served, replace(config, kv=kv))
     return ContiguousRun(
         max_tokens=max_tokens,
         num_dropped=num_dropped,

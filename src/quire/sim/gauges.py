@@ -14,7 +14,8 @@ class Reading:
     Attributes:
         time_s: begin of the step.
         used_bytes: of the arena, pages that wait in the prefix cache included.
-        allocated_bytes: pages of running sequences, as often as a sequence names them.
+        allocated_bytes: pages of running sequences, as often as a sequence names them, and pages
+            reserved for them.
         wasted_bytes: of these, slots without a token.
         running, waiting: requests.
     """
@@ -33,6 +34,8 @@ def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Read
     for table in memory.tables.values():
         page = table.group.page_class
         pages, slots = int(table.num_pages.sum()), int(table.num_slots.sum())
+        if memory.placement.reserves:
+            pages += int(memory.placement.reserved_pages(table, memory.live_rows).sum())
         allocated += pages * page.page_bytes
         wasted += (pages * page.tokens - slots) * page.page_bytes // page.tokens
     return Reading(

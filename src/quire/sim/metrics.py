@@ -23,6 +23,7 @@ def summarise(result: SimResult) -> Numbers:
         | latencies(finished)
         | _throughput(result, finished)
         | _preemptions(result, finished)
+        | _swaps(result)
         | _memory(result)
         | _sharing(result, finished)
         | _fairness(result)
@@ -106,8 +107,19 @@ def _preemptions(result: SimResult, finished: Sequence[RequestRecord]) -> Number
     return {
         "preemptions": preemptions,
         "preemptions_per_minute": preemptions / minutes if minutes else 0.0,
+        "lost_tokens": result.tally.lost_tokens,
         "recomputed_tokens": again,
         "recomputed_fraction": again / result.processed_tokens if result.processed_tokens else 0.0,
+    }
+
+
+def _swaps(result: SimResult) -> Numbers:
+    tally = result.tally
+    return {
+        "swaps_out": tally.num_swaps_out,
+        "swaps_in": tally.num_swaps_in,
+        "swapped_bytes": tally.swapped_bytes,
+        "copied_bytes": tally.copied_bytes,
     }
 
 

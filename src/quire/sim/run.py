@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from quire.engine.events import EventLog
+from quire.engine.prefix_identities import PrefixIdentities
+from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler import Scheduler
 from quire.kv.config import KVConfig
-from quire.plan.sizes import parse_size
+from quire.kv.memory import KVMemory
+from quire.kv.prefix import PrefixIndex
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.sim.clock import VirtualClock
 from quire.sim.forgetting import OldestLeave
-from quire.sim.memory import bytes_for_all, folded_layout, make_memory
+from quire.sim.memory import folded_layout, make_memory
 from quire.sim.rates import Rates
 from quire.sim.simulator import Progress, SimResult, Simulator
 from quire.sim.timing import StepTimer
@@ -15,7 +22,7 @@ from quire.spec.dtypes import dtype_bytes
 from quire.spec.eviction import EvictionSpec
 from quire.spec.model import ModelSpec
 
-AUTO = "auto"
+_SECRET = bytes(32)  # nobody to hide salts from, and every run the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +60,12 @@ def simulate(trace: Trace, config: SimConfig, progress: Progress | None = None) 
     return make_simulator(trace, config).run(progress)
 
 
-def make_simulator(trace: Trace, config: SimConfig, *, page_tokens: int | None = None) -> Simulator:
+def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     """A simulator ready to run.
 
     Args:
         trace: what comes when.
         config: on what.
-        page_tokens: slots in a page where it is not `config.kv.page_tokens`.
 
     Raises:
         ConfigError: an option that cannot be.
@@ -67,18 +73,36 @@ def make_simulator(trace: Trace, config: SimConfig, *, page_tokens: int | None =
     layout = folded_layout(
         config.model,
         codec=config.dtype if config.kv.codec == "none" else config.kv.codec,
-        page_tokens=page_tokens or config.kv.page_tokens,
+        page_tokens=config.kv.page_tokens,
         evicting=config.eviction.cap is not None,
     )
-    size = config.kv.memory
-    total_bytes = bytes_for_all(layout, trace) if size == AUTO else parse_size(size)
-    memory = make_memory(layout, total_bytes, config.schedule.max_running)
-    timer = StepTimer(config.model, config.rates, bytes_per_value=dtype_bytes(config.dtype))
-    return Simulator(
-        trace,
+    longest = config.kv.store_tokens or config.model.max_positions
+    limits = LaneLimits.of(longest, config.eviction)
+    memory = make_memory(layout, config.kv, limits, trace, config.schedule.max_running)
+    clock, timer = VirtualClock(), make_timer(config)
+    return Simulator(trace, make_scheduler(memory, config, clock), timer, clock)
+
+
+def make_timer(config: SimConfig) -> StepTimer:
+    """How long steps of a configuration take."""
+    return StepTimer(config.model, config.rates, bytes_per_value=dtype_bytes(config.dtype))
+
+
+def make_scheduler(memory: KVMemory, config: SimConfig, clock: VirtualClock) -> Scheduler:
+    """The engine's scheduler over a memory without bytes.
+
+    Args:
+        memory: empty.
+        config: of schedule, cache and eviction.
+        clock: of its events.
+    """
+    prefix = PrefixIndex(memory) if config.kv.prefix_cache else None
+    residency = Residency(
         memory,
-        config.schedule,
-        timer,
-        eviction=config.eviction,
-        evict=OldestLeave(memory),
+        prefix,
+        identities=PrefixIdentities(secret=_SECRET),
+        events=EventLog(clock, kept=1),
+    )
+    return Scheduler(
+        memory, config.schedule, config.eviction, OldestLeave(memory), residency=residency
     )

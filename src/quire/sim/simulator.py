@@ -17,19 +17,17 @@ import numpy as np
 
 from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvariantError, NeverFits
-from quire.kv.memory import KVMemory
+from quire.sim.clock import VirtualClock
 from quire.sim.fairness import ServedTokens
 from quire.sim.gauges import Gauges, read
 from quire.sim.records import FAILED, NEVER_FITS, RequestRecord, open_record
+from quire.sim.tally import EventTally
 from quire.sim.timing import StepTimer
 from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Trace, TraceRequest
-from quire.spec.eviction import EvictionSpec
 
-Evictor = Callable[[Request, int], None]
 Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
 _PROGRESS_STEPS = 1000
 
@@ -44,6 +42,7 @@ class SimResult:
         records: of all requests, in the order of arrival.
         gauges: read at every step.
         served: tokens of tenants while all were backlogged.
+        tally: what events add up to.
         num_steps: steps run.
         processed_tokens: tokens the steps processed, those read again included.
         busy_s: seconds of all steps; the clock's rest was idle.
@@ -54,6 +53,7 @@ class SimResult:
     records: list[RequestRecord] = field(default_factory=list)
     gauges: Gauges = field(default_factory=Gauges)
     served: ServedTokens = field(default_factory=lambda: ServedTokens(()))
+    tally: EventTally = field(default_factory=EventTally)
     num_steps: int = 0
     processed_tokens: int = 0
     busy_s: float = 0.0
@@ -72,27 +72,18 @@ class Simulator:
 
     Args:
         trace: what comes when.
-        memory: without bytes; empty.
-        schedule: step and queue sizes.
+        scheduler: over an empty memory without bytes; its events carry the clock's time.
         timer: how long steps take.
-        eviction: how many tokens a lane may hold.
-        evict: called before a lane would pass its cap.
+        clock: at 0.
     """
 
     def __init__(
-        self,
-        trace: Trace,
-        memory: KVMemory,
-        schedule: ScheduleConfig,
-        timer: StepTimer,
-        *,
-        eviction: EvictionSpec | None = None,
-        evict: Evictor | None = None,
+        self, trace: Trace, scheduler: Scheduler, timer: StepTimer, clock: VirtualClock
     ) -> None:
-        self.clock_s = 0.0
-        self.memory, self.timer = memory, timer
-        self.scheduler = Scheduler(memory, schedule, eviction or EvictionSpec(), evict or _never)
-        self.result = SimResult(trace, memory.total_bytes, served=ServedTokens(trace.tenants))
+        self.scheduler, self.memory = scheduler, scheduler.memory
+        self.timer, self.clock = timer, clock
+        self.result = SimResult(trace, self.memory.total_bytes, served=ServedTokens(trace.tenants))
+        scheduler.residency.events.subscribe(self.result.tally)
         self._arrivals = trace.requests
         self._num_arrived = 0
         self._jobs: dict[str, _Job] = {}
@@ -113,7 +104,7 @@ class Simulator:
             else:
                 break
             if progress is not None and self.result.num_steps % _PROGRESS_STEPS == 0:
-                progress(self.clock_s, self._num_arrived)
+                progress(self.clock.now_s, self._num_arrived)
         self._check()
         return self.result
 
@@ -122,7 +113,7 @@ class Simulator:
     def _submit_arrived(self) -> None:
         while self._num_arrived < len(self._arrivals):
             arrived = self._arrivals[self._num_arrived]
-            if arrived.arrival_s > self.clock_s:
+            if arrived.arrival_s > self.clock.now_s:
                 return
             self._num_arrived += 1
             record = open_record(arrived, self.timer.model.max_positions)
@@ -166,6 +157,7 @@ class Simulator:
         self.scheduler.commit(plan)
         ready = [r for r in requests if r.num_computed == _known_tokens(r)]
         seconds = self.timer.seconds(new, before, len(ready))
+        seconds += self.timer.copy_seconds(self.result.tally.bytes_to_pay())
         self._hold(seconds)
         self.result.num_steps += 1
         self.result.busy_s += seconds
@@ -180,7 +172,7 @@ class Simulator:
             if request.request_id in self._not_entered:
                 self._not_entered.remove(request.request_id)
                 record = self._jobs[request.request_id].record
-                record.admitted_s = self.clock_s
+                record.admitted_s = self.clock.now_s
                 record.cached_tokens = request.cached_tokens
                 self.result.served.entered(request.tenant)
 
@@ -189,10 +181,10 @@ class Simulator:
             job, output = self._jobs[request.request_id], request.output_token_ids
             output.append(job.answer[len(output)])
             if len(output) == 1:
-                job.record.first_token_s = self.clock_s
+                job.record.first_token_s = self.clock.now_s
             if len(output) == len(job.answer):
                 self.scheduler.finish(request)
-                job.record.finish_s = self.clock_s
+                job.record.finish_s = self.clock.now_s
                 job.record.preemptions = request.preemptions
                 del self._jobs[request.request_id]
 
@@ -213,18 +205,18 @@ class Simulator:
             raise InvariantError("requests are waiting, but no step can be planned")
 
     def _wait(self, until_s: float) -> None:
-        self._hold(until_s - self.clock_s)
-        self.clock_s = until_s  # to the last bit, whatever the sum says
+        self._hold(until_s - self.clock.now_s)
+        self.clock.now_s = until_s  # to the last bit, whatever the sum says
 
     def _hold(self, seconds: float) -> None:
         reading = read(
             self.memory,
-            time_s=self.clock_s,
+            time_s=self.clock.now_s,
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
         )
         self.result.gauges.hold(reading, seconds)
-        self.clock_s += seconds
+        self.clock.now_s += seconds
 
     def _check(self) -> None:
         self.memory.check()
@@ -235,7 +227,3 @@ class Simulator:
 
 def _known_tokens(request: Request) -> int:
     return len(request.prompt_token_ids) + len(request.output_token_ids)
-
-
-def _never(request: Request, keep: int) -> None:
-    raise InvariantError(f"request {request.request_id}: eviction to {keep} without a policy")

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from quire.engine.schedule_config import ScheduleConfig
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
+from quire.sim.clock import VirtualClock
 from quire.sim.contiguous import longest_tokens, request_waste, run_contiguous
 from quire.sim.memory import folded_layout
 from quire.sim.metrics import by_tenant, summarise
 from quire.sim.models import model_shape
 from quire.sim.records import NEVER_FITS, TOO_LONG
-from quire.sim.run import SimConfig, make_simulator, simulate
+from quire.sim.run import SimConfig, make_scheduler, make_simulator, make_timer, simulate
 from quire.sim.simulator import Simulator
 from quire.sim.timing import StepTimer
+from quire.sim.traces.base import Segment
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.options import TraceOptions
 from quire.spec.eviction import EvictionSpec
@@ -166,11 +168,12 @@ def test_one_table_for_all_layers_makes_the_same_decisions():
     layout = layout_for(TINY, codec="bfloat16", page_tokens=16)
     folded = folded_layout(TINY, codec="bfloat16", page_tokens=16)
     total_bytes = 40 * folded.smallest_sequence_bytes
-    schedule = ScheduleConfig(max_running=16)
-    results = [
-        Simulator(CROWD, KVMemory(of, total_bytes, 16), schedule, StepTimer(TINY, RATES)).run()
-        for of in (layout, folded)
-    ]
+    config = replace(CONFIG, schedule=ScheduleConfig(max_running=16))
+    results = []
+    for of in (layout, folded):
+        clock = VirtualClock()
+        scheduler = make_scheduler(KVMemory(of, total_bytes, 16), config, clock)
+        results.append(Simulator(CROWD, scheduler, make_timer(config), clock).run())
 
     assert results[0].memory_bytes == results[1].memory_bytes
     assert outcomes(results[0]) == outcomes(results[1])
@@ -219,16 +222,23 @@ def test_waste_is_weighted_by_time():
 def test_contiguous_pieces_waste_what_sequences_do_not_fill():
     """Pieces of 400 slots for sequences that end with 99: 301 of 400 are empty at the end."""
     load = trace(*(request(i, 0, 90, 10) for i in range(1, 6)), request(6, 0, 500, 10))
-    config = replace(CONFIG, kv=KVConfig(memory="8MiB"))
 
-    run = run_contiguous(load, config, 400)
+    run = run_contiguous(load, CONFIG, 400)
 
     assert (run.max_tokens, run.num_dropped) == (400, 1)
     assert run.request_waste_fraction == pytest.approx(301 / 400)
     assert 301 / 400 < run.waste_fraction < 310 / 400  # while they grow, more is empty
-    paged_bytes, piece_bytes = simulate(load, config).memory_bytes, 400 * 8 * 2 * 4 * 32 * 2
-    assert paged_bytes - piece_bytes < run.result.memory_bytes <= paged_bytes
+    assert run.result.memory_bytes == simulate(load, CONFIG).memory_bytes
     assert longest_tokens(load) == 510
+
+
+@pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
+def test_every_store_can_be_simulated(store):
+    kv = KVConfig(memory="auto", store=store, store_tokens=600, prefix_cache=False)
+    numbers = summarise(simulate(CROWD, replace(CONFIG, kv=kv)))
+
+    assert numbers["finished"] == len(CROWD.requests)
+    assert numbers["preemptions"] == 0
 
 
 def test_nothing_is_served_where_everything_is_too_long():
@@ -241,6 +251,51 @@ def test_waste_of_requests_counts_whole_pages():
     result = simulate(trace(request(1, 0, 10, 3), request(2, 0, 16, 1)), CONFIG)
 
     assert request_waste(result, 16) == pytest.approx(1 - (12 + 16) / 32)
+
+
+# ---- shared prefixes ---------------------------------------------------------------------------
+
+TALKS = trace(
+    *(request(i, i * 0.05, 9, 20, shared=[(i % 3, 64), (10 + i % 6, 32)]) for i in range(1, 19))
+)
+
+
+def test_a_memory_that_never_runs_full_hits_all_that_can_be_reused():
+    numbers = summarise(simulate(TALKS, replace(CONFIG, kv=KVConfig(memory="auto"))))
+
+    assert 0.7 < numbers["prefix_hit_fraction"] < 1
+    assert numbers["prefix_hit_fraction"] == numbers["reusable_token_fraction"]
+    assert numbers["recomputed_tokens"] == 0
+
+
+def test_without_the_cache_nothing_is_found():
+    kv = KVConfig(memory="auto", prefix_cache=False)
+    numbers = summarise(simulate(TALKS, replace(CONFIG, kv=kv)))
+
+    assert numbers["cached_tokens"] == 0
+    assert numbers["reusable_token_fraction"] > 0.7
+
+
+def test_tenants_do_not_find_each_others_prefixes():
+    apart = replace(
+        TALKS,
+        requests=tuple(replace(r, tenant=f"t{r.line}") for r in TALKS.requests),
+    )
+    numbers = summarise(simulate(apart, replace(CONFIG, kv=KVConfig(memory="auto"))))
+
+    assert numbers["cached_tokens"] == 0
+
+
+def test_a_conversation_finds_its_own_answers():
+    """The second prompt is the first one, its answer, and 16 tokens: 64 + 32 are there, but the
+    answer's last token was never processed, so its page is not whole."""
+    first = request(1, 0, 0, 32, shared=[(1, 64)])
+    first = replace(first, answer=Segment(2, 32))
+    second = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
+
+    [_, record] = simulate(trace(first, second), CONFIG).records
+
+    assert record.cached_tokens == 64 + 16
 
 
 # ---- tenants -----------------------------------------------------------------------------------
@@ -257,6 +312,20 @@ def test_tenants_are_told_apart():
 
 
 # ---- recorded traces ---------------------------------------------------------------------------
+
+
+def test_recorded_blocks_are_found_as_often_as_they_can_be():
+    loaded = load_trace(
+        recorded("mooncake_conversation_trace.jsonl"),
+        TraceOptions(requests=120, length_scale=0.125),
+    )
+    kv = KVConfig(memory="auto", page_tokens=64)
+    numbers = summarise(simulate(loaded, replace(CONFIG, kv=kv, model=model_shape("llama-3.1-8b"))))
+
+    assert numbers["reusable_token_fraction"] > 0.03
+    assert numbers["prefix_hit_fraction"] == pytest.approx(
+        numbers["reusable_token_fraction"], abs=0.001
+    )
 
 
 def test_paged_waste_on_recorded_conversations_is_small():
