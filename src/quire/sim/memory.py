@@ -55,7 +55,7 @@ def make_memory(
     Raises:
         ConfigError: it would hold no token, or a store that cannot do what is asked.
     """
-    refuse_unsound(config.store, features_of(layout, prefix_cache=config.prefix_cache))
+    refuse_unsound(config.store, features_of(layout, prefix_cache=False))
     maker = placement_maker(config.store, limits)
     total_bytes = (
         bytes_for_all(config, layout, limits, trace)

@@ -96,10 +96,11 @@ def make_scheduler(memory: KVMemory, config: SimConfig, clock: VirtualClock) -> 
         config: of schedule, cache and eviction.
         clock: of its events.
     """
-    prefix = PrefixIndex(memory) if config.kv.prefix_cache else None
+    # a store whose pages have one holder each can share nothing
+    shares = config.kv.prefix_cache and memory.placement.shares
     residency = Residency(
         memory,
-        prefix,
+        PrefixIndex(memory) if shares else None,
         identities=PrefixIdentities(secret=_SECRET),
         events=EventLog(clock, kept=1),
     )

@@ -63,7 +63,7 @@ def test_options_of_engine_and_trace_reach_the_run(trace: Path):
 
 
 def test_an_eviction_rule_bounds_the_memory(trace: Path):
-    common = ("--trace", trace, "--model", "quire-tiny", "--json")
+    common = ("--trace", trace, "--model", "quire-tiny", "--no-prefix-cache", "--json")
 
     capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
     whole = last_object(simulate(*common))
