@@ -8,7 +8,7 @@ import torch
 from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
 from quire.kv.host_pool import HostPool
 from quire.kv.host_store import host_copies
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, swap_in, swap_out
 from reference.test_equality import TOLERANCE, Forced
 
 LONGEST = 60
@@ -26,6 +26,7 @@ def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
         page_tokens=4,
         chunk_tokens=16,
         attention="auto",
+        prefix_cache=False,  # it holds pages, which are poisoned here
     )
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
     engine._sampler = forced
@@ -60,6 +61,43 @@ def test_logits_equal_transformers_whenever_sequences_are_swapped(architecture):
 
     assert worst <= TOLERANCE
     assert swaps > 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(architecture):
+    """Of about 50 tokens the first 16, one chunk, are read again; the pages behind come back."""
+    [wanted] = expect(architecture, [list(range(3, 48))])
+    engine = engine_for(
+        load(architecture),
+        room=2.0,
+        longest=LONGEST + NEW_TOKENS,
+        page_tokens=4,
+        chunk_tokens=16,
+        attention="auto",
+        prefix_cache=False,  # it holds pages, which are poisoned here
+    )
+    forced = Forced({"r": wanted})
+    engine._sampler = forced
+    memory = engine.pool.kv.memory
+    engine.submit(wanted.prompt, greedy(), request_id="r")
+    splits = 0
+    while engine.has_work:
+        engine.step()
+        for request in engine.scheduler.running:
+            length = int(memory.lengths[request.row])
+            if request.num_uncomputed > 1 or not can_split(memory, request.row, 16):
+                continue
+            swapped = swap_out(memory, [request.row], keep_from=16)
+            engine.pool.kv.store.arena.fill_(0xFF)
+            request.row, request.num_computed = memory.start(), 0
+            engine.step()
+            assert request.num_computed == 16
+            append_tail(memory, request.row, swapped)
+            request.num_computed = length
+            splits += 1
+            memory.check()
+    assert forced.worst <= TOLERANCE
+    assert splits == NEW_TOKENS - 1
 
 
 @pytest.mark.gpu

@@ -74,7 +74,8 @@ def measure_chunks(
     seeds = itertools.count()
     memory = kv_memory_for(model, prompt_tokens + 1)
     for chunk in chunks:
-        engine = Engine(model, KVConfig(memory=memory), ScheduleConfig(step_tokens=chunk))
+        schedule = ScheduleConfig(step_tokens=chunk)
+        engine = Engine(model, KVConfig(memory=memory, prefix_cache=False), schedule)
         for repeat in range(repeats + 1):
             prompt = random_prompt(model, prompt_tokens, next(seeds))
             steps = list(_steps(engine, prompt, chunk))

@@ -84,7 +84,7 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
             f"{model.spec.max_positions}: measure shorter ones"
         )
     size = kv_memory_for(model, longest + 2)
-    kv = KVConfig(memory=size, host_memory=size, attention=config.attention)
+    kv = KVConfig(memory=size, host_memory=size, attention=config.attention, prefix_cache=False)
     engine = Engine(model, kv, ScheduleConfig(step_tokens=config.step_tokens))
     seeds = itertools.count()
     for round_number in range(config.repeats + 1):
