@@ -92,6 +92,8 @@ def plan_compaction(
 def _freed_pages(
     memory: KVMemory, table: LaneTable, row: int, keep_slots: NDArray[np.int32]
 ) -> int:
+    if not memory.placement.drops_pages:
+        return 0  # they stay reserved for the lane
     kept = -(-keep_slots // table.group.page_class.tokens)
     column = np.arange(table.capacity)
     cut = (column >= kept[:, None]) & (column < table.num_pages[row][:, None])

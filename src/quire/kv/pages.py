@@ -69,6 +69,11 @@ class CountedPages(ABC):
         """Bytes of free pages in held slabs."""
         return self.num_free * self.page_class.page_bytes
 
+    @property
+    @abstractmethod
+    def most_together(self) -> int:
+        """Free pages that one lane could take at once, those of free slabs included."""
+
     def slabs_needed(self, num_pages: int) -> int:
         """Slabs to take from the arena before `num_pages` more pages can be given."""
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
@@ -163,6 +168,11 @@ class PagePool(CountedPages):
     def num_free(self) -> int:
         """Free pages in held slabs."""
         return self._free_in_slabs
+
+    @property
+    def most_together(self) -> int:
+        """All of them: a lane's pages may lie anywhere."""
+        return self._free_in_slabs + self._arena.num_free_slabs * self.pages_per_slab
 
     def allocate(self, num_pages: int) -> PageNumbers:
         """Give `num_pages` pages, each with one reference.

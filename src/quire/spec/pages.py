@@ -123,6 +123,12 @@ class PageClass:
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
         return _round_up(end, self.alignment_bytes)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of what one slot holds, padding of the page not included."""
+        position_bytes = POSITION_BYTES if self.positions else 0
+        return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
+
     def pages_for(self, slots: int) -> int:
         """Whole pages that hold `slots` slots."""
         return -(-slots // self.tokens)

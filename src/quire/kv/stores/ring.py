@@ -25,54 +25,10 @@ from quire.errors import InvariantError
 from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import PageNumbers, PagePool
-from quire.kv.spans import offsets
 from quire.kv.stores.base import NO_PAGES, Demand, Placement, pages_by_class
 from quire.kv.stores.paged import bounded_pages, require_pages
-from quire.kv.tables import LaneTable, Rows
+from quire.kv.tables import NO_PAGE, LaneTable, Rows
 from quire.spec.pages import CacheLayout, LaneGroup
-
-
-class SparePages:
-    """Stacks of pages, one for each lane of a group.
-
-    Attributes:
-        counts: int32 [rows, lanes].
-        pages: int32 [rows, lanes, most]; only the first `counts` of each lane mean something.
-    """
-
-    def __init__(self, max_rows: int, num_lanes: int, most: int) -> None:
-        self.counts = np.zeros((max_rows, num_lanes), dtype=np.int32)
-        self.pages = np.zeros((max_rows, num_lanes, most), dtype=np.int32)
-
-    def push(self, row: int, lane: int, pages: PageNumbers) -> None:
-        """Put pages on a lane's stack."""
-        held = int(self.counts[row, lane])
-        self.pages[row, lane, held : held + len(pages)] = pages
-        self.counts[row, lane] = held + len(pages)
-
-    def pop(self, rows: Rows, wanted: NDArray[np.int32]) -> tuple[PageNumbers, NDArray[np.bool_]]:
-        """Take up to `wanted` [rows, lanes] pages of each lane.
-
-        Returns:
-            [wanted.sum()] page numbers lane by lane, and which of them there were.
-        """
-        taken = np.minimum(wanted, self.counts[rows])
-        self.counts[rows] -= taken
-        index, lane = np.nonzero(wanted)
-        counts = wanted[index, lane]
-        nth = offsets(counts)
-        there = nth < np.repeat(taken[index, lane], counts)
-        row, lane = np.repeat(rows[index], counts), np.repeat(lane, counts)
-        pages = np.zeros(len(nth), dtype=np.int32)
-        left = self.counts[row, lane]
-        pages[there] = self.pages[row[there], lane[there], (left + nth)[there]]
-        return pages, there
-
-    def of(self, rows: Rows) -> PageNumbers:
-        """All pages on the stacks of these rows."""
-        filled = np.arange(self.pages.shape[2]) < self.counts[rows][:, :, None]
-        pages: PageNumbers = self.pages[rows][filled]
-        return pages
 
 
 @final
@@ -93,8 +49,10 @@ class Ring(Placement):
     def __init__(self, layout: CacheLayout, total_bytes: int, max_rows: int) -> None:
         arena = Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         super().__init__(arena, {c: PagePool(arena, c) for c in layout.page_classes})
+        # [rows, lanes] the page that waits to be a lane's tail: named or not, a window takes all
+        # pages of its ring but one
         self._spare = {
-            group.name: SparePages(max_rows, group.num_lanes, ring_pages(group))
+            group.name: np.full((max_rows, group.num_lanes), NO_PAGE, dtype=np.int32)
             for group in layout.groups
             if group.window is not None
         }
@@ -116,9 +74,13 @@ class Ring(Placement):
         pool, spare = self.pools[table.group.page_class], self._spare.get(table.group.name)
         if spare is None:
             return pool.allocate(int(counts.sum()))
-        pages, there = spare.pop(rows, counts)
-        if not there.all():
-            pages[~there] = pool.allocate(int(np.count_nonzero(~there)))
+        own = (spare[rows] != NO_PAGE) & (counts > 0)
+        first = (np.cumsum(counts) - counts.reshape(-1)).reshape(counts.shape)
+        pages = np.full(int(counts.sum()), NO_PAGE, dtype=np.int32)
+        pages[first[own]] = spare[rows][own]
+        spare[rows] = np.where(own, NO_PAGE, spare[rows])
+        missing = pages == NO_PAGE
+        pages[missing] = pool.allocate(int(np.count_nonzero(missing)))
         return pages
 
     def take_back(self, table: LaneTable, pages: PageNumbers) -> None:
@@ -128,31 +90,35 @@ class Ring(Placement):
     def pass_window(self, table: LaneTable, row: int, lane: int, pages: PageNumbers) -> None:
         """See `Placement`: the lane keeps what its ring lacks, unless somebody else reads it."""
         pool, spare = self.pools[table.group.page_class], self._spare[table.group.name]
-        held = int(table.num_pages[row, lane] + spare.counts[row, lane])
-        room = max(0, ring_pages(table.group) - held)
-        alone = np.flatnonzero(pool.ref_counts[pages] == 1)[:room]
-        spare.push(row, lane, pages[alone])
-        pool.release(np.delete(pages, alone))
+        alone = np.flatnonzero(pool.ref_counts[pages] == 1)[:1]
+        complete = table.num_pages[row, lane] >= ring_pages(table.group)
+        if len(alone) and spare[row, lane] == NO_PAGE and not complete:
+            spare[row, lane] = pages[alone[0]]
+            pages = np.delete(pages, alone)
+        pool.release(pages)
 
     def close(self, table: LaneTable, rows: Rows, pages: PageNumbers) -> None:
         """See `Placement`."""
-        pool, spare = self.pools[table.group.page_class], self._spare.get(table.group.name)
+        pool = self.pools[table.group.page_class]
         pool.release(pages)
-        if spare is not None:
-            pool.release(spare.of(rows))
-            spare.counts[rows] = 0
+        pool.release(self.kept_aside(table, rows))
+        if table.group.window is not None:
+            self._spare[table.group.name][rows] = NO_PAGE
 
     def reserved_pages(self, table: LaneTable, rows: Rows) -> NDArray[np.int32]:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
         if spare is None:
             return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
-        return spare.counts[rows]
+        return (spare[rows] != NO_PAGE).astype(np.int32)
 
     def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
-        return NO_PAGES if spare is None else spare.of(rows)
+        if spare is None:
+            return NO_PAGES
+        pages: PageNumbers = spare[rows][spare[rows] != NO_PAGE]
+        return pages
 
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
@@ -162,10 +128,9 @@ class Ring(Placement):
 
     def check(self, table: LaneTable) -> None:
         """See `Placement`."""
-        spare = self._spare.get(table.group.name)
-        if spare is not None:
-            held = table.num_pages + spare.counts
-            if ((spare.counts > 0) & (held > ring_pages(table.group))).any():
+        if table.group.window is not None:
+            spare = self._spare[table.group.name] != NO_PAGE
+            if (spare & (table.num_pages >= ring_pages(table.group))).any():
                 raise InvariantError(f"a ring of group {table.group.name!r} holds too many pages")
 
 

@@ -48,6 +48,11 @@ class RunPool(CountedPages):
         """Free pages in held slabs."""
         return int(np.count_nonzero(self._used_in_slab)) * self.pages_per_slab - self.num_used
 
+    @property
+    def most_together(self) -> int:
+        """Pages of the longest free run."""
+        return int(self.free_runs()[1].max(initial=0))
+
     # ---- looking -------------------------------------------------------------------------------
 
     def free_runs(self, without: frozenset[int] = frozenset()) -> tuple[Counts, Counts]:

@@ -1,0 +1,71 @@
+"""Answers do not depend on the store: every store equals Transformers, under pressure."""
+
+import pytest
+
+import zoo
+from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
+from quire.engine.core import Engine
+from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
+from reference.test_equality import TOLERANCE, Forced, drive
+
+LONGEST = 40
+STORE_TOKENS = LONGEST + NEW_TOKENS
+ARCHITECTURES = ("llama", "mistral", "gemma3")  # no window, only windows, both
+
+
+def engine_of(architecture, store, **options):
+    return engine_for(
+        load(architecture),
+        longest=STORE_TOKENS,
+        page_tokens=4,
+        store=store,
+        store_tokens=STORE_TOKENS,
+        **options,
+    )
+
+
+CASES = [
+    (architecture, store)
+    for architecture in ARCHITECTURES
+    for store in STORES
+    if architecture != "llama" or (store, NO_WINDOW) not in UNSOUND
+]
+
+
+@pytest.mark.parametrize("room", [1.6, 6.0])
+@pytest.mark.parametrize(("architecture", "store"), CASES)
+def test_logits_equal_transformers_with_its_tokens_forced(architecture, store, room):
+    expected = expect(architecture, make_prompts(16, LONGEST, seed=5))
+    engine = engine_of(architecture, store, room=room, chunk_tokens=7)
+    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+    engine._sampler = forced
+
+    drive(engine, expected, seed=11)
+
+    assert forced.worst <= TOLERANCE
+    assert store != "ring" or LONGEST > 4 * zoo.WINDOW_TOKENS  # it has gone round
+    engine.check()
+
+
+def test_a_model_without_windows_has_no_ring():
+    with pytest.raises(UnsoundCombination, match=r"no layer has a sliding window.*use 'paged'"):
+        engine_of("llama", "ring", room=2.0)
+
+
+def test_a_request_longer_than_its_run_is_refused_and_says_why():
+    engine = engine_of("llama", "contiguous_max", room=2.0)
+
+    with pytest.raises(NeverFits, match=r"more than the 48 the store reserves.*--kv-store-tokens"):
+        engine.submit([5] * STORE_TOKENS, greedy(3))
+
+
+def test_an_unknown_store_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownName, match=r"unknown KV store 'pages': did you mean paged"):
+        engine_of("llama", "pages", room=2.0)
+
+
+def test_contiguous_runs_that_the_memory_does_not_hold_are_refused():
+    with pytest.raises(ConfigError, match=r"the runs of one sequence take .* --kv-store-tokens"):
+        Engine(load("llama"), KVConfig(memory="16KiB", store="contiguous_max"))

@@ -1,0 +1,146 @@
+"""A KV memory beside a dictionary of its tokens: what every store must hold, byte for byte."""
+
+import numpy as np
+
+from quire.kv.memory import KVMemory
+from quire.kv.stores.registry import placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.spec.pages import CacheLayout, LaneGroup
+from unit.kv.host_bytes import POISON, HostBytes
+from unit.kv.small_memory import plain_class
+
+WINDOW = 10
+MAX_TOKENS = 96
+FULL = LaneGroup(name="full", page_class=plain_class(), layers=(0, 2))
+WINDOWED = LaneGroup(name="window", page_class=plain_class(), layers=(1, 3), window=WINDOW)
+EVICTING = LaneGroup(
+    name="evicting",
+    page_class=plain_class(tokens=2, heads=3, positions=True),
+    layers=(4,),
+    lanes_per_layer=2,
+    ordered=False,
+)
+SUMS = LaneGroup(
+    name="sums", page_class=plain_class(tokens=3, value=False), layers=(0,), private=True
+)
+LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS))
+
+
+def memory_of(store, *, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5, **limits):
+    """A memory of one store with bytes behind it, poisoned."""
+    limits = {"max_tokens": MAX_TOKENS, "evicting_slots": MAX_TOKENS} | limits
+    return KVMemory(
+        CacheLayout(tuple(groups)),
+        total_bytes,
+        max_rows,
+        store=HostBytes(total_bytes),
+        track_changes=True,
+        placement=placement_maker(store, LaneLimits(**limits)),
+    )
+
+
+class StoredTokens:
+    """Drives a memory and remembers, for each row and lane, which content stands at which position.
+
+    Attributes:
+        rows: row -> {(group, lane): {position: content}}.
+    """
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.rows = {}
+        self._contents = 0
+
+    def start(self, tokens):
+        row = self.memory.start()
+        self.rows[row] = {
+            (name, lane): {}
+            for name, table in self.memory.tables.items()
+            for lane in range(table.group.num_lanes)
+        }
+        self.grow({row: tokens})
+        return row
+
+    def grow(self, counts):
+        """Grow and write; every byte nobody may count on is poison before and after."""
+        rows = np.array(list(counts), dtype=np.int64)
+        self.memory.grow(rows, np.array(list(counts.values()), dtype=np.int32))
+        self.poison()
+        for row, count in counts.items():
+            for name, lane in self.rows[row]:
+                self._write(name, row, lane, count)
+
+    def _write(self, name, row, lane, count):
+        table = self.memory.tables[name]
+        page_class, end = table.group.page_class, int(table.num_slots[row, lane])
+        slots = np.arange(end - count, end)
+        places = table.pages[row, lane, slots // page_class.tokens], slots % page_class.tokens
+        length = int(self.memory.lengths[row])
+        positions = np.arange(length - count, length)
+        contents = np.arange(self._contents, self._contents + count)
+        self._contents += count
+        vectors = self._vectors(page_class, contents)
+        self.memory.store.write_slots(page_class, places, vectors, vectors, positions)
+        self.rows[row][name, lane].update(zip(positions.tolist(), contents.tolist(), strict=True))
+
+    @staticmethod
+    def _vectors(page_class, contents):
+        """Bytes [slots, heads, bytes] that tell contents apart."""
+        codes = (contents[:, None] * 131 + np.arange(page_class.heads * 16) * 7) % 251
+        return codes.reshape(len(contents), page_class.heads, 16).astype(np.uint8)
+
+    def poison(self):
+        """Overwrite free pages and those kept aside for lanes: nobody may have read them."""
+        store = self.memory.store
+        store.poison_free(self.memory)
+        for table in self.memory.tables.values():
+            aside = self.memory.placement.kept_aside(table, self.memory.live_rows)
+            store.pages_of(table.group.page_class)[aside] = POISON
+
+    def release(self, row):
+        self.memory.release([row])
+        del self.rows[row]
+
+    def copy(self, row):
+        return {key: dict(lane) for key, lane in self.rows[row].items()}
+
+    def truncate(self, row, length):
+        self.memory.truncate(row, length)
+        for lane in self.rows[row].values():
+            for position in [p for p in lane if p >= length]:
+                del lane[position]
+
+    def keep(self, name, row, lane, positions):
+        """The lane has evicted all other positions."""
+        held = self.rows[row][name, lane]
+        self.rows[row][name, lane] = {p: held[p] for p in positions}
+
+    def check(self):
+        """The books add up, and each token stands where tables say it does."""
+        self.memory.check()
+        self.poison()
+        assert set(self.rows) == set(self.memory.live_rows.tolist())
+        for row, lanes in self.rows.items():
+            for (name, lane), expected in lanes.items():
+                self._check_lane(name, row, lane, expected)
+
+    def _check_lane(self, name, row, lane, expected):
+        table = self.memory.tables[name]
+        page_class, slots = table.group.page_class, np.arange(table.num_slots[row, lane])
+        places = table.pages[row, lane, slots // page_class.tokens], slots % page_class.tokens
+        key, value, positions = self.memory.store.read_slots(page_class, places)
+        if table.group.ordered:
+            positions = table.slot_positions(row, lane)
+        held = positions.tolist()
+        contents = np.array([expected[position] for position in held], dtype=np.int64)
+        vectors = self._vectors(page_class, contents)
+
+        assert (key == vectors).all(), (name, row, lane)
+        assert not page_class.value or (value == vectors).all(), (name, row, lane)
+        length = int(self.memory.lengths[row])
+        if table.group.window is None:
+            assert sorted(held) == sorted(expected)
+        else:  # all a query can see, and no position twice
+            first = max(0, length + 1 - table.group.window)
+            assert held == list(range(held[0], length)) if held else not length
+            assert not held or held[0] <= first

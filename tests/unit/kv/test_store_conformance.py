@@ -1,0 +1,335 @@
+"""Every registered store keeps the same promises: a new one is tested by being registered."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.errors import ConfigError, OutOfPages
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.sharing import fork
+from quire.kv.stores.registry import STORES
+from quire.kv.swap import append_tail, can_split, repack, swap_in, swap_out
+from quire.kv.waste import measure_waste, sequences_that_fit
+from unit.kv.stored_tokens import EVICTING, FULL, MAX_TOKENS, WINDOW, StoredTokens, memory_of
+
+SEEDS = st.integers(0, 2**16)
+
+
+@pytest.fixture(params=STORES)
+def stored(request):
+    return StoredTokens(memory_of(request.param))
+
+
+def test_tokens_stand_where_tables_say_through_long_decoding(stored):
+    row = stored.start(3)
+
+    for _ in range(MAX_TOKENS // 2):  # windows wrap, runs are outgrown
+        stored.grow({row: 1})
+        stored.check()
+
+
+def test_rows_that_grow_together_do_not_touch_each_other(stored):
+    rows = [stored.start(tokens) for tokens in (1, 7, 20)]
+
+    for count in (1, 9, 1, 1, 13):
+        stored.grow(dict.fromkeys(rows, count))
+        stored.check()
+
+
+def test_released_rows_leave_nothing_behind(stored):
+    free_bytes = stored.memory.free_bytes
+    for row in [stored.start(tokens) for tokens in (30, 5, 60)]:
+        stored.grow({row: 11})
+        stored.release(row)
+
+    assert stored.memory.free_bytes == free_bytes == stored.memory.total_bytes
+    stored.check()
+
+
+def test_a_fork_and_its_origin_go_on_apart(stored):
+    row = stored.start(21)
+    child = fork(stored.memory, row)
+    stored.rows[child] = stored.copy(row)
+
+    for _ in range(2 * WINDOW):
+        stored.grow({row: 1, child: 1})
+        stored.check()
+    stored.release(row)
+    stored.grow({child: 9})
+    stored.check()
+
+
+def test_a_fork_without_room_changes_nothing(stored):
+    rows = [stored.start(40) for _ in range(stored.memory.num_free_rows - 1)]
+    others = np.array(rows[1:])
+    counts = np.full(len(others), 4, dtype=np.int32)
+    while stored.memory.can_grow(others, counts):
+        stored.grow(dict.fromkeys(rows[1:], 4))
+    free_bytes = stored.memory.free_bytes
+
+    try:
+        child = fork(stored.memory, rows[0])
+    except OutOfPages:
+        assert stored.memory.free_bytes == free_bytes
+    else:
+        stored.rows[child] = stored.copy(rows[0])
+
+    stored.check()
+
+
+def test_a_row_comes_back_from_outside(stored):
+    row, other = stored.start(40), stored.start(6)
+    content = stored.copy(row)
+    swapped = swap_out(stored.memory, [row])
+    del stored.rows[row]
+    stored.grow({other: 20})
+
+    (row,) = swap_in(stored.memory, swapped)
+    stored.rows[row] = content
+    stored.check()
+    stored.grow({row: 5, other: 5})
+
+    stored.check()
+
+
+def test_a_row_that_does_not_fit_stays_outside(stored):
+    row = stored.start(40)
+    content = stored.copy(row)
+    swapped = swap_out(stored.memory, [row])
+    del stored.rows[row]
+    while stored.memory.num_free_rows:
+        stored.start(1)
+
+    with pytest.raises(OutOfPages):
+        swap_in(stored.memory, swapped)
+    stored.check()
+    stored.release(next(iter(stored.rows)))
+    (row,) = swap_in(stored.memory, swapped)
+
+    stored.rows[row] = content
+    stored.check()
+
+
+def test_a_tail_comes_back_behind_its_head():
+    for store in STORES:
+        stored = StoredTokens(memory_of(store, groups=[FULL]))
+        row, head = stored.start(22), 8
+        content = stored.copy(row)
+        assert can_split(stored.memory, row, head)
+        swapped = swap_out(stored.memory, [row], keep_from=head)
+        row = stored.memory.start()
+        stored.rows = {row: {key: {} for key in content}}
+        stored.grow({row: head})
+
+        append_tail(stored.memory, row, swapped)
+
+        for key, lane in content.items():
+            stored.rows[row][key] |= {p: c for p, c in lane.items() if p >= head}
+        stored.check()
+
+
+def test_a_row_alone_can_be_packed_and_grow_on(stored):
+    first, row = stored.start(30), stored.start(17)
+    stored.release(first)
+
+    repack(stored.memory, row)
+    stored.check()
+    stored.grow({row: 30})
+
+    stored.check()
+
+
+def test_a_row_is_cut_and_grows_again(stored):
+    row = stored.start(WINDOW - 2)
+
+    stored.truncate(row, 5)
+    stored.check()
+    stored.grow({row: 9})
+
+    stored.check()
+
+
+def test_evicted_slots_serve_the_tokens_that_follow(stored):
+    row = stored.start(12)
+    for _ in range(4):
+        evict(stored, row, seed=3, share=0.5)
+        stored.check()
+        stored.grow({row: 6})
+        stored.check()
+
+
+def test_a_row_longer_than_the_pool_is_refused_and_nothing_changes(stored):
+    row = stored.start(4)
+
+    with pytest.raises(OutOfPages):
+        stored.grow({row: 100_000})
+
+    stored.check()
+    stored.grow({row: 4})
+    stored.check()
+
+
+def test_waste_adds_up_and_live_bytes_are_those_of_the_tokens(stored):
+    rows = [stored.start(tokens) for tokens in (5, 33)]
+    stored.grow({rows[1]: 7})
+
+    waste = measure_waste(stored.memory)
+
+    seen = {name: tuple(min(n, w or n) for n in (5, 40)) for name, w in windows(stored).items()}
+    expected = sum(
+        table.group.num_lanes * table.group.page_class.slot_bytes * sum(seen[name])
+        for name, table in stored.memory.tables.items()
+    )
+    assert waste.live_bytes == expected
+    assert waste.allocated_bytes + waste.free_bytes == waste.total_bytes
+    assert sequences_that_fit(stored.memory, 5) == stored.memory.num_free_rows
+
+
+def windows(stored):
+    """What a query at the next position sees of the cache: itself is not in it yet."""
+    groups = [table.group for table in stored.memory.tables.values()]
+    return {group.name: group.window and group.window - 1 for group in groups}
+
+
+def evict(stored, row, seed, share):
+    """Keep about a share of each lane of the group without order."""
+    table = stored.memory.tables[EVICTING.name]
+    slots = table.num_slots[row]
+    keep = np.random.default_rng(seed).random((len(slots), int(slots.max(initial=0)))) < share
+    kept = [set(positions(stored, row, lane)[keep[lane, : slots[lane]]]) for lane in (0, 1)]
+    commit_compaction(stored.memory, plan_compaction(stored.memory, EVICTING.name, row, keep))
+    for lane in (0, 1):
+        stored.keep(EVICTING.name, row, lane, kept[lane])
+
+
+def positions(stored, row, lane):
+    table = stored.memory.tables[EVICTING.name]
+    per_page, slots = EVICTING.page_class.tokens, np.arange(table.num_slots[row, lane])
+    places = table.pages[row, lane, slots // per_page], slots % per_page
+    return stored.memory.store.read_slots(EVICTING.page_class, places)[2]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Whatever happens to rows, tokens stand where tables say, and every byte is accounted for."""
+
+    store = "paged"
+
+    @initialize(kib=st.sampled_from([56, 72, 128]))
+    def open_memory(self, kib):
+        self.stored = StoredTokens(memory_of(self.store, total_bytes=kib * 1024))
+        self.memory = self.stored.memory
+        self.swapped = []
+
+    def pick(self, seed):
+        return sorted(self.stored.rows)[seed % len(self.stored.rows)]
+
+    @precondition(lambda self: self.memory.num_free_rows)
+    @rule(tokens=st.integers(0, 30))
+    def start(self, tokens):
+        row = self.stored.start(0)
+        self.grow({row: tokens})
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(picks=st.lists(st.tuples(SEEDS, st.integers(0, 13)), min_size=1, max_size=3))
+    def prefill(self, picks):
+        self.grow({self.pick(seed): tokens for seed, tokens in picks})
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(steps=st.integers(1, 5))
+    def decode(self, steps):
+        for _ in range(steps):
+            self.grow(dict.fromkeys(self.stored.rows, 1))
+
+    def grow(self, counts):
+        rows = np.array(list(counts))
+        fits = self.memory.can_grow(rows, np.array(list(counts.values()), dtype=np.int32))
+        try:
+            self.stored.grow(counts)
+        except OutOfPages:
+            assert not fits
+        else:
+            assert fits
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(seed=SEEDS)
+    def release(self, seed):
+        self.stored.release(self.pick(seed))
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(seed=SEEDS, cut=st.integers(0, 40))
+    def truncate(self, seed, cut):
+        row = self.pick(seed)
+        length = max(0, int(self.memory.lengths[row]) - cut)
+        try:
+            self.stored.truncate(row, length)
+        except ConfigError:
+            lost = length + 1 - WINDOW > 0 or self.memory.placement.drops_pages
+            assert lost or self.has_evicted(row)
+
+    def has_evicted(self, row):
+        slots = self.memory.tables[EVICTING.name].num_slots[row]
+        return (slots != self.memory.lengths[row]).any()
+
+    @precondition(lambda self: self.stored.rows and self.memory.num_free_rows)
+    @rule(seed=SEEDS)
+    def fork(self, seed):
+        row = self.pick(seed)
+        try:
+            child = fork(self.memory, row)
+        except OutOfPages:
+            return
+        self.stored.rows[child] = self.stored.copy(row)
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.7]))
+    def evict(self, seed, share):
+        try:
+            evict(self.stored, self.pick(seed), seed, share)
+        except OutOfPages:
+            assert self.memory.placement.shares  # no room for the copies of shared pages
+
+    @precondition(lambda self: self.stored.rows)
+    @rule(seeds=st.lists(SEEDS, min_size=1, max_size=2))
+    def swap_out(self, seeds):
+        rows = sorted({self.pick(seed) for seed in seeds})
+        contents = [self.stored.rows.pop(row) for row in rows]
+        self.swapped.append((swap_out(self.memory, rows), contents))
+
+    @precondition(lambda self: self.swapped)
+    @rule(seed=SEEDS)
+    def swap_in(self, seed):
+        swapped, contents = self.swapped.pop(seed % len(self.swapped))
+        try:
+            rows = swap_in(self.memory, swapped)
+        except OutOfPages:
+            self.swapped.append((swapped, contents))
+        else:
+            self.stored.rows |= dict(zip(rows, contents, strict=True))
+
+    @precondition(lambda self: len(self.stored.rows) == 1)
+    @rule()
+    def pack(self):
+        repack(self.memory, *self.stored.rows)
+
+    @invariant()
+    def everything_is_there(self):
+        self.stored.check()
+        waste = measure_waste(self.memory)
+        kinds = (waste.live_bytes, waste.hidden_bytes, waste.empty_bytes, waste.reserved_bytes)
+        assert sum(kinds) + waste.border_bytes == waste.allocated_bytes
+        assert min(*kinds, waste.largest_free_bytes) >= 0
+        assert waste.largest_free_bytes <= waste.free_bytes
+        for row in self.stored.rows:
+            assert self.memory.peak_bytes[row] >= self.memory.row_bytes(row)
+
+
+def machine_of(store):
+    """A share of the profile's examples each."""
+    case = type(f"{store.title()}Machine", (StoreMachine,), {"store": store}).TestCase
+    case.settings = settings(max_examples=max(8, settings().max_examples // 8))
+    return case
+
+
+globals().update({f"Test_{name}": machine_of(name) for name in STORES})
