@@ -40,7 +40,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
-    for name in ("architecture.md", "add-a-policy.md"):
+    for name in ("architecture.md", "add-a-policy.md", "stores.md"):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
 
 
@@ -49,6 +49,7 @@ def fill(text: str) -> str:
     parts: dict[str, Callable[[], str]] = {
         "modules": modules,
         "torch-free": torch_free,
+        "stores": stores,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
@@ -94,6 +95,58 @@ def torch_free() -> str:
 def code_block(path: Path) -> str:
     """A file as Markdown."""
     return f"```python\n{path.read_text(encoding='utf-8')}```"
+
+
+def stores() -> str:
+    """What each store does, and its waste where the same sequences come and go."""
+    from quire.kv.stores.registry import STORES
+
+    does = [f"| `{name}` | {info.summary} |" for name, info in STORES.items()]
+    head = ("store", "sequences in", "live", "hidden", "empty", "reserved", "free", "in pieces")
+    head += ("copied",)
+    waste = ["".join(f"| {cell} " for cell in row) + "|" for row in map(_waste_row, STORES)]
+    header = "".join(f"| {cell} " for cell in head) + "|"
+    tables = ["| store | what it does |", "|---|---|", *does, "", header, "|---" * len(head) + "|"]
+    return "\n".join([*tables, *waste])
+
+
+def _waste_row(store: str) -> tuple[str, ...]:
+    """The example of docs/stores.md: fill the memory, let each second sequence go, fill it again."""
+    import numpy as np
+
+    from quire.kv.memory import KVMemory
+    from quire.kv.stores.registry import placement_maker
+    from quire.kv.stores.run_lengths import LaneLimits
+    from quire.kv.waste import measure_waste
+    from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+
+    numbers = codec_spec("float16")
+    page = PageClass(key=numbers, value=numbers, head_dim=64, heads=2, tokens=16)
+    full = LaneGroup(name="full", page_class=page, layers=(0, 2))
+    window = LaneGroup(name="window", page_class=page, layers=(1, 3), window=256)
+    limits = LaneLimits(max_tokens=4096, evicting_slots=4096)
+    maker = placement_maker(store, limits)
+    memory = KVMemory(CacheLayout((full, window)), 64 << 20, 256, placement=maker)
+    lengths = iter(np.random.default_rng(0).integers(64, 2048, size=(256, 2)))
+
+    def fill() -> None:
+        for prompt, answer in lengths:
+            row = np.array([memory.start()])
+            for tokens in (prompt, *[16] * (int(answer) // 16)):
+                if not memory.can_grow(row, np.array([tokens], dtype=np.int32)):
+                    memory.release(row)
+                    return
+                memory.grow(row, np.array([tokens], dtype=np.int32))
+
+    fill()
+    memory.release(memory.live_rows[::2])
+    fill()
+    waste = measure_waste(memory)
+    kinds = (waste.live_bytes, waste.hidden_bytes, waste.empty_bytes, waste.reserved_bytes)
+    shares = [f"{kind / waste.total_bytes:.1%}" for kind in (*kinds, waste.free_bytes)]
+    copied = f"{waste.copied_bytes / (1 << 20):,.0f} MiB"
+    pieces = f"{waste.external_fragmentation:.0%}"
+    return f"`{store}`", str(len(memory.live_rows)), *shares, pieces, copied
 
 
 # ---- whole documents ---------------------------------------------------------------------------

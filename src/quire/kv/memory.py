@@ -217,7 +217,9 @@ class KVMemory:
         held = self._rows_bytes(rows)
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
-        self.arena_peak_bytes = max(self.arena_peak_bytes, used - self.idle_bytes())
+        in_use = used - self.idle_bytes()
+        copying = self.placement.copying_peak_bytes
+        self.arena_peak_bytes = max(self.arena_peak_bytes, in_use, copying)
 
     def privatise(self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]) -> None:
         """Copy shared pages and let these table entries name the copies."""

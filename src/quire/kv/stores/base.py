@@ -61,6 +61,7 @@ class Placement(ABC):
     Attributes:
         num_copies: lanes that were copied to another place because they grew.
         copied_bytes: bytes of those copies.
+        copying_peak_bytes: most bytes of pages in use while lanes were copied.
         longest_tokens: of a sequence; None where only the arena bounds it.
     """
 
@@ -72,6 +73,7 @@ class Placement(ABC):
         self.arena, self.pools = arena, dict(pools)
         self.num_copies = 0
         self.copied_bytes = 0
+        self.copying_peak_bytes = 0
         self.longest_tokens: int | None = None
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:

@@ -116,6 +116,8 @@ class Contiguous(Placement):
             raise OutOfPages(f"runs of {asked} pages in all asked for, {free:,} B free in pieces")
         for runs, starts in zip(longer, places, strict=True):
             self._runs_pools[runs.table.group.page_class].take_runs(starts, runs.length)
+        used_bytes = sum(pool.used_bytes for pool in self.pools.values())
+        self.copying_peak_bytes = max(self.copying_peak_bytes, used_bytes)
         for runs, starts in zip(longer, places, strict=True):
             self._move(runs, starts, page_bytes)
 

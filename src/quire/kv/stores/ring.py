@@ -110,7 +110,8 @@ class Ring(Placement):
         spare = self._spare.get(table.group.name)
         if spare is None:
             return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
-        return (spare[rows] != NO_PAGE).astype(np.int32)
+        reserved: NDArray[np.int32] = (spare[rows] != NO_PAGE).astype(np.int32)
+        return reserved
 
     def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""

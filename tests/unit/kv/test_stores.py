@@ -1,0 +1,295 @@
+"""What each store promises beyond the suite of all stores."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, OutOfPages, UnsoundCombination
+from quire.kv.arena import Arena
+from quire.kv.sharing import fork, lend
+from quire.kv.spans import offsets, spans
+from quire.kv.stores.registry import PREFIX_CACHE, STORES, UNSOUND, refuse_unsound
+from quire.kv.stores.ring import ring_pages
+from quire.kv.stores.runs import RunPool
+from quire.kv.waste import measure_waste, sequences_that_fit
+from quire.spec.pages import CacheLayout
+from unit.kv.small_memory import grow, plain_class
+from unit.kv.stored_tokens import EVICTING, FULL, LAYOUT, WINDOWED, StoredTokens, memory_of
+
+RUNS = ("contiguous_max", "contiguous_growing")
+PAGE = plain_class()  # 4 tokens, 128 B
+NO_LIMIT = 1 << 40
+
+
+def traffic(memory):
+    """Counts what pools give and take from here on."""
+    counts = {"allocated": 0, "released": 0}
+    for pool in memory.pools.values():
+
+        def allocate(num_pages, *, plain=pool.allocate):
+            counts["allocated"] += num_pages
+            return plain(num_pages)
+
+        def release(pages, *, plain=pool.release):
+            counts["released"] += len(pages)
+            plain(pages)
+
+        pool.allocate, pool.release = allocate, release
+    return counts
+
+
+# ---- ring --------------------------------------------------------------------------------------
+
+
+def test_a_ring_that_has_gone_round_takes_and_returns_no_page():
+    memory = memory_of("ring", groups=[WINDOWED])
+    row = memory.start()
+    grow(memory, row, 14)
+    for _ in range(4):
+        grow(memory, row, 1)
+    own = {*memory.tables["window"].row_pages(row).tolist()}
+    own |= {*memory.placement.kept_aside(memory.tables["window"], np.array([row])).tolist()}
+    held_bytes, counts = memory.row_bytes(row), traffic(memory)
+
+    for _ in range(500):
+        grow(memory, row, 1)
+        assert {*memory.tables["window"].row_pages(row).tolist()} <= own
+        assert memory.row_bytes(row) == held_bytes
+
+    assert counts == {"allocated": 0, "released": 0}
+    assert len(own) == ring_pages(WINDOWED) * WINDOWED.num_lanes
+
+
+def test_positions_go_on_where_a_page_has_wrapped():
+    memory = memory_of("ring", groups=[WINDOWED])
+    row = memory.start()
+    grow(memory, row, 14)
+    first_page = memory.tables["window"].pages[row, 0, 0]
+
+    for _ in range(5):
+        grow(memory, row, 1)
+
+    table = memory.tables["window"]
+    assert table.pages[row, 0, : table.num_pages[row, 0]].tolist()[-1] == first_page
+    assert table.slot_positions(row, 0).tolist() == list(range(8, 19))
+
+
+def test_a_long_chunk_takes_more_than_the_ring_and_gives_it_back():
+    memory = memory_of("ring", groups=[WINDOWED])
+    row = memory.start()
+
+    grow(memory, row, 90)
+    assert memory.tables["window"].num_pages[row, 0] == 23
+    grow(memory, row, 1)
+
+    assert memory.row_bytes(row) <= ring_pages(WINDOWED) * WINDOWED.num_lanes * PAGE.page_bytes
+    memory.check()
+
+
+def test_a_page_that_a_fork_still_reads_does_not_go_round():
+    stored = StoredTokens(memory_of("ring", groups=[WINDOWED]))
+    row = stored.start(14)
+    child = fork(stored.memory, row)
+    stored.rows[child] = stored.copy(row)
+
+    stored.grow({row: 6})
+
+    stored.check()
+    assert stored.memory.lengths.tolist()[child] == 14
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+def test_a_maximum_run_lies_still_and_is_reserved_from_the_first_token_on():
+    memory = memory_of("contiguous_max", groups=[FULL], max_tokens=40)
+    row = memory.start()
+    grow(memory, row, 1)
+    first = memory.tables["full"].pages[row, :, 0].copy()
+    held_bytes = memory.row_bytes(row)
+
+    grow(memory, row, 39)
+
+    assert held_bytes == memory.row_bytes(row) == 10 * FULL.num_lanes * PAGE.page_bytes
+    expected = first[:, None] + np.arange(10)
+    assert (memory.tables["full"].pages[row, :, :10] == expected).all()
+    assert memory.placement.num_copies == 0
+    with pytest.raises(OutOfPages, match="longer than the runs of this store"):
+        grow(memory, row, 1)
+
+
+def test_a_doubling_run_counts_its_copies():
+    memory = memory_of("contiguous_growing", groups=[FULL])
+    row = memory.start()
+
+    for _ in range(33):  # 9 pages: runs of 1, 2, 4, 8, 16
+        grow(memory, row, 1)
+
+    placement = memory.placement
+    assert placement.num_copies == 4 * FULL.num_lanes
+    assert placement.copied_bytes == (1 + 2 + 4 + 8) * FULL.num_lanes * PAGE.page_bytes
+    assert memory.store.copied_pages == 15 * FULL.num_lanes
+    assert memory.row_bytes(row) == 16 * FULL.num_lanes * PAGE.page_bytes
+    assert memory.arena_peak_bytes == 24 * FULL.num_lanes * PAGE.page_bytes  # while it is copied
+
+
+def test_released_runs_leave_gaps_that_longer_ones_do_not_fit():
+    memory = memory_of(
+        "contiguous_growing", groups=[FULL], total_bytes=64 * 128, max_rows=9, max_tokens=128
+    )
+    rows = [memory.start() for _ in range(8)]  # two runs of four pages each
+    for row in rows:
+        grow(memory, row, 16)
+    memory.release(rows[::2])
+    waste = measure_waste(memory)
+
+    assert waste.free_bytes == 32 * 128
+    assert waste.largest_free_bytes == 8 * 128
+    assert waste.external_fragmentation == 0.75
+    assert sequences_that_fit(memory, 16) == 4
+    assert sequences_that_fit(memory, 17) == 2  # runs of 8: one in each gap, two a sequence
+    assert sequences_that_fit(memory, 33) == 0  # runs of 16: nowhere, with 32 pages free
+
+
+def test_paged_has_no_gaps_where_runs_have():
+    memory = memory_of("paged", groups=[FULL], total_bytes=64 * 128, max_rows=9)
+    rows = [memory.start() for _ in range(8)]
+    for row in rows:
+        grow(memory, row, 16)
+    memory.release(rows[::2])
+
+    assert measure_waste(memory).external_fragmentation == 0
+    assert sequences_that_fit(memory, 33) == 1
+    assert sequences_that_fit(memory, 64) == 1
+
+
+def test_waste_by_hand():
+    kinds = {}
+    for store in STORES:
+        memory = memory_of(store, groups=[WINDOWED], max_tokens=64)
+        row = memory.start()
+        grow(memory, row, 22)
+        memory.drop_behind_windows(np.array([row]))
+        waste = measure_waste(memory)
+        slot_bytes = 2 * PAGE.slot_bytes  # two lanes
+        kinds[store] = [
+            bytes_ // slot_bytes
+            for bytes_ in (
+                waste.live_bytes,
+                waste.hidden_bytes,
+                waste.empty_bytes,
+                waste.reserved_bytes,
+            )
+        ]
+
+    # the next query, at 22, sees 13 .. 21; page 3 holds 12 too, page 5 has two slots left
+    assert kinds == {
+        "paged": [9, 1, 2, 0],
+        "ring": [9, 1, 2, 4],
+        "contiguous_max": [9, 13, 2, 40],
+        "contiguous_growing": [9, 13, 2, 8],
+    }
+
+
+def test_shared_pages_count_once():
+    stored = StoredTokens(memory_of("paged", groups=[FULL]))
+    row = stored.start(16)
+    alone = measure_waste(stored.memory)
+    fork(stored.memory, row)
+
+    assert measure_waste(stored.memory).live_bytes == alone.live_bytes
+    assert measure_waste(stored.memory).table_bytes == 2 * alone.table_bytes
+
+
+@pytest.mark.parametrize("store", RUNS)
+def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
+    memory = memory_of(store, groups=[FULL])
+    row = memory.start()
+    grow(memory, row, 12)
+
+    with pytest.raises(UnsoundCombination, match="use the store 'paged'"):
+        lend(memory, row, 8)
+    with pytest.raises(ConfigError, match="do not leave a contiguous run"):
+        memory.drop_pages(FULL, row, 0, np.array([0]))
+    with pytest.raises(UnsoundCombination, match="turn the prefix cache off"):
+        refuse_unsound(store, {PREFIX_CACHE: True})
+
+
+def test_every_refusal_names_a_store_and_gives_a_reason_and_a_way_out():
+    assert {store for store, _ in UNSOUND} <= set(STORES)
+    assert all(why.reason and why.instead for why in UNSOUND.values())
+
+
+@pytest.mark.parametrize("store", STORES)
+@settings(max_examples=20)
+@given(prompt=st.integers(1, 60), steps=st.integers(0, 30), chunk=st.integers(1, 20))
+def test_a_lane_never_holds_more_than_its_announced_peak(store, prompt, steps, chunk):
+    memory = memory_of(store)
+    row, left = memory.start(), prompt
+    while left:
+        grow(memory, row, min(chunk, left))
+        left -= min(chunk, left)
+    for _ in range(steps):
+        grow(memory, row, 1)
+
+    peak_bytes = 0
+    for group in LAYOUT.groups:
+        most = group.slots_at_most(NO_LIMIT, chunk) if group.ordered else NO_LIMIT
+        pages = memory.placement.peak_pages(group, np.array([prompt + steps]), most)
+        peak_bytes += int(pages[0]) * group.num_lanes * group.page_class.page_bytes
+    assert memory.peak_bytes[row] <= memory.arena_peak_bytes <= peak_bytes
+
+
+# ---- the pool of runs --------------------------------------------------------------------------
+
+
+def plain_first_fit(free, lengths):
+    """First fit, page by page."""
+    free, starts = list(free), []
+    for length in lengths:
+        places = [p for p in range(len(free) - length + 1) if all(free[p : p + length])]
+        if not places:
+            return None
+        starts.append(places[0])
+        free[places[0] : places[0] + length] = [False] * length
+    return starts
+
+
+@given(
+    used=st.lists(st.booleans(), min_size=24, max_size=24),
+    lengths=st.lists(st.integers(1, 9), max_size=6),
+)
+def test_runs_are_found_first_fit(used, lengths):
+    arena = Arena(24 * 128, [128], whole_pages=True)
+    pool = RunPool(arena, PAGE)
+    taken = np.flatnonzero(used).astype(np.int32)
+    pool.take_runs(taken, np.ones(len(taken), dtype=np.int64))
+
+    found = pool.find(np.array(lengths, dtype=np.int64))
+
+    expected = plain_first_fit([not page for page in used], lengths)
+    assert (None if found is None else found.tolist()) == expected
+    pool.check()
+
+
+def test_runs_of_two_classes_share_an_arena_by_slabs():
+    memory = memory_of("contiguous_growing", groups=[FULL, EVICTING], total_bytes=16 * 1024)
+    row = memory.start()
+    grow(memory, row, 9)
+
+    held = [pool.held_slabs for pool in memory.pools.values()]
+    assert all(held)
+    assert not held[0] & held[1]
+    memory.check()
+    assert CacheLayout((FULL, EVICTING)).page_classes == tuple(memory.pools)
+
+
+@given(counts=st.lists(st.integers(0, 5), max_size=8))
+def test_spans_are_ranges_one_behind_the_other(counts):
+    starts = np.arange(len(counts)) * 10
+    lengths = np.array(counts, dtype=np.int64)
+
+    expected = [start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]
+    assert spans(starts, lengths).tolist() == expected
+    assert offsets(lengths).tolist() == [i for n in counts for i in range(n)]
