@@ -111,7 +111,7 @@ def stores() -> str:
 
 
 def _waste_row(store: str) -> tuple[str, ...]:
-    """The example of docs/stores.md: fill the memory, let each second sequence go, fill it again."""
+    """The example of docs/stores.md: fill the memory, let every other one go, fill it again."""
     import numpy as np
 
     from quire.kv.memory import KVMemory
