@@ -7,6 +7,7 @@ Sequences that share pages (forks) go together; each page is stored once and is 
 Of a sequence in order a tail can go alone: its head is computed again and the tail put behind it.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,6 +98,12 @@ def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
         and bool((table.num_slots[row] == memory.lengths[row]).all())
         for table in memory.tables.values()
     )
+
+
+def split_border(memory: KVMemory, row: int) -> int:
+    """Tokens between the borders at which a row can be split now; 0 where there are none."""
+    tokens = math.lcm(*(table.group.page_class.tokens for table in memory.tables.values()))
+    return tokens if can_split(memory, row, tokens) else 0
 
 
 def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:

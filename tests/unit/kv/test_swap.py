@@ -6,7 +6,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.swap import append_tail, can_split, repack, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in, swap_out
 from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import (
     grow,
@@ -209,6 +209,18 @@ def test_a_tail_begins_on_a_border_of_pages_inside_the_sequence(keep_from):
 
     assert not can_split(memory, row, keep_from)
     assert can_split(memory, row, 16)
+
+
+def test_borders_of_a_split_are_those_of_every_group():
+    """Pages of 4 and of 6 tokens have a common border every 12."""
+    groups = [LaneGroup(name=f"{n}", page_class=plain_class(tokens=n), layers=(n,)) for n in (4, 6)]
+    memory = with_groups(*groups)
+    short, long = memory.start(), memory.start()
+    grow(memory, short, 12)
+    grow(memory, long, 13)
+
+    assert (split_border(memory, short), split_border(memory, long)) == (0, 12)
+    assert [n for n in range(13) if can_split(memory, long, n)] == [12]
 
 
 def test_lanes_that_have_lost_something_are_not_split():
