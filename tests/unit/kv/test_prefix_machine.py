@@ -1,0 +1,214 @@
+"""The prefix index under random load, against a set of texts.
+
+The reference knows, for each tenant, which texts of whole blocks were published and not dropped;
+the index must find the longest of them, give pages with the right tokens in them, and drop only
+what nobody uses, the longest unused first.
+"""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_key import PrefixIdentity, private_salt, root_key
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import places, plain_class, with_groups
+
+PAGE = 2
+ROOT = root_key("machine")
+FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0,))
+WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=PAGE), layers=(1,), window=3)
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)  # two tokens: texts often begin alike
+PICK = st.integers(0, 1 << 20)
+
+
+class Sequence:
+    def __init__(self, row, lease, tenant, tokens):
+        self.row, self.lease, self.tenant, self.tokens = row, lease, tenant, tokens
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    @initialize(window=st.booleans(), pages=st.integers(8, 40))
+    def build(self, window, pages):
+        groups = (FULL, WINDOW) if window else (FULL,)
+        page_bytes = FULL.page_class.page_bytes
+        self.memory = with_groups(*groups, total_bytes=pages * page_bytes, max_rows=6)
+        self.index = PrefixIndex(self.memory, self)
+        self.open: list[Sequence] = []
+        self.published: dict[str, set[tuple[int, ...]]] = {"a": set(), "b": set()}
+        self.names: dict[bytes, tuple[str, tuple[int, ...]]] = {}
+        self.unused: list[tuple[str, tuple[int, ...]]] = []  # longest unused first
+
+    # ---- what the index tells ------------------------------------------------------------------
+
+    def stored(self, block_hashes, parent_hash, token_ids, page_tokens):
+        """Nothing: the machine knows what it publishes."""
+
+    def removed(self, block_hashes):
+        dropped = [self.names.pop(key) for key in block_hashes]
+        assert dropped == self.unused[: len(dropped)]
+        del self.unused[: len(dropped)]
+        for tenant, text in dropped:
+            self.published[tenant].remove(text)
+
+    # ---- rules ---------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.open) < 6)
+    @rule(tenant=st.sampled_from("ab"), tokens=TEXTS, late=st.booleans())
+    def enter(self, tenant, tokens, late):
+        lease = self.index.match(self.identity(tenant), tokens)
+        longest = self.longest(tenant, tokens)
+        assert lease.tokens == longest
+        self.note_use(tenant, tokens[:longest])
+        if not self.can_enter(longest, len(tokens)):
+            self.release(lease, tenant, tokens)
+            return
+        row = self.index.start(lease) if longest else self.memory.start()
+        sequence = Sequence(row, lease, tenant, tokens[:longest])
+        self.open.append(sequence)
+        self.extend_by(sequence, tokens[longest:], publish=not late)
+
+    def can_enter(self, found, length):
+        """Whether the pages of the whole text are there, idle blocks dropped."""
+        new = -(-(length - found) // PAGE) + 1
+        needed = new * len(self.memory.tables)
+        return self.index.reclaim({FULL.page_class: needed})
+
+    @precondition(lambda self: self.open)
+    @rule(pick=PICK, tokens=TEXTS, fails=st.booleans())
+    def extend(self, pick, tokens, fails):
+        sequence = self.open[pick % len(self.open)]
+        if self.can_enter(len(sequence.tokens), len(sequence.tokens) + len(tokens)):
+            self.extend_by(sequence, tokens, publish=True, fails=fails)
+
+    def extend_by(self, sequence, tokens, *, publish, fails=False):
+        before = len(sequence.tokens)
+        rows = np.array([sequence.row])
+        self.memory.grow(rows, np.array([len(tokens)], dtype=np.int32))
+        sequence.tokens = [*sequence.tokens, *tokens]
+        self.write(sequence, before)
+        known = {tenant: set(texts) for tenant, texts in self.published.items()}
+        if publish and sequence.lease.publishes:
+            self.publish(sequence)
+        if fails:
+            self.index.withdraw()
+            self.published = known
+            self.close_one(sequence)
+        else:
+            self.index.confirm()
+
+    def publish(self, sequence):
+        start = sequence.lease.tokens
+        self.index.publish(sequence.lease, sequence.row, sequence.tokens[start:])
+        for node in sequence.lease.nodes[start // PAGE :]:
+            text = tuple(sequence.tokens[: node.block.end])
+            self.published[sequence.tenant].add(text)
+            self.names[node.block.key] = (sequence.tenant, text)
+            self.use(sequence.tenant, text)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=PICK)
+    def close(self, pick):
+        self.close_one(self.open[pick % len(self.open)])
+
+    def close_one(self, sequence):
+        self.open.remove(sequence)
+        self.release(sequence.lease, sequence.tenant, sequence.tokens)
+        self.memory.release([sequence.row])
+
+    def release(self, lease, tenant, tokens):
+        nodes = list(lease.nodes)
+        self.index.release(lease)
+        for node in reversed(nodes):
+            text = tuple(tokens[: node.block.end])
+            if text in self.published[tenant] and not self.in_use(tenant, text):
+                self.unused.append((tenant, text))
+
+    @rule(pages=st.integers(1, 12))
+    def make_room(self, pages):
+        self.index.reclaim({FULL.page_class: pages})
+
+    @rule()
+    def clear(self):
+        self.index.clear()
+        assert not self.unused
+
+    # ---- the reference -------------------------------------------------------------------------
+
+    def identity(self, tenant):
+        return PrefixIdentity(ROOT, private_salt(b"key", tenant, ""))
+
+    def longest(self, tenant, tokens):
+        """The longest chain of published blocks that leaves a token to compute."""
+        length = 0
+        while length + PAGE < len(tokens):
+            if tuple(tokens[: length + PAGE]) not in self.published[tenant]:
+                break
+            length += PAGE
+        return length
+
+    def note_use(self, tenant, tokens):
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            self.use(tenant, tuple(tokens[:end]))
+
+    def use(self, tenant, text):
+        if (tenant, text) in self.unused:
+            self.unused.remove((tenant, text))
+
+    def in_use(self, tenant, text):
+        return any(
+            tuple(other.tokens[:end]) == text
+            for other in self.open
+            if other.tenant == tenant
+            for end in (node.block.end for node in other.lease.nodes)
+        )
+
+    def write(self, sequence, first):
+        """Write the tokens from `first` on, by position, into every lane."""
+        for table in self.memory.tables.values():
+            page, offset = places(table, sequence.row, 0)
+            positions = table.slot_positions(sequence.row, 0)
+            new = positions >= first
+            shape = (int(new.sum()), 1, 16)
+            values = np.array(sequence.tokens)[positions[new]].astype(np.uint8)
+            vectors = np.broadcast_to(values[:, None, None], shape)
+            target = (page[new], offset[new])
+            self.memory.store.write_slots(FULL.page_class, target, vectors, vectors, None)
+
+    # ---- what must always hold -----------------------------------------------------------------
+
+    @invariant()
+    def rows_hold_their_tokens(self):
+        if not hasattr(self, "open"):
+            return
+        self.memory.store.poison_free(self.memory)
+        for sequence in self.open:
+            for table in self.memory.tables.values():
+                place = places(table, sequence.row, 0)
+                key, value, _ = self.memory.store.read_slots(FULL.page_class, place)
+                positions = table.slot_positions(sequence.row, 0)
+                wanted = np.array(sequence.tokens)[positions]
+                assert (key[:, 0] == wanted[:, None]).all()
+                assert (value[:, 0] == wanted[:, None]).all()
+
+    @invariant()
+    def books_add_up(self):
+        if not hasattr(self, "open"):
+            return
+        self.memory.check()
+        assert len(self.index) == sum(map(len, self.published.values()))
+        assert self.index.num_idle == len(self.unused)
+        assert self.index.idle_bytes == len(self.unused) * self.index.block_bytes
+
+    def teardown(self):
+        if not hasattr(self, "open"):
+            return
+        for sequence in list(self.open):
+            self.close_one(sequence)
+        self.index.clear()
+        self.memory.check()
+        assert not len(self.index)
+        assert not any(pool.num_used for pool in self.memory.pools.values())
+
+
+TestPrefixIndex = PrefixMachine.TestCase
