@@ -11,7 +11,7 @@ nothing else in Quire asks what is inside a page.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.errors import ConfigError, UnknownName
 
@@ -76,6 +76,7 @@ class PageClass:
         tokens: slots in a page.
         positions: whether each slot carries its logical position (lanes whose slots lose order).
         rotated: whether keys are stored after RoPE.
+        page_bytes: of a whole page, padding included; follows from the others.
     """
 
     key: CodecSpec
@@ -85,11 +86,18 @@ class PageClass:
     tokens: int
     positions: bool = False
     rotated: bool = True
+    page_bytes: int = field(init=False, repr=False, compare=False)  # asked for at every step
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "heads", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a page needs {name} >= 1, got {getattr(self, name)}")
+        end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
+        object.__setattr__(self, "page_bytes", _round_up(end, self.alignment_bytes))
+
+    def __hash__(self) -> int:
+        """Of the numbers alone: pools are looked up by page class many times a step."""
+        return hash((self.head_dim, self.heads, self.tokens, self.positions))
 
     @property
     def key_bytes(self) -> int:
@@ -116,12 +124,6 @@ class PageClass:
         if self.key.metadata_bytes:
             return PAGE_ALIGNMENT_BYTES
         return math.lcm(PAGE_ALIGNMENT_BYTES, self.key.block_bytes(1, self.head_dim))
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a whole page, padding included."""
-        end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
-        return _round_up(end, self.alignment_bytes)
 
     @property
     def slot_bytes(self) -> int:
