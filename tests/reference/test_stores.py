@@ -61,6 +61,18 @@ def test_a_request_longer_than_its_run_is_refused_and_says_why():
         engine.submit([5] * STORE_TOKENS, greedy(3))
 
 
+@pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
+def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
+    engine = engine_of("llama", store, room=2.0)
+
+    assert "prefix cache off: a page of a contiguous run has one holder" in engine.pool.explanation
+    for _ in range(2):
+        engine.submit([7] * 30, greedy(2))
+        while engine.has_work:
+            usage = [delta.usage for delta in engine.step() if delta.usage]
+    assert usage[0].cached_tokens == 0
+
+
 def test_an_unknown_store_is_refused_with_the_known_ones():
     with pytest.raises(UnknownName, match=r"unknown KV store 'pages': did you mean paged"):
         engine_of("llama", "pages", room=2.0)

@@ -18,7 +18,14 @@ from quire.kv.host_store import host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import DTYPES, PageStore
-from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
+from quire.kv.stores.registry import (
+    PREFIX_CACHE,
+    features_of,
+    placement_maker,
+    refuse_unsound,
+    run_lengths,
+    unsound,
+)
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.models.loader import LoadedModel
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
@@ -58,9 +65,11 @@ class KVPool:
             f"{g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
+        why = unsound(self.store, PREFIX_CACHE)
+        no_cache = "" if why is None else f"; prefix cache off: {why}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
-            f"attention: {self.kv.backend.name} ({self.reason})"
+            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}"
         )
 
 

@@ -209,10 +209,12 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
     grow(memory, row, 12)
 
     with pytest.raises(UnsoundCombination, match="use the store 'paged'"):
-        lend(memory, row, 8)
+        lend(memory, row, 0, 8)
     with pytest.raises(ConfigError, match="do not leave a contiguous run"):
         memory.drop_pages(FULL, row, 0, np.array([0]))
-    with pytest.raises(UnsoundCombination, match="turn the prefix cache off"):
+    with pytest.raises(
+        UnsoundCombination, match="a cached prefix would keep .* use the store 'paged'"
+    ):
         refuse_unsound(store, {PREFIX_CACHE: True})
 
 
@@ -238,6 +240,7 @@ def test_a_lane_never_holds_more_than_its_announced_peak(store, prompt, steps, c
         most = group.slots_at_most(NO_LIMIT, chunk) if group.ordered else NO_LIMIT
         pages = memory.placement.peak_pages(group, np.array([prompt + steps]), most)
         peak_bytes += int(pages[0]) * group.num_lanes * group.page_class.page_bytes
+        assert memory.placement.peak_pages(group, np.array([0]), most) == 0
     assert memory.peak_bytes[row] <= memory.arena_peak_bytes <= peak_bytes
 
 

@@ -214,7 +214,7 @@ class Contiguous(Placement):
         peak = self._lengths.peak_pages(group, -(-slots // group.page_class.tokens))
         # where classes share the arena, each may begin a slab of its own
         border = self.pools[group.page_class].pages_per_slab if len(self.pools) > 1 else 0
-        return peak + border * (slots > 0)
+        return (peak + border) * (slots > 0)
 
     def check(self, table: LaneTable) -> None:
         """See `Placement`."""

@@ -36,7 +36,7 @@ class Unsound:
 _ONE_HOLDER = Unsound(
     "a page of a contiguous run has one holder: a cached prefix would keep a whole run alive and "
     "could not be named by another lane",
-    "turn the prefix cache off or use the store 'paged'",
+    "to share prefixes use the store 'paged'",
 )
 _NO_WINDOW = Unsound("no layer has a sliding window, so no lane could go round", "use 'paged'")
 
@@ -116,6 +116,11 @@ def placement_maker(name: str, limits: LaneLimits) -> PlacementMaker:
     return placement if lengths is None else partial(placement, lengths=lengths)
 
 
+def unsound(name: str, feature: str) -> Unsound | None:
+    """Why a store and a feature do not go together; None where they do."""
+    return UNSOUND.get((name, feature))
+
+
 def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
     """Refuse what a store cannot do.
 
@@ -126,13 +131,14 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
     Raises:
         UnsoundCombination: with the reason and the alternative.
     """
-    for (store, feature), why in UNSOUND.items():
-        if store == name and features.get(feature):
+    for feature, asked in features.items():
+        why = unsound(name, feature)
+        if asked and why is not None:
             raise UnsoundCombination(f"store {name!r}: {why}")
 
 
 def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
-    """What a configuration asks of a store."""
+    """What a configuration asks of a store. Ask for no prefix cache where one may be left out."""
     return {
         PREFIX_CACHE: prefix_cache,
         NO_WINDOW: all(group.window is None for group in layout.groups),
