@@ -70,8 +70,9 @@ def test_every_command_has_its_help_in_the_reference() -> None:
     assert [name for name in names if f"\n## quire {name}\n" not in reference] == []
 
 
-def test_the_memory_arithmetic_runs() -> None:
-    results = doctest.testfile(str(DOCS / "memory.md"), module_relative=False, encoding="utf-8")
+@pytest.mark.parametrize("page", ["memory.md", "tenants.md"])
+def test_the_arithmetic_of_a_page_runs(page: str) -> None:
+    results = doctest.testfile(str(DOCS / page), module_relative=False, encoding="utf-8")
 
     assert results.attempted > 20
     assert results.failed == 0

@@ -127,6 +127,23 @@ def test_a_borrower_that_is_idle_gives_back_too(models, expected):
         assert e.agrees(answers["llama_mqa"][request_id], 1e-4)
 
 
+def test_cached_prefixes_in_borrowed_slabs_are_given_back(models, expected):
+    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    answers = {name: {} for name in PAIR}
+    submit(parties["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": parties["gpt2"]}, answers)
+    cached_slabs = pool.held_bytes("gpt2") // (4 * KIB)
+    assert cached_slabs > 18  # more than its guarantee, and nobody runs
+
+    take = parties["llama_mqa"].pool.kv.memory.arena.take_slab
+    for _ in range(5):
+        take()  # its whole guarantee
+
+    assert parties["gpt2"].stats().cached_bytes < cached_slabs * 4 * KIB
+    assert pool.held_bytes("gpt2") <= pool.total_bytes - 20 * KIB
+    pool.check()
+
+
 def test_a_request_must_fit_what_its_engine_is_sure_of(models):
     _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
 

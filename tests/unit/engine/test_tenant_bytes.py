@@ -30,8 +30,8 @@ def test_pages_that_a_tenants_forks_share_count_once():
 
 def test_a_shared_prefix_is_nobodys_while_requests_read_it():
     memory = one_group(max_rows=8)
-    loan = lend(memory, started(memory, 8), 8)
-    rows = [borrow(memory, loan), borrow(memory, loan)]
+    loan = lend(memory, started(memory, 8), 0, 8)
+    rows = [borrow(memory, [loan]), borrow(memory, [loan])]
     for row in rows:
         grow(memory, row, 3)
     pages = memory.loans[loan.key]
@@ -43,10 +43,28 @@ def test_a_shared_prefix_is_nobodys_while_requests_read_it():
     assert private == {"public": 0, "a": 3 * PAGE_BYTES}
 
 
+def test_the_first_pages_of_a_row_can_be_public():
+    memory = one_group(max_rows=8, num_lanes=2)
+    loan = lend(memory, started(memory, 8), 0, 8)
+    rows = [borrow(memory, [loan]), borrow(memory, [loan])]
+    for row in rows:
+        grow(memory, row, 3)
+    alone = started(memory, 8)  # nobody else holds its pages: it is no shared prefix yet
+
+    held = bytes_by_tenant(
+        memory, {"a": [rows[0], alone], "b": rows[1:]}, public_tokens={rows[0]: 7, alone: 8}
+    )
+
+    first, second = 2 * PAGE_BYTES, 2 * PAGE_BYTES  # of both lanes; 7 tokens are one whole page
+    assert held["public"] == first
+    assert held["a"] == second + 2 * PAGE_BYTES + 4 * PAGE_BYTES
+    assert held["b"] == 2 * PAGE_BYTES  # the second page of the prefix is a's: it was named first
+
+
 def test_an_idle_prefix_is_its_tenants():
     memory = one_group()
     row = started(memory, 8)
-    loan = lend(memory, row, 8)
+    loan = lend(memory, row, 0, 8)
     memory.release([row])
 
     assert bytes_by_tenant(memory, {}, {"a": [memory.loans[loan.key]]}) == {
