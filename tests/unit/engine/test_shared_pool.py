@@ -172,7 +172,13 @@ def test_a_pool_larger_than_what_is_free_is_refused():
     ("kv", "slab_bytes", "guaranteed", "error", "message"),
     [
         (KVConfig(memory="1MiB"), 8 * KIB, "32KiB", ConfigError, "exclude each other"),
-        (KVConfig(store="growing"), 8 * KIB, "32KiB", UnsoundCombination, "single slabs"),
+        (
+            KVConfig(store="contiguous_growing"),
+            8 * KIB,
+            "32KiB",
+            UnsoundCombination,
+            "single slabs",
+        ),
         (KVConfig(page_tokens=64), 8 * KIB, "32KiB", ConfigError, "do not fit into slabs"),
         (KVConfig(page_tokens=16), 4 * KIB, "4KiB", ConfigError, "holds not one token"),
     ],

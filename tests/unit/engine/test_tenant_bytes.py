@@ -3,8 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.tenant_bytes import bytes_by_tenant
+from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, lend
-from quire.spec.pages import LaneGroup
+from quire.kv.stores.registry import placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.spec.eviction import EvictionSpec
+from quire.spec.pages import CacheLayout, LaneGroup
 from unit.kv.small_memory import grow, one_group, plain_class, started, with_groups
 
 PAGE_BYTES = 128  # four tokens
@@ -17,6 +21,16 @@ def test_a_tenant_is_charged_with_the_pages_of_its_rows():
     held = bytes_by_tenant(memory, {"a": [a], "b": [b]})
 
     assert held == {"public": 0, "a": 2 * 2 * PAGE_BYTES, "b": 2 * 3 * PAGE_BYTES}
+
+
+def test_what_a_store_keeps_aside_for_a_row_is_charged_too():
+    maker = placement_maker("contiguous_max", LaneLimits.of(64, EvictionSpec()))
+    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
+    memory = KVMemory(CacheLayout((group,)), 64 * 1024, 4, placement=maker)
+    row = memory.start()
+    grow(memory, row, 4)
+
+    assert bytes_by_tenant(memory, {"a": [row]})["a"] == 16 * PAGE_BYTES
 
 
 def test_pages_that_a_tenants_forks_share_count_once():
