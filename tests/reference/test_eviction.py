@@ -46,8 +46,8 @@ def run(
         KVConfig(memory=memory, page_tokens=page_tokens, evict=evict),
         ScheduleConfig(**schedule),
     )
-    recorder = Recorder(engine._sampler)
-    engine._sampler = recorder
+    recorder = Recorder(engine._choosing.sampler)
+    engine._choosing.sampler = recorder
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, greedy(NEW_TOKENS), request_id=f"r{i}")
     usages = {}

@@ -25,8 +25,6 @@ SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
 _NOTES = frozenset({"model", "user", "metadata", "service_tier", "store"})
 """Members of a body that say nothing about the answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.batch_io import BatchLine, LineHead
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import Answer
+    from quire.engine.outputs import Answer, Choice
 
 Record = dict[str, Any]
 
@@ -66,9 +66,16 @@ def answer_record(
         **asked,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
+        **_all_texts(answer),
         "usage": asdict(answer.usage),
         "error": None,
     }
+
+
+def _all_texts(answer: "Answer") -> Record:
+    if len(answer.choices) == 1:
+        return {}
+    return {"choices": [{"text": c.text, "finish_reason": c.finish_reason} for c in answer.choices]}
 
 
 def error_record(head: LineHead, message: str) -> Record:
@@ -109,18 +116,13 @@ def _openai_record(head: LineHead, status: int, body: Record, error: Record | No
 
 def _body(head: LineHead, answer: "Answer", model: str) -> Record:
     chat = head.kind == "chat"
-    choice: Record = {"index": 0, "finish_reason": answer.finish_reason, "logprobs": None}
-    if chat:
-        choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
-    else:
-        choice["text"] = answer.text
     usage = answer.usage
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{head.number}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [_choice(choice, chat=chat) for choice in answer.choices],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
@@ -128,3 +130,16 @@ def _body(head: LineHead, answer: "Answer", model: str) -> Record:
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
+
+
+def _choice(choice: "Choice", *, chat: bool) -> Record:
+    record: Record = {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "logprobs": None,
+    }
+    if chat:
+        record["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+    else:
+        record["text"] = choice.text
+    return record

@@ -102,6 +102,7 @@ SAMPLING = Section(
     (
         *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
         *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("n", "best_of", "use_beam_search", "beam_width", "length_penalty"),
     ),
 )
 TRACE = Section("trace", "Trace", TraceOptions)

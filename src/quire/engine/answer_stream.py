@@ -67,7 +67,7 @@ class AnswerStream:
         if isinstance(item, EngineDead):
             self._num_open = 0
             raise item
-        self._num_open -= item.finish_reason is not None
+        self._num_open -= item.is_last
         return item
 
     async def collect(self) -> list[Answer]:

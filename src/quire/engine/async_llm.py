@@ -271,7 +271,7 @@ class AsyncLLM:
             answers = self._streams.get(delta.request_id)
             if answers is None:
                 continue  # refused together with another
-            if delta.finish_reason is not None:
+            if delta.is_last:
                 del self._streams[delta.request_id]
             if not answers.put(delta):
                 self.engine.cancel(delta.request_id)

@@ -1,5 +1,6 @@
 """How many tokens of a prompt a step reads."""
 
+from quire.engine.group import readable_tokens
 from quire.engine.request import Request
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
@@ -38,11 +39,11 @@ class ChunkSizes:
         (or the rest) at once or none, so that who else is in the batch changes nothing.
         """
         if self.is_atomic(request):
-            tokens = min(request.num_uncomputed, self._eviction.every)
+            tokens = min(readable_tokens(request), self._eviction.every)
             return tokens if tokens <= budget else 0
         budget = min(budget, self._config.chunk_tokens)
         if request.params.prompt_logprobs is not None:
             budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
         if self._eviction.cap is not None:
             budget = min(budget, self._eviction.cap - request.num_computed)
-        return min(request.num_uncomputed, budget)
+        return min(readable_tokens(request), budget)

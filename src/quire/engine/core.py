@@ -6,23 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
+from quire.engine.choosing import Choosing
 from quire.engine.events import EventLog
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.make_scheduler import make_scheduler
-from quire.engine.open_answer import OpenAnswer
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
-from quire.engine.request import DEFAULT_TENANT, Request, RequestState
-from quire.engine.runner import Runner, StepLogits
-from quire.engine.sampler import Sampler, prompt_logprobs
+from quire.engine.replies import Replies
+from quire.engine.request import DEFAULT_TENANT, Request
+from quire.engine.runner import Runner
+from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
+from quire.engine.siblings import make_sequences
 from quire.engine.stats import EngineStats, memory_numbers, request_bytes, tenant_bytes
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
@@ -82,15 +81,15 @@ class Engine:
             pool.arena.give_way = self.scheduler.give_way
         self.times = StepTimes()
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
-        self._sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)
         self._clock = clock
-        self._open: dict[str, OpenAnswer] = {}
+        self._replies = Replies(self._open_text, self.scheduler.finish)
+        sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)
+        self._choosing = Choosing(sampler, self._replies, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
         self._ledger = Ledger(self.pool.kv.memory, self._requests, self.pool.host)
         self._arrivals = 0
         self.num_steps = 0
-        self.num_generated_tokens = 0
         self.num_processed_tokens = 0
 
     # ---- in ------------------------------------------------------------------------------------
@@ -99,6 +98,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work or bool(self._cancelled or self._unsent)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of answers chosen since the start."""
+        return self._choosing.num_generated_tokens
 
     def submit(
         self,
@@ -130,10 +134,9 @@ class Engine:
         prompt = checked_prompt(prompt_token_ids, spec)
         resolved = checked_params(params or SamplingParams(), len(prompt), self.model)
         cache_salt = checked_salt(cache_salt)
-        self._arrivals += 1
         if request_id is None:
             request_id = self._free_id()
-        elif request_id in self._open:
+        elif request_id in self._replies:
             raise RequestError(f"a request {request_id!r} is already running; use another id")
         seed = resolved.seed
         request = Request(
@@ -142,17 +145,23 @@ class Engine:
             params=resolved,
             sampling_seed=random.getrandbits(63) if seed is None else seed,
             priority=priority,
-            arrival=self._arrivals,
+            arrival=self._arrivals + 1,
             tenant=tenant,
             cache_salt=cache_salt,
             rope_regime=self.model.decoder.rope_regime(len(prompt) + resolved.max_tokens),
             arrival_s=self._clock(),
         )
-        eos_token_ids = self.model.generation.eos_token_ids
-        text = OutputText(resolved, eos_token_ids, self.model.tokenizer, prompt)
-        self.scheduler.submit(request)
-        self._open[request_id] = OpenAnswer(request, text, self.scheduler.finish)
+        sequences = make_sequences(request)
+        reply = self._replies.make(request_id, resolved, sequences)
+        self._arrivals += len(sequences)
+        self.scheduler.submit(sequences[0])
+        self._replies.open(reply)
         return request_id
+
+    def _open_text(self, request: Request) -> OutputText:
+        model = self.model
+        eos_token_ids = model.generation.eos_token_ids
+        return OutputText(request.params, eos_token_ids, model.tokenizer, request.prompt_token_ids)
 
     def share_publicly(self, token_ids: Sequence[int]) -> None:
         """Let all tenants share the KV of these tokens where their prompts begin with them.
@@ -164,15 +173,20 @@ class Engine:
         )
 
     def _free_id(self) -> str:
-        ids = (f"request-{number}" for number in itertools.count(self._arrivals))
-        return next(request_id for request_id in ids if request_id not in self._open)
+        ids = (f"request-{number}" for number in itertools.count(self._arrivals + 1))
+        return next(request_id for request_id in ids if request_id not in self._replies)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request now; its last delta comes with the next step. Unknown ids are ignored."""
-        answer = self._open.get(request_id)
-        if answer is not None and answer.request.state is not RequestState.FINISHED:
-            self.scheduler.finish(answer.request)
-            self._cancelled.append(answer.request)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End a request now; its last delta comes with the next step. Unknown ids are ignored.
+
+        Args:
+            request_id: of the submission.
+            index: end only this one of its answers; None ends all.
+        """
+        for number, request in list(self._replies.unfinished(request_id)):
+            if index in (None, number):
+                self.scheduler.finish(request)
+                self._cancelled.append(request)
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -185,7 +199,8 @@ class Engine:
         """
         now_s = self._clock()
         deltas, self._unsent = self._unsent, []
-        deltas += [self._open.pop(r.request_id).abort(now_s) for r in self._cancelled]
+        for request in self._cancelled:
+            deltas += self._replies.abort(request, now_s)
         self._cancelled.clear()
         plan = StepPlan()
         try:
@@ -197,7 +212,8 @@ class Engine:
             if not plan.requests or not is_out_of_memory(error):
                 self._unsent = deltas
                 raise
-            deltas += [self._fail(request, no_memory_text(error)) for request in failed]
+            for request in failed:
+                deltas += self._choosing.fail(request, no_memory_text(error))
         return deltas
 
     def _schedule(self, deltas: list[Delta]) -> StepPlan:
@@ -207,7 +223,7 @@ class Engine:
         self.times.schedule_s += took_s
         self.times.steps_s += took_s
         for request, error in self.scheduler.failures:
-            deltas.append(self._fail(request, str(error)))
+            deltas += self._choosing.fail(request, str(error))
         self.scheduler.failures.clear()
         if not plan.requests and self.scheduler.has_work and not deltas:
             raise InvariantError("requests are running or waiting, but no step can be planned")
@@ -218,64 +234,13 @@ class Engine:
             return
         started_s = time.perf_counter()
         results = self._runner.run(plan)
-        self.scheduler.commit(plan)
+        copies = self.scheduler.commit(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
-        yield from self._score_prompts(results)
-        yield from self._sample(results)
-        yield from self._end_without_tokens(plan.requests)
-
-    def _score_prompts(self, results: list[StepLogits]) -> Iterator[Delta]:
-        for result in results:
-            request, num_top = result.request, result.request.params.prompt_logprobs
-            first = result.first_position + 1  # the row of token i scores token i + 1
-            if num_top is None or first > len(request.prompt_token_ids):
-                continue
-            following = request.prompt_token_ids[first : first + len(result.logits)]
-            try:
-                scored = prompt_logprobs(result.logits[: len(following)], following, num_top)
-            except RequestError as error:
-                yield self._fail(request, str(error))
-                continue
-            self._open[request.request_id].add_scores(first, scored)
-
-    def _sample(self, results: list[StepLogits]) -> Iterator[Delta]:
-        ready = [
-            result
-            for result in results
-            if result.request.state is RequestState.RUNNING
-            and result.request.num_uncomputed == 0
-            and result.request.params.max_tokens
-        ]
-        if not ready:
-            return
-        logits = self._last_rows(ready)
-        tokens = self._sampler.sample(logits, [result.request for result in ready])
-        now_s = self._clock()
-        for result, token in zip(ready, tokens, strict=True):
-            self.num_generated_tokens += token.error is None
-            delta = self._open[result.request.request_id].add_token(token, now_s)
-            if delta.finish_reason is not None:
-                del self._open[delta.request_id]
-            yield delta
-
-    @staticmethod
-    def _last_rows(results: list[StepLogits]) -> Tensor:
-        rows = [result.logits[-1:] for result in results]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _end_without_tokens(self, requests: list[Request]) -> Iterator[Delta]:
-        """Requests that only wanted their prompt scored."""
-        for request in requests:
-            running = request.state is RequestState.RUNNING
-            if running and request.num_uncomputed == 0 and not request.params.max_tokens:
-                yield self._open.pop(request.request_id).end("length", self._clock())
+        yield from self._choosing.deltas(results, plan.requests, copies)
 
     # ---- out -----------------------------------------------------------------------------------
-
-    def _fail(self, request: Request, error: str) -> Delta:
-        return self._open.pop(request.request_id).end("error", self._clock(), error=error)
 
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
@@ -302,9 +267,8 @@ class Engine:
 
     def _requests(self) -> list[Request]:
         """All requests that have not ended."""
-        queued = (a.request for a in self._open.values())
-        open_ = (r for r in queued if r.state is not RequestState.FINISHED)
-        return list(dict.fromkeys([*self.scheduler.running, *open_]))
+        unfinished = (request for _, request in self._replies.unfinished())
+        return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 
     def check(self) -> None:
         """Prove the memory's bookkeeping; cheap enough for an idle engine.

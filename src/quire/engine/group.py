@@ -9,7 +9,7 @@ have in common, so no token is read twice and shared pages are shared again afte
 Torch-free; the scheduler asks these questions and acts on the answers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -18,26 +18,42 @@ from quire.engine.request import PlannedFork, Request, RequestGroup, RequestStat
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import fork
 
 NO_LIMIT = 1 << 62
 
 
-def refuse_too_wide(request: Request, config: ScheduleConfig) -> None:
-    """Refuse a group that can never run whole.
+def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> None:
+    """Refuse a search whose beams can never decode together.
 
     Raises:
-        RequestError: with the number of sequences and the option that limits them.
+        RequestError: with the number of beams and the option that limits them.
     """
-    limits = {"max_running": config.max_running}
-    if request.group is not None and request.group.atomic:
-        limits["step_tokens"] = config.step_tokens
-    for name, most in limits.items():
-        if num_rows(request) > most:
+    if request.group is None or not request.group.atomic:
+        return
+    if not memory.placement.shares:
+        raise RequestError(
+            "beams share pages, and in this store a page has one holder: use --kv-store paged or "
+            "leave out use_beam_search"
+        )
+    for name in ("max_running", "step_tokens"):
+        if num_rows(request) > getattr(config, name):
             raise RequestError(
-                f"{num_rows(request)} sequences for one prompt are more than {name}={most}: ask "
-                f"for fewer or raise --{name.replace('_', '-')}"
+                f"{num_rows(request)} beams are more than {name}={getattr(config, name)}: ask for "
+                f"fewer or raise --{name.replace('_', '-')}"
             )
+
+
+def dissolve(request: Request) -> list[Request]:
+    """Let the members of a group that cannot run whole run apart, as memory allows.
+
+    Beams cannot: they stay a group.
+    """
+    sequences = together(request)
+    if request.group is None or request.group.atomic:
+        return [request]
+    for sequence in sequences:
+        sequence.group = None
+    return sequences
 
 
 def num_rows(request: Request) -> int:
@@ -60,13 +76,19 @@ def together(request: Request) -> list[Request]:
     return [request] if request.group is None else list(request.group.members)
 
 
-def is_queued(request: Request) -> bool:
-    """Whether a waiting request stands in the queue itself: a group stands there once."""
-    group = request.group
-    if group is None:
-        return True
-    at_home = all(member.state is RequestState.WAITING for member in group.members)
-    return at_home and request is group.members[0]
+def copies_to_come(requests: Iterable[Request]) -> list[Request]:
+    """Members of groups that are, or are about to be, copied from these requests or their kin."""
+    groups = {id(r.group): r.group for r in requests if r.group is not None}.values()
+    return [planned.child for group in groups for planned in group.forks]
+
+
+def have_moved_on(request: Request) -> bool:
+    """Whether a request and its group have moved on since they last entered, or are new."""
+    return all(
+        member.entries <= 1
+        or (member.state is RequestState.RUNNING and member.num_tokens > member.entered_tokens)
+        for member in together(request)
+    )
 
 
 def same_group(one: Request, other: Request) -> bool:
@@ -150,40 +172,35 @@ def due_forks(request: Request) -> list[PlannedFork]:
     return due
 
 
-def copy_kv(memory: KVMemory, parent: Request, child: Request) -> None:
-    """Let a request without KV begin with all that another one has, in shared pages.
-
-    Raises:
-        OutOfPages: no row, or no pages for what cannot be shared.
-    """
-    child.row = fork(memory, parent.row)
-    child.num_computed, child.exact = parent.num_computed, parent.exact
-    child.state = RequestState.RUNNING
-
-
-def branch(memory: KVMemory, group: RequestGroup, parents: Sequence[int]) -> None:
+def branch(
+    group: RequestGroup,
+    parents: Sequence[int],
+    drop: Callable[[Request], None],
+    copy: Callable[[Request, Request], None],
+) -> None:
     """Let member i from now on be what member `parents[i]` was, KV and tokens.
 
-    The first to continue a member takes its row over; the next ones are copies in shared pages. A
-    member whom nobody continues becomes spare; its row is released before any copy is made.
+    The first to continue a member keeps its row; the next ones are copies. A member whom nobody
+    continues becomes spare, and is dropped before any copy is made.
 
-    Raises:
-        OutOfPages: no pages for what cannot be shared.
+    Args:
+        group: its members run.
+        parents: for each of the members to be, which one it continues.
+        drop: takes a member's KV away.
+        copy: (parent, child) lets a member without KV begin with all that another has.
     """
-    note_peak(memory, group)
     old = group.members
     dropped = [old[i] for i in sorted(set(range(len(old))) - set(parents))]
-    if dropped:
-        memory.release([member.row for member in dropped])
     for member in dropped:
-        member.row, member.num_computed, member.state = -1, 0, RequestState.WAITING
+        drop(member)
+        member.state = RequestState.WAITING
     spare = group.spare + dropped
     group.members, seen = [], set()
     for number in parents:
         member = old[number]
         if number in seen:
             member = spare.pop()
-            copy_kv(memory, old[number], member)
+            copy(old[number], member)
             member.output_token_ids = list(old[number].output_token_ids)
             member.preemptions = old[number].preemptions
         seen.add(number)

@@ -157,7 +157,7 @@ class LLM:
                 while not inbox:
                     self._step()
                 delta = inbox.popleft()
-                done = delta.finish_reason is not None
+                done = delta.is_last
                 yield delta
         finally:
             self._withdraw([request_id])
@@ -182,7 +182,7 @@ class LLM:
             take = self._takers.get(delta.request_id)
             if take is None:  # withdrawn
                 continue
-            if delta.finish_reason is not None:
+            if delta.is_last:
                 del self._takers[delta.request_id]
             take(delta)
         return deltas

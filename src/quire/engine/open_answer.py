@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from quire.engine.outputs import Delta, FinishReason, Usage
+from quire.engine.outputs import Delta, FinishReason
 from quire.engine.request import Request
 from quire.engine.sampler import SampledToken, ScoredToken
 from quire.engine.stop_rules import OutputText
@@ -13,14 +13,24 @@ class OpenAnswer:
 
     Args:
         request: whose answer this is.
+        reply_id: what its submission is called.
+        index: which of the answers to its prompt.
         text: follows the answer's tokens.
         release: frees what a request holds; called when the answer ends.
     """
 
     def __init__(
-        self, request: Request, text: OutputText, release: Callable[[Request], None]
+        self,
+        request: Request,
+        reply_id: str,
+        index: int,
+        text: OutputText,
+        release: Callable[[Request], None],
     ) -> None:
         self.request = request
+        self._index = index
+        self._reply_id = reply_id
+        self._score: float | None = None if request.params.logprobs is None else 0.0
         self._text, self._release = text, release
         self._scores: list[ScoredToken | None] = [None]  # of the prompt; its first token has none
 
@@ -39,6 +49,8 @@ class OpenAnswer:
         if not request.output_token_ids:
             request.first_token_s = now_s
         request.output_token_ids.append(token.token_id)
+        if self._score is not None:
+            self._score += token.logprob or 0.0
         parts = {
             "text": self._text.push(token.token_id),
             "token_ids": (token.token_id,),
@@ -46,7 +58,7 @@ class OpenAnswer:
         }
         ending = self._text.ending
         if ending is None:
-            return Delta(request_id=request.request_id, **parts)  # type: ignore[arg-type]
+            return Delta(request_id=self._reply_id, index=self._index, **parts)  # type: ignore[arg-type]
         return self.end(ending.finish_reason, now_s, stop_reason=ending.stop_reason, **parts)
 
     def abort(self, now_s: float) -> Delta:
@@ -64,24 +76,12 @@ class OpenAnswer:
         request = self.request
         self._release(request)
         request.finish_s = now_s
-        wants_scores = request.params.prompt_logprobs is not None
+        wants_scores = request.params.prompt_logprobs is not None and not self._index
         return Delta(
-            request_id=request.request_id,
+            request_id=self._reply_id,
+            index=self._index,
             finish_reason=reason,
+            score=self._score,
             prompt_logprobs=tuple(self._scores) if wants_scores else None,
-            usage=_usage(request),
             **parts,  # type: ignore[arg-type]
         )
-
-
-def _usage(request: Request) -> Usage:
-    first_s = request.first_token_s if request.output_token_ids else request.finish_s
-    return Usage(
-        prompt_tokens=len(request.prompt_token_ids),
-        completion_tokens=len(request.output_token_ids),
-        cached_tokens=request.cached_tokens,
-        preemptions=request.preemptions,
-        kv_peak_bytes=request.kv_peak_bytes,
-        first_token_s=first_s - request.arrival_s,
-        total_s=request.finish_s - request.arrival_s,
-    )

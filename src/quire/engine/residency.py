@@ -6,10 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.events import EventLog
+from quire.engine.group import note_peak, readable_tokens
 from quire.engine.prefix_identities import PrefixIdentities
-from quire.engine.request import Request
+from quire.engine.request import Request, RequestState
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex, PrefixLease
+from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
 
 ONE = np.ones(1, dtype=np.int32)
@@ -78,6 +80,7 @@ class Residency:
     def look_up(self, request: Request) -> PrefixLease | None:
         """Hold the cached prefix of a request, to enter with or to give back.
 
+        One that others are to be copied from finds no more than they have in common.
         One whose prompt is scored reads all of it again: scores need the logits of every token.
         """
         if self.prefix is None:
@@ -85,7 +88,7 @@ class Residency:
         identity = self.identities.of(request)
         if request.scores_prompt:
             return PrefixLease(identity)
-        tokens = request.token_ids(0, request.num_tokens)
+        tokens = request.token_ids(0, readable_tokens(request))
         return self.prefix.match(identity, tokens, with_statistics=self._with_statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
@@ -124,6 +127,8 @@ class Residency:
     def leave(self, request: Request, reason: str) -> int:
         """Take a request out and free what only it holds; return the bytes it referred to."""
         row = request.row
+        if request.group is not None:
+            note_peak(self.memory, request.group)
         kv_bytes = self.memory.row_bytes(row)
         request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
         self.stop_sharing(request)
@@ -176,11 +181,20 @@ class Residency:
             self.prefix.release(lease)
         request.lease = None
 
-    def share(self, parent: Request, child: Request) -> None:
-        """Let a sequence forked from another hold the same prefix."""
+    def copy(self, parent: Request, child: Request) -> None:
+        """Let a request without KV begin with all that another has, in shared pages.
+
+        Raises:
+            OutOfPages: no row, or no pages for what cannot be shared; nothing was changed.
+        """
+        child.row = fork(self.memory, parent.row)
+        child.num_computed, child.exact = parent.num_computed, parent.exact
         if self.prefix is not None and isinstance(parent.lease, PrefixLease):
             child.lease = self.prefix.share(parent.lease)
-        child.exact = parent.exact
+        if not child.entries:
+            child.cached_tokens = parent.cached_tokens
+        child.state = RequestState.RUNNING
+        self.note_entry(child)
 
 
 def rows_of(requests: Sequence[Request]) -> NDArray[np.int64]:

@@ -4,24 +4,18 @@ Every option is checked when the object is made, so a wrong one is refused befor
 any memory. `None` means "not said": `resolve` fills it from the model's own generation defaults.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import Protocol, TypeVar, no_type_check, runtime_checkable
+from typing import Literal, Protocol, TypeVar, no_type_check, runtime_checkable
 
+from quire.engine.branch_options import check_branches
+from quire.engine.option_checks import FIELD_CHECKS, OPTIONAL
 from quire.errors import RequestError
 
 T = TypeVar("T", int, float)
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would only overflow."""
-
-MAX_PENALTY = 2.0
-"""Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""
-
-MAX_LOGIT_BIAS = 100.0
-"""A logit bias lies within plus or minus this (OpenAI's range)."""
 
 
 @runtime_checkable
@@ -71,6 +65,18 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt.
         seed: makes the draws repeatable, whatever else is in the batch; None: drawn at random.
         skip_special_tokens: leave special tokens out of the text.
+        n: answers to return. The prompt is read once for all of them. Answer i draws with the seed
+            `seed + i`, so answer 0 is the one that n=1 gives.
+        best_of: answers to draw, at least n; the n with the highest summed log-probability are
+            returned, best first, when all of them have ended. None: n.
+        use_beam_search: return the n best sequences of a beam search, when it has ended; nothing
+            is drawn.
+        beam_width: beams kept at every token, at least n. None: best_of, else n.
+        length_penalty: beams are ranked by their summed log-probability over their number of
+            tokens to this power; over 0 favours long ones.
+        early_stopping: when a beam search ends: true as soon as beam_width beams have ended,
+            false when the best open beam is no longer better than the worst of them, "never" when
+            no open beam can become better.
 
     Raises:
         RequestError: an option has the wrong type or lies outside its range.
@@ -96,11 +102,17 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        for name, checked in _FIELD_CHECKS.items():
+        for name, checked in FIELD_CHECKS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
+            if value is not None or name not in OPTIONAL:
                 object.__setattr__(self, name, checked(name, value))
         if self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -112,6 +124,19 @@ class SamplingParams:
                 "max_tokens=0 generates nothing: raise it, or set prompt_logprobs to score "
                 "the prompt"
             )
+        check_branches(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are made for one prompt: beams, or answers drawn."""
+        if self.use_beam_search and self.beam_width is not None:
+            return self.beam_width
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether answers are compared, so that none can be shown before all have ended."""
+        return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:
@@ -131,7 +156,15 @@ class SamplingParams:
         )
 
     def resolve(self, defaults: SamplingDefaults) -> "SamplingParams":
-        """Fill what was not said from the model's defaults, and the rest with neutral values."""
+        """Fill what was not said from the model's defaults, and the rest with neutral values.
+
+        A beam search draws nothing: what a model recommends for drawing is no matter.
+        """
+        if self.use_beam_search:
+            penalty = _first(self.repetition_penalty, defaults.repetition_penalty, 1.0)
+            return replace(
+                self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=penalty
+            )
         neutral = SamplingParams(
             temperature=_first(self.temperature, defaults.temperature, 0.0),
             top_k=_first(self.top_k, defaults.top_k, 0),
@@ -180,113 +213,3 @@ def _first(said: T | None, default: T | None, neutral: T) -> T:
     if said is not None:
         return said
     return neutral if default is None else default
-
-
-def _refuse(name: str, expected: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {expected}, got {value!r}")
-
-
-def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
-    span = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-
-    def check(name: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise _refuse(name, span, value)
-        number = int(value)
-        if number < low or (high is not None and number > high):
-            raise _refuse(name, span, value)
-        return number
-
-    return check
-
-
-def _number(
-    low: float, high: float = math.inf, *, above_low: bool = False
-) -> Callable[[str, object], float]:
-    bracket = "(" if above_low else "["
-    end = "inf)" if high == math.inf else f"{high:g}]"
-    span = f"a finite number in {bracket}{low:g}, {end}"
-
-    def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise _refuse(name, span, value)
-        number = float(value)
-        if not low <= number <= high or (above_low and number == low):
-            raise _refuse(name, span, value)
-        return number
-
-    return check
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, "true or false", value)
-    return value
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, Iterable):
-        raise _refuse(name, "a string or a list of strings", value)
-    listed = tuple(texts)
-    if not all(isinstance(text, str) and text for text in listed):
-        raise _refuse(name, "a string or a list of strings, none of them empty", value)
-    return listed
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise _refuse(name, "a list of token ids", value)
-    return tuple(_token_id(name, token) for token in value)
-
-
-def _some_token_ids(name: str, value: object) -> tuple[int, ...]:
-    token_ids = _token_ids(name, value)
-    if not token_ids:
-        raise _refuse(name, "a list with at least one token id", value)
-    return token_ids
-
-
-def _sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise _refuse(name, "a list of lists of token ids", value)
-    return tuple(_some_token_ids(name, sequence) for sequence in value)
-
-
-def _biases(name: str, value: object) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise _refuse(name, "a mapping from token id to bias", value)
-    return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
-
-
-_token_id = _integer(0)
-_bias = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-_penalty = _number(-MAX_PENALTY, MAX_PENALTY)
-
-_OPTIONAL = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
-    | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed"}
-)
-
-_FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
-    "max_tokens": _integer(0),
-    "min_tokens": _integer(0),
-    "temperature": _number(0.0),
-    "top_k": _integer(-1),
-    "top_p": _number(0.0, 1.0, above_low=True),
-    "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(0.0, above_low=True),
-    "presence_penalty": _penalty,
-    "frequency_penalty": _penalty,
-    "logit_bias": _biases,
-    "allowed_token_ids": _some_token_ids,
-    "bad_token_ids": _sequences,
-    "stop": _texts,
-    "stop_token_ids": _token_ids,
-    "include_stop_str_in_output": _flag,
-    "ignore_eos": _flag,
-    "logprobs": _integer(0),
-    "prompt_logprobs": _integer(0),
-    "seed": _integer(-(2**63), 2**64 - 1),
-    "skip_special_tokens": _flag,
-}

@@ -7,14 +7,29 @@ Torch-free: the scheduler knows token counts, pages and the memory's bookkeeping
 of a callback, because which tokens leave depends on tensors; how many leave does not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.engine.admission.peaks import Peaks
 from quire.engine.admission.registry import make_admission
 from quire.engine.chunks import ChunkSizes
 from quire.engine.fair_queue import FairQueue
+from quire.engine.group import (
+    NO_LIMIT,
+    branch,
+    copies_to_come,
+    dissolve,
+    due_forks,
+    leave,
+    num_rows,
+    plan_reading,
+    readable_tokens,
+    refuse_beams,
+    reserved_rows,
+    together,
+    whole_groups,
+)
 from quire.engine.preemption.preempter import Preempter
-from quire.engine.request import Request, RequestState
+from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
@@ -78,17 +93,22 @@ class Scheduler:
         return bool(self.running or len(self.waiting))
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request, or a group by its first member.
 
         Raises:
             NeverFits: it could not run even alone.
+            RequestError: a search has more beams than can ever run.
         """
+        refuse_beams(request, self.config, self.memory)
+        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
+        sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
         self.peaks.refuse_if_never(request)
-        request.state = RequestState.WAITING
-        self.waiting.push(request)
+        for sequence in sequences:
+            self._wait(sequence)
 
     def finish(self, request: Request, reason: str = "finished") -> None:
         """End a request wherever it is, and free its pages at once."""
+        queued = request in self.waiting
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
             self.residency.leave(request, reason)
@@ -97,16 +117,34 @@ class Scheduler:
             self.waiting.discard(request)
             self.preempter.forget(request)
         request.state = RequestState.FINISHED
+        copies_wait = leave(request)
+        if request.group is not None and request.group.members and (queued or copies_wait):
+            self._leave_all(request, reason)  # another member is first now
+            self._wait(request)
+
+    def _leave_all(self, request: Request, reason: str) -> None:
+        """Take what a request and its group hold away."""
+        for member in together(request):
+            if member.state is RequestState.RUNNING:
+                self.running.remove(member)
+                self.residency.leave(member, reason)
 
     def _preempt(self, request: Request, reason: str) -> None:
-        """Take a request out to wait again: with its KV on the host, or to be read again."""
-        self.running.remove(request)
-        self.preempter.take_out(request, reason)
-        self._wait_again(request)
+        """Take a request out to wait again: with its KV on the host, or to be read again.
 
-    def _wait_again(self, request: Request) -> None:
-        request.state = RequestState.WAITING
-        self.waiting.push(request)
+        A group goes as one: pages that others still refer to would not come free.
+        """
+        for member in together(request):
+            if member.state is RequestState.RUNNING:
+                self.running.remove(member)
+                self.preempter.take_out(member, reason)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Let a request wait; a group waits in the place of its first member."""
+        for member in together(request):
+            member.state = RequestState.WAITING
+        self.waiting.push(together(request)[0])
 
     def give_way(self) -> bool:
         """Free memory for another engine of a shared pool: cached prefixes, then who goes last.
@@ -135,9 +173,9 @@ class Scheduler:
         borrowed = [r for r in self.running if r not in failed and self._borrows_unwritten(r)]
         self.residency.withdraw()
         for request in failed + borrowed:
-            self.running.remove(request)
-            self.residency.leave(request, "step failed")
-            self._wait_again(request)
+            if request.state is RequestState.RUNNING:  # else it went with its group
+                self._leave_all(request, "step failed")
+                self._wait(request)
         return failed
 
     def _borrows_unwritten(self, request: Request) -> bool:
@@ -169,24 +207,44 @@ class Scheduler:
             self._unblock(plan)
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """Note that the step's tokens have been processed."""
+    def commit(self, plan: StepPlan) -> list[PlannedFork]:
+        """Note that the step's tokens have been processed; return the copies made then."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
         self.residency.confirm(plan.requests)
+        made = [planned for request in plan.requests for planned in due_forks(request)]
+        for planned in made:
+            self.residency.copy(planned.parent, planned.child)
+            self.running.append(planned.child)
+        return made
+
+    def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
+        """Let member i of a running group become what member `parents[i]` is; see `group.branch`.
+
+        Raises:
+            OutOfPages: no pages for what cannot be shared.
+        """
+        for member in group.members:
+            self.running.remove(member)
+        branch(group, parents, self._drop, self.residency.copy)
+        self.running.extend(group.members)
+
+    def _drop(self, request: Request) -> None:
+        self.residency.leave(request, "beam dropped")
 
     def _reading(self, plan: StepPlan) -> Iterator[Request]:
         """Running requests not yet in the plan that still read their prompt."""
         planned = set(map(id, plan.requests))
-        return (r for r in self.running if id(r) not in planned and r.num_uncomputed > 0)
+        return (r for r in self.running if id(r) not in planned and readable_tokens(r) > 0)
 
     # ---- decoding ------------------------------------------------------------------------------
 
     def _schedule_decoding(self, plan: StepPlan) -> None:
-        decoding = [r for r in self.running if r.num_tokens - r.num_computed == 1]
+        decoding = whole_groups([r for r in self.running if r.num_tokens - r.num_computed == 1])
         if len(decoding) > self.config.step_tokens:
             decoding = sorted(decoding, key=lambda r: r.order)[: self.config.step_tokens]
-        decoding = self._make_room(self._evict_full_lanes(decoding))
+            decoding = whole_groups(decoding)
+        decoding = self._make_room(whole_groups(self._evict_full_lanes(decoding)))
         if decoding:
             ones = [1] * len(decoding)
             self.residency.grow(decoding, ones)
@@ -199,11 +257,10 @@ class Scheduler:
             first = min(decoding, key=lambda r: r.order)
             victim = self.preempter.victim(self.running, first)
             if victim is None:  # those behind have just come back: the last ones miss a step
-                victim = max(decoding, key=lambda r: r.order)
+                decoding.remove(max(decoding, key=lambda r: r.order))
             else:
                 self._preempt(victim, "no page for the next token")
-            if victim in decoding:
-                decoding.remove(victim)
+            decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
         return decoding
 
     def _respect_watermark(self) -> None:
@@ -285,21 +342,26 @@ class Scheduler:
     def _let_in(self) -> Request | None:
         """Let the next one in, if it may enter; return it."""
         request = next(iter(self.waiting.ordered()), None)
-        if request is None or len(self.running) >= self.config.max_running:
+        if request is None or not self._has_rows(request):
             return None
         state = (request, self.residency.available_bytes, len(self.running))
-        if not self.memory.num_free_rows or state == self._refused:
+        if state == self._refused:
             return None  # nothing has changed since admission said no to it
-        lease = self.residency.look_up(request)
-        if not self._may_enter(request, 0 if lease is None else lease.tokens):
+        first = plan_reading(request, self.eviction.cap or NO_LIMIT)
+        lease = self.residency.look_up(first)
+        if not self._may_enter(first, 0 if lease is None else lease.tokens):
             self.residency.give_back(lease)
             self._refused = state
             return None
-        self.residency.enter(request, lease)
+        self.residency.enter(first, lease)
         self.waiting.pop(request)
-        request.state = RequestState.RUNNING
-        self.running.append(request)
-        return request
+        first.state = RequestState.RUNNING
+        self.running.append(first)
+        return first
+
+    def _has_rows(self, request: Request) -> bool:
+        needed = num_rows(request) + reserved_rows(self.running)
+        return needed <= min(self.config.max_running - len(self.running), self.memory.num_free_rows)
 
     def _may_enter(self, request: Request, cached_tokens: int) -> bool:
         """What is promised must fit, with a part left below the low watermark.
@@ -309,6 +371,8 @@ class Scheduler:
         if not self.running:
             return True
         promised = self.admission.promised(request, self.running, cached_tokens)
+        for copy in copies_to_come([request, *self.running]):
+            promised += self.admission.promised(copy, [], self.peaks.shared_tokens(copy))
         left_bytes = self.residency.available_bytes - self.peaks.num_bytes(promised)
         if left_bytes < (1 - self.config.low_watermark) * self.memory.total_bytes:
             return False
@@ -325,6 +389,14 @@ class Scheduler:
                 self._preempt(victim, "nobody could move")
             else:
                 self.preempter.pack(first)
-            self._schedule_chunk(plan, first, self.config.step_tokens)
+            self._serve(plan, first)
             if victim is None:
                 break
+
+    def _serve(self, plan: StepPlan, first: Request) -> None:
+        """Plan what a request, or the first of its group that can move, has left to do."""
+        if first.group is not None:
+            self._schedule_decoding(plan)
+        for request in together(first):
+            if request.state is RequestState.RUNNING and not plan.requests:
+                self._schedule_chunk(plan, request, self.config.step_tokens)

@@ -59,7 +59,7 @@ class Endpoints:
         prompts = await service.texts.prompts(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-        service.check_number(len(prompts), num_choices)
+        service.check_number(len(prompts), params)
         echoes = [service.texts.shown(prompt) if body.echo else None for prompt in prompts]
         writers = [
             CompletionWriter(
@@ -109,7 +109,6 @@ class Endpoints:
         answers = await self._service.submit(
             prompts,
             params,
-            num_choices=body.n or 1,
             caller=Caller(
                 tenant=self._tenant(request),
                 cache_salt=body.cache_salt or "",

@@ -1,6 +1,5 @@
 """From a request's fields to `SamplingParams`."""
 
-from dataclasses import replace
 from typing import Any
 
 from quire.engine.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ _SHARED = (
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "stop"}
     | {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "seed"}
+    | {"n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping"}
 )
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -30,7 +30,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -38,7 +37,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 """Fields that would change the answer and are not acted on, with values that ask for nothing."""
 
@@ -50,7 +48,7 @@ def refuse_unsupported(body: GenerationBody) -> None:
         FieldError: the field, by name.
     """
     extra = body.model_extra or {}
-    for name, neutral in (_UNSUPPORTED | {"best_of": (body.n or 1,)}).items():
+    for name, neutral in _UNSUPPORTED.items():
         if extra.get(name) is not None and extra[name] not in neutral:
             raise FieldError(name, f"`{name}` is not supported by this server: leave it out")
     if body.stream_options is not None and not body.stream:
@@ -106,15 +104,10 @@ def chat_params(body: ChatBody, temperature: float | None, room_tokens: int) -> 
     )
 
 
-def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
-    """Options of one of several answers to a prompt: each draws with a seed of its own."""
-    return params if params.seed is None else replace(params, seed=params.seed + choice)
-
-
 def _params(
     body: GenerationBody, temperature: float | None, **options: int | None
 ) -> SamplingParams:
     said: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
-    if temperature is None:
+    if temperature is None and not body.use_beam_search:
         said.setdefault("temperature", OPENAI_TEMPERATURE)
     return SamplingParams(**said | options)

@@ -8,10 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Prompts = str | list[str] | list[int] | list[list[int]]
+from quire.engine.option_checks import MAX_CHOICES
 
-MAX_CHOICES = 128
-"""Answers to one prompt, as in OpenAI's API."""
+Prompts = str | list[str] | list[int] | list[list[int]]
 
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens shown beside each token, as in OpenAI's chat API."""
@@ -47,6 +46,11 @@ class GenerationBody(Body):
     """What completions and chats have in common. Names and meanings are those of SamplingParams."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    use_beam_search: bool | None = None
+    beam_width: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

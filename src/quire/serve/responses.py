@@ -63,22 +63,20 @@ class Envelope:
         }
 
 
-def usage_body(usages: Iterable[Usage], choices_per_prompt: int) -> dict[str, object]:
+def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     """What a response took.
 
-    `kv_peak_bytes` is Quire's own: the sum of the answers' peaks, each while it ran.
+    `kv_peak_bytes` is Quire's own: the sum of the prompts' peaks, each with all its answers.
 
     Args:
-        usages: of all answers, those to one prompt side by side.
-        choices_per_prompt: answers to each prompt; a prompt is counted once.
+        usages: one for each prompt, with all its answers.
     """
     listed = list(usages)
-    prompts = listed[::choices_per_prompt]
     body = token_counts(
-        sum(usage.prompt_tokens for usage in prompts),
+        sum(usage.prompt_tokens for usage in listed),
         sum(usage.completion_tokens for usage in listed),
     )
-    cached_tokens = sum(usage.cached_tokens for usage in prompts)
+    cached_tokens = sum(usage.cached_tokens for usage in listed)
     return body | {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "kv_peak_bytes": sum(usage.kv_peak_bytes for usage in listed),

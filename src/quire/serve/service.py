@@ -12,13 +12,12 @@ from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
 from quire.serve.errors import FieldError, UnknownModel
-from quire.serve.params import choice_params
 from quire.serve.pieces import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Prompt, Texts
 
 MAX_ANSWERS = 2048
-"""Answers one HTTP request may ask for: its prompts times its choices."""
+"""Answers one HTTP request may ask for: its prompts times the answers made for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +113,18 @@ class Service:
         if name is not None and name != self.model_name:
             raise UnknownModel(name, self.model_name)
 
-    def check_number(self, num_prompts: int, num_choices: int) -> None:
+    def check_number(self, num_prompts: int, params: SamplingParams) -> None:
         """Refuse more answers than one HTTP request may ask for.
 
         Raises:
             FieldError: with the number.
         """
-        if num_prompts * num_choices > MAX_ANSWERS:
+        each = params.num_sequences
+        if num_prompts * each > MAX_ANSWERS:
             raise FieldError(
                 "prompt",
-                f"{num_prompts} prompts x n={num_choices} are more than {MAX_ANSWERS} answers: "
-                "send several requests",
+                f"{num_prompts} prompts x {each} answers are more than {MAX_ANSWERS}: send several "
+                "requests",
             )
 
     async def submit(
@@ -132,11 +132,10 @@ class Service:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         *,
-        num_choices: int,
         caller: Caller,
         response_id: str,
     ) -> AnswerStream:
-        """Have every prompt answered `num_choices` times; answer prompt * num_choices + choice.
+        """Have every prompt answered, each as often as the options say.
 
         Raises:
             RequestError: any of them is refused; then none runs.
@@ -146,13 +145,12 @@ class Service:
             [
                 Submission(
                     prompt_token_ids=prompt.token_ids,
-                    params=choice_params(params, choice),
-                    request_id=f"{response_id}-{number * num_choices + choice}",
+                    params=params,
+                    request_id=f"{response_id}-{number}",
                     priority=caller.priority,
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
                 )
                 for number, prompt in enumerate(prompts)
-                for choice in range(num_choices)
             ]
         )

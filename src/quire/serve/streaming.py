@@ -41,8 +41,8 @@ class Reply:
     """The answers of one HTTP request. They are cancelled when its client goes.
 
     Attributes:
-        answers: accepted by the engine.
-        writers: one for each answer.
+        answers: accepted by the engine, one submission for each prompt.
+        writers: one for each choice, those of one prompt side by side.
         envelope: around the choices.
         choices_per_prompt: answers to each prompt.
         options: what a stream carries besides the text.
@@ -72,9 +72,11 @@ class Reply:
         for answer in collected:
             _raise_if_failed(answer.error)
         choices = [
-            writer.whole(answer) for writer, answer in zip(self.writers, collected, strict=True)
+            self._writers_of(number)[choice.index].whole(answer, choice)
+            for number, answer in enumerate(collected)
+            for choice in answer.choices
         ]
-        usage = usage_body([answer.usage for answer in collected], self.choices_per_prompt)
+        usage = usage_body([answer.usage for answer in collected])
         return JSONResponse(self.envelope.body(choices, usage))
 
     def streamed(self) -> StreamingResponse:
@@ -87,11 +89,14 @@ class Reply:
         self.answers.cancel()
 
     async def _events(self) -> AsyncIterator[str]:
-        writers = dict(zip(self.answers.request_ids, self.writers, strict=True))
+        writers = {
+            request_id: self._writers_of(number)
+            for number, request_id in enumerate(self.answers.request_ids)
+        }
         try:
             async for delta in self.answers:
                 self._count(delta)
-                for choice in writers[delta.request_id].chunks(delta):
+                for choice in writers[delta.request_id][delta.index].chunks(delta):
                     yield _event(self.envelope.chunk_body([choice], self._usage_so_far()))
             if self.options.include_usage:
                 yield _event(self.envelope.chunk_body([], self._usage()))
@@ -108,13 +113,16 @@ class Reply:
     def _usage_so_far(self) -> dict[str, object] | None:
         if not self.options.continuous_usage_stats:
             return None
-        prompts = self.answers.submissions[:: self.choices_per_prompt]
-        prompt_tokens = sum(len(submission.prompt_token_ids) for submission in prompts)
+        prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in self.answers.submissions)
         return token_counts(prompt_tokens, self._num_tokens)
 
     def _usage(self) -> dict[str, object]:
         in_order = [self._usages[request_id] for request_id in self.answers.request_ids]
-        return usage_body(in_order, self.choices_per_prompt)
+        return usage_body(in_order)
+
+    def _writers_of(self, prompt: int) -> Sequence[Writer]:
+        first = prompt * self.choices_per_prompt
+        return self.writers[first : first + self.choices_per_prompt]
 
 
 def _raise_if_failed(error: str | None) -> None:

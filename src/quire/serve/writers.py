@@ -6,6 +6,7 @@ A delta that has nothing to show yet makes no chunk; its log-probabilities wait 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.engine import outputs
 from quire.engine.outputs import Answer, Delta
 from quire.engine.sampler import SampledToken
 from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
@@ -32,17 +33,17 @@ class CompletionWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _shown_characters: int = 0
 
-    def whole(self, answer: Answer) -> Choice:
+    def whole(self, answer: Answer, choice: outputs.Choice) -> Choice:
         """The choice of a whole response."""
         logprobs = None
         if self.wants_logprobs:
-            scores: list[Scored] = list(answer.logprobs or ())
-            token_ids = answer.token_ids
+            scores: list[Scored] = list(choice.logprobs or ())
+            token_ids = choice.token_ids
             if self.echo is not None:
                 scores = [*(answer.prompt_logprobs or ()), *scores]
                 token_ids = answer.prompt_token_ids + token_ids
             logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
-        return self._choice((self.echo or "") + answer.text, logprobs, answer)
+        return self._choice((self.echo or "") + choice.text, logprobs, choice)
 
     def chunks(self, delta: Delta) -> list[Choice]:
         """What a delta adds; nothing while there is nothing to show."""
@@ -62,7 +63,7 @@ class CompletionWriter:
         return [self._choice(text, logprobs, delta)]
 
     def _choice(
-        self, text: str, logprobs: dict[str, object] | None, source: Answer | Delta
+        self, text: str, logprobs: dict[str, object] | None, source: outputs.Choice | Delta
     ) -> Choice:
         return {
             "index": self.index,
@@ -89,20 +90,20 @@ class ChatWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _began: bool = False
 
-    def whole(self, answer: Answer) -> Choice:
+    def whole(self, answer: Answer, choice: outputs.Choice) -> Choice:
         """The choice of a whole response."""
         message = {
             "role": "assistant",
-            "content": answer.text,
+            "content": choice.text,
             "refusal": None,
             "tool_calls": None,
         }
         return {
             "index": self.index,
             "message": message,
-            "logprobs": self._logprobs(answer.logprobs or ()),
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
+            "logprobs": self._logprobs(choice.logprobs or ()),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
 
     def chunks(self, delta: Delta) -> list[Choice]:

@@ -7,17 +7,18 @@ from hypothesis import strategies as st
 
 from quire.engine.group import (
     branch,
-    copy_kv,
+    dissolve,
     distinct_bytes,
     due_forks,
     leave,
     plan_reading,
     readable_tokens,
-    refuse_too_wide,
+    refuse_beams,
     reserved_rows,
     whole_groups,
 )
 from quire.engine.request import Request, RequestGroup, RequestState
+from quire.engine.residency import Residency
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
@@ -47,6 +48,7 @@ def make_memory(max_rows=8) -> KVMemory:
 def read(memory, first) -> tuple[list[Request], int]:
     """Let the group's first member in and read on until all have everything; count tokens."""
     first.row, first.state = memory.start(), RequestState.RUNNING
+    residency = Residency(memory)
     running, read_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
@@ -56,7 +58,7 @@ def read(memory, first) -> tuple[list[Request], int]:
                 request.num_computed += tokens
                 read_tokens += tokens
             for planned in due_forks(request):
-                copy_kv(memory, planned.parent, planned.child)
+                residency.copy(planned.parent, planned.child)
                 running.append(planned.child)
     return running, read_tokens
 
@@ -135,6 +137,7 @@ def test_whoever_others_are_copied_from_cannot_leave_quietly():
 
 def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory = make_memory()
+    residency = Residency(memory)
     group = make_group([[1], [2], [3]], atomic=True)
     old = list(group.members)
     for member in old:
@@ -143,7 +146,7 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
         member.num_computed = 6
     pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
 
-    branch(memory, group, [2, 0, 2])
+    branch(group, [2, 0, 2], lambda member: residency.leave(member, "dropped"), residency.copy)
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]
@@ -155,19 +158,26 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory.check()
 
 
-@pytest.mark.parametrize(
-    ("atomic", "config", "option"),
-    [
-        (False, ScheduleConfig(max_running=2), "max_running=2"),
-        (True, ScheduleConfig(step_tokens=2), "step_tokens=2"),
-    ],
-)
-def test_a_group_that_can_never_run_whole_is_refused(atomic, config, option):
-    group = make_group([[], [], []], atomic=atomic)
+@pytest.mark.parametrize("option", ["max_running", "step_tokens"])
+def test_more_beams_than_can_ever_decode_together_are_refused(option):
+    group = make_group([[]], atomic=True, spare=2)
 
-    with pytest.raises(RequestError, match=f"3 sequences for one prompt are more than {option}"):
-        refuse_too_wide(group.members[0], config)
+    with pytest.raises(RequestError, match=f"3 beams are more than {option}=2"):
+        refuse_beams(group.members[0], ScheduleConfig(**{option: 2}), make_memory())
 
 
-def test_sequences_that_decode_apart_may_be_more_than_a_step_holds():
-    refuse_too_wide(make_group([[], []]).members[0], ScheduleConfig(step_tokens=1))
+def test_sequences_that_are_no_beams_can_run_apart():
+    group = make_group([[], []])
+    refuse_beams(group.members[0], ScheduleConfig(step_tokens=1, max_running=1), make_memory())
+
+    alone = dissolve(group.members[0])
+
+    assert [r.request_id for r in alone] == ["r#0", "r#1"]
+    assert all(r.group is None for r in alone)
+
+
+def test_beams_cannot():
+    group = make_group([[]], atomic=True, spare=1)
+
+    assert dissolve(group.members[0]) == group.members
+    assert group.members[0].group is group

@@ -4,14 +4,15 @@ Torch-free: a memory without bytes, and an evictor that keeps slots by number.
 """
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.engine.request import Request, RequestState
+from quire.engine.request import Request, RequestGroup, RequestState
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
-from quire.errors import NeverFits, PolicyError
+from quire.errors import NeverFits, PolicyError, RequestError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
@@ -73,27 +74,54 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, prompt, answer, priority, breaks, count):
         for _ in range(count):
-            self.submit_one(prompt, answer, priority, breaks=breaks)
+            self.submit_one(self.request(prompt, answer, priority), breaks=breaks)
 
-    def submit_one(self, prompt, answer, priority, *, breaks):
+    def request(self, prompt, answer, priority) -> Request:
         self.arrivals += 1
         params = SamplingParams(max_tokens=answer, prompt_logprobs=0 if answer == 0 else None)
-        request = Request(
+        return Request(
             request_id=f"r{self.arrivals}",
             prompt_token_ids=[1] * prompt,
             params=params,
             priority=priority,
             arrival=self.arrivals,
         )
+
+    def submit_one(self, request, *, breaks=False) -> bool:
         try:
             self.scheduler.submit(request)
         except NeverFits:
-            needed = self.scheduler.peaks.peak_bytes(request.final_tokens)
-            assert needed > self.memory.total_bytes - self.memory.arena.slab_bytes * 2
-            return
+            if request.group is None:
+                needed = self.scheduler.peaks.peak_bytes(request.final_tokens)
+                assert needed > self.memory.total_bytes - self.memory.arena.slab_bytes * 2
+            return False
         self.requests[request.request_id] = request
         if breaks and self.arrivals % 7 == 0:
             self.broken.add(request.request_id)
+        return True
+
+    @rule(
+        prompt=st.integers(1, 40),
+        answer=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        width=st.integers(2, 4),
+        atomic=st.booleans(),
+    )
+    def submit_group(self, prompt, answer, priority, width, atomic):
+        members = [self.request(prompt, answer, priority) for _ in range(width)]
+        group = RequestGroup(members[0].request_id, atomic=atomic)
+        if atomic:
+            group.members, group.spare = members[:1], members[1:]
+        else:
+            group.members = members
+        for member in members:
+            member.group = group
+        if atomic and width > min(self.config.max_running, self.config.step_tokens):
+            with pytest.raises(RequestError, match=r"max_running|step_tokens"):
+                self.scheduler.submit(members[0])
+        elif self.submit_one(members[0]):
+            self.requests |= {member.request_id: member for member in group.members}
+            assert not atomic or members[0].group is group
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -117,11 +145,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         assert sum(plan.tokens) <= self.config.step_tokens
         self.check_plan(plan)
-        self.scheduler.commit(plan)
-        for request in plan.requests:
-            if request.num_uncomputed == 0:
+        copies = [planned.child for planned in self.scheduler.commit(plan)]
+        ready = [r for r in [*plan.requests, *copies] if r.num_uncomputed == 0]
+        for group in {id(r.group): r.group for r in ready if r.group and r.group.atomic}.values():
+            assert all(member in ready for member in group.members)
+            self.branch(group)
+            ready = [*(r for r in ready if r.group is not group), *group.members]
+        for request in ready:
+            if request.state is RequestState.RUNNING:
                 self.answer(request, stop_early=stop_early)
         return sum(plan.tokens) + len(failed)
+
+    def branch(self, group: RequestGroup) -> None:
+        """What beams do: some are continued twice, others by nobody."""
+        width = group.num_rows
+        heir = len(group.members[0].output_token_ids) % len(group.members)
+        parents = [*range(len(group.members)), *[heir] * width][:width]
+        parents[-1] = heir
+        before = [list(member.output_token_ids) for member in group.members]
+        for member in group.members:
+            del self.requests[member.request_id]
+        self.scheduler.branch(group, parents)
+        self.requests |= {member.request_id: member for member in group.members}
+
+        assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]
+        assert len({member.row for member in group.members}) == width
 
     def check_plan(self, plan) -> None:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
@@ -134,7 +182,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def answer(self, request: Request, *, stop_early: bool) -> None:
         if request.params.max_tokens:
-            request.output_token_ids.append(2)
+            # members of a group part at some token, or never
+            place = request.group.members.index(request) if request.group else 0
+            request.output_token_ids.append(2 + place * (len(request.output_token_ids) % 3))
         done = len(request.output_token_ids) >= request.params.max_tokens
         if done or (stop_early and len(request.output_token_ids) % 5 == 4):
             self.scheduler.finish(request)
@@ -149,7 +199,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
         assert len(running) <= self.config.max_running
         assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
-        assert self.scheduler.num_waiting == len(waiting)
+        copies = [
+            planned.child
+            for group in {id(r.group): r.group for r in running if r.group}.values()
+            for planned in group.forks
+        ]
+        units = {id(r.group or r) for r in waiting if r not in copies}
+        assert self.scheduler.num_waiting == len(units)
         assert sorted(r.row for r in running) == self.memory.live_rows.tolist()
         assert all(r.row == -1 for r in waiting)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.group import num_rows
 from quire.engine.request import Request
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
@@ -46,6 +47,35 @@ class Peaks:
             pages = self.memory.placement.peak_pages(group, lengths, most)
             counts[:, place] += pages * group.num_lanes
         return counts
+
+    def forked_counts(self, shared_tokens: int, tokens: Sequence[int]) -> Counts:
+        """Pages [page classes] that sequences forked behind `shared_tokens` hold at their peak.
+
+        Whole pages of what they share count once, all others for each: a bound for sequences that
+        differ from there on. Lanes with a window or a cap may come to share nothing.
+
+        Args:
+            shared_tokens: length of what all have in common.
+            tokens: length of each.
+        """
+        lengths = np.asarray(tokens, dtype=np.int64)
+        counts = np.zeros(len(self.page_classes), dtype=np.int64)
+        for group, place, most in self._groups:
+            per_page = group.page_class.tokens
+            shared = shared_tokens // per_page if lengths.max() <= most else 0
+            # decoding, a window lane holds less than while a prompt is read in chunks
+            decoding = group.slots_at_most(UNBOUNDED, 1) if group.ordered else most
+            private = -(-np.minimum(lengths, decoding) // per_page) - shared
+            alone = -(-min(int(lengths.max()), most) // per_page)
+            counts[place] += max(int(private.sum()) + shared, alone) * group.num_lanes
+        return counts
+
+    def shared_tokens(self, request: Request) -> int:
+        """Tokens whose pages the members of a group will share to the end."""
+        if any(request.final_tokens > most for _, _, most in self._groups):
+            return 0
+        page_tokens = max(group.page_class.tokens for group, _, _ in self._groups)
+        return len(request.prompt_token_ids) // page_tokens * page_tokens
 
     def held(self, requests: Sequence[Request]) -> Counts:
         """Pages [requests, page classes] that running requests refer to, or keep aside, now."""
@@ -94,6 +124,20 @@ class Peaks:
             return max_positions
         return bisect_left(range(max_positions), True, key=lambda n: not self.fits_alone(n)) - 1
 
+    def fit_whole(self, request: Request) -> bool:
+        """Whether the whole pool holds a request and its group at their peak.
+
+        The bound is the prompt once and, for each sequence, all that it may generate.
+        """
+        return self.fit_alone(self._whole_counts(request))
+
+    def _whole_counts(self, request: Request) -> Counts:
+        width = num_rows(request)
+        if width == 1:
+            alone: Counts = self.counts([request.final_tokens])[0]
+            return alone
+        return self.forked_counts(len(request.prompt_token_ids), [request.final_tokens] * width)
+
     def refuse_if_never(self, request: Request) -> None:
         """Refuse a request that could not run even alone.
 
@@ -106,13 +150,15 @@ class Peaks:
                 f"{request.final_tokens} tokens: more than the {longest} the store reserves "
                 "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
             )
-        if not self.fits_alone(request.final_tokens):
+        if not self.fit_whole(request):
+            width, counts = num_rows(request), self._whole_counts(request)
+            times, fewer = (f" in {width} beams", "ask for fewer beams, ") * (width > 1) or ("", "")
             raise NeverFits(
                 f"{len(request.prompt_token_ids)} prompt tokens and "
-                f"{request.params.max_tokens} to generate need "
-                f"{self.peak_bytes(request.final_tokens):,} B of KV, the whole pool has "
-                f"{self.memory.total_bytes:,} B; shorten the prompt, lower max_tokens, raise "
-                "--kv-memory or cap it with --evict"
+                f"{request.params.max_tokens} to generate{times} "
+                f"need {self.num_bytes(counts):,} B of KV, the whole pool has "
+                f"{self.memory.total_bytes:,} B; {fewer}shorten the prompt, lower max_tokens, "
+                "raise --kv-memory or cap it with --evict"
             )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from quire.engine.group import same_group, together
 from quire.engine.preemption.victims import choose_victim, may_give_way, reclaimable_bytes
 from quire.engine.request import Request
 from quire.engine.residency import Residency
@@ -30,14 +31,16 @@ class Preempter:
         Args:
             running: all that hold KV.
             first: needs room. It and whatever goes before it never give way to it, so that the
-                first in line always moves on.
+                first in line always moves on; neither do those of its group.
             even_returned: also those that have not moved on since they came back; for when nobody
                 moves at all.
         """
         candidates = [
             request
             for request in running
-            if request.order > first.order and (even_returned or may_give_way(request))
+            if request.order > first.order
+            and not same_group(request, first)
+            and (even_returned or may_give_way(request))
         ]
         return choose_victim(candidates, self._worth, lambda request: False)
 
@@ -47,8 +50,9 @@ class Preempter:
         Source: vLLM's proposal 56897 (reclaimable blocks over tokens, times 1 - progress).
         """
         done = len(request.output_token_ids) / max(1, request.params.max_tokens)
-        won_bytes = reclaimable_bytes(self._memory, [request])
-        return won_bytes / max(1, request.num_computed) * (1 - done)
+        leaving = [member for member in together(request) if member.row >= 0]
+        lost_tokens = sum(member.num_computed for member in leaving)
+        return reclaimable_bytes(self._memory, leaving) / max(1, lost_tokens) * (1 - done)
 
     def take_out(self, request: Request, reason: str) -> None:
         """Free a request's memory; its KV is computed again when it comes back."""
@@ -70,11 +74,14 @@ class Preempter:
         request.swapped = None
 
     def pack(self, request: Request) -> None:
-        """Move the pages of a request that is alone together.
+        """Move the pages of a request that is alone, or of its group, together.
 
         They may lie between places of pages that are gone, and so keep more slabs than they fill
         from the other page classes. Packed, a request that was admitted can always grow.
         """
-        self._residency.stop_sharing(request)
+        members = [member for member in together(request) if member.row >= 0]
+        for member in members:
+            self._residency.stop_sharing(member)
         self._residency.drop_cached()
-        repack(self._memory, request.row)
+        for member in members:
+            repack(self._memory, member.row)

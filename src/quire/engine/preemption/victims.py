@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from quire.engine.group import have_moved_on
 from quire.engine.request import Request
 from quire.kv.memory import KVMemory
 
@@ -16,8 +17,11 @@ COMPARED = 16  # newest candidates whose bytes are counted: counting costs a pas
 
 
 def may_give_way(request: Request) -> bool:
-    """Whether a request is in for the first time, or has moved on since it came back."""
-    return request.entries <= 1 or request.num_tokens > request.entered_tokens
+    """Whether a request is in for the first time, or has moved on since it came back.
+
+    A group goes as one, so all of it must have.
+    """
+    return have_moved_on(request)
 
 
 def choose_victim(

@@ -1,0 +1,139 @@
+"""Checks of single sampling options: each gives the option back in its own type, or refuses it."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+
+from quire.errors import RequestError
+
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""
+
+MAX_LOGIT_BIAS = 100.0
+"""A logit bias lies within plus or minus this (OpenAI's range)."""
+
+MAX_CHOICES = 128
+"""Sequences for one prompt, as in OpenAI's API."""
+
+
+def _refuse(name: str, expected: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {expected}, got {value!r}")
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
+    span = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+
+    def check(name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise _refuse(name, span, value)
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            raise _refuse(name, span, value)
+        return number
+
+    return check
+
+
+def _number(
+    low: float, high: float = math.inf, *, above_low: bool = False
+) -> Callable[[str, object], float]:
+    bracket = "(" if above_low else "["
+    end = "inf)" if high == math.inf else f"{high:g}]"
+    span = "a finite number" + (f" in {bracket}{low:g}, {end}" if low > -math.inf else "")
+
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise _refuse(name, span, value)
+        number = float(value)
+        if not low <= number <= high or (above_low and number == low):
+            raise _refuse(name, span, value)
+        return number
+
+    return check
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, "true or false", value)
+    return value
+
+
+def _early_stopping(name: str, value: object) -> bool | str:
+    if value is True or value is False or value == "never":
+        return value
+    raise _refuse(name, 'true, false or "never"', value)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Iterable):
+        raise _refuse(name, "a string or a list of strings", value)
+    listed = tuple(texts)
+    if not all(isinstance(text, str) and text for text in listed):
+        raise _refuse(name, "a string or a list of strings, none of them empty", value)
+    return listed
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, "a list of token ids", value)
+    return tuple(_token_id(name, token) for token in value)
+
+
+def _some_token_ids(name: str, value: object) -> tuple[int, ...]:
+    token_ids = _token_ids(name, value)
+    if not token_ids:
+        raise _refuse(name, "a list with at least one token id", value)
+    return token_ids
+
+
+def _sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, "a list of lists of token ids", value)
+    return tuple(_some_token_ids(name, sequence) for sequence in value)
+
+
+def _biases(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, "a mapping from token id to bias", value)
+    return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
+
+
+_token_id = _integer(0)
+_bias = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+_penalty = _number(-MAX_PENALTY, MAX_PENALTY)
+
+OPTIONAL = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias"}
+    | {"allowed_token_ids", "logprobs", "prompt_logprobs", "seed", "best_of", "beam_width"}
+)
+"""Options for which None means "not said"."""
+
+FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "max_tokens": _integer(0),
+    "min_tokens": _integer(0),
+    "temperature": _number(0.0),
+    "top_k": _integer(-1),
+    "top_p": _number(0.0, 1.0, above_low=True),
+    "min_p": _number(0.0, 1.0),
+    "repetition_penalty": _number(0.0, above_low=True),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "logit_bias": _biases,
+    "allowed_token_ids": _some_token_ids,
+    "bad_token_ids": _sequences,
+    "stop": _texts,
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _flag,
+    "ignore_eos": _flag,
+    "logprobs": _integer(0),
+    "prompt_logprobs": _integer(0),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "skip_special_tokens": _flag,
+    "n": _integer(1, MAX_CHOICES),
+    "best_of": _integer(1, MAX_CHOICES),
+    "use_beam_search": _flag,
+    "beam_width": _integer(1, MAX_CHOICES),
+    "length_penalty": _number(-math.inf),
+    "early_stopping": _early_stopping,
+}

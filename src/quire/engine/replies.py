@@ -1,0 +1,77 @@
+"""All replies that are open, by the id of their submission."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from quire.engine.open_reply import OpenReply
+from quire.engine.outputs import Delta, FinishReason
+from quire.engine.request import Request, RequestState
+from quire.engine.sampler import SampledToken, ScoredToken
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.stop_rules import OutputText
+
+
+class Replies:
+    """Finds the reply that a sequence belongs to, and forgets it when its last answer has ended.
+
+    Args:
+        open_text: makes what follows the text of a sequence.
+        release: frees what a sequence holds.
+    """
+
+    def __init__(
+        self, open_text: Callable[[Request], OutputText], release: Callable[[Request], None]
+    ) -> None:
+        self._open_text, self._release = open_text, release
+        self._open: dict[str, OpenReply] = {}
+        self._of_sequence: dict[str, OpenReply] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open or request_id in self._of_sequence
+
+    def make(
+        self, reply_id: str, params: SamplingParams, sequences: Sequence[Request]
+    ) -> OpenReply:
+        """Make the reply to a submission that has still to be accepted."""
+        return OpenReply(reply_id, params, sequences, self._open_text, self._release)
+
+    def open(self, reply: OpenReply) -> None:
+        """From now on find this reply by its sequences."""
+        self._open[reply.reply_id] = reply
+        self._of_sequence |= {request.request_id: reply for request in reply.sequences}
+
+    def unfinished(self, request_id: str | None = None) -> Iterator[tuple[int, Request]]:
+        """Sequences that have not ended, each with its index: of one submission, or of all."""
+        known = self._open.values() if request_id is None else (self._open.get(request_id),)
+        for reply in known:
+            for index, request in enumerate(() if reply is None else reply.sequences):
+                if request.state is not RequestState.FINISHED:
+                    yield index, request
+
+    def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
+        """Add scores of the prompt's tokens from `first` on."""
+        self._of(request).add_scores(request, first, scores)
+
+    def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[Delta]:
+        """Add a token to a sequence; return what may be shown."""
+        return self._close(request, self._of(request).add_token(request, token, now_s))
+
+    def abort(self, request: Request, now_s: float) -> list[Delta]:
+        """Note that a sequence was ended from outside."""
+        return self._close(request, self._of(request).abort(request, now_s))
+
+    def end(
+        self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
+    ) -> list[Delta]:
+        """End a sequence where it is."""
+        return self._close(request, self._of(request).end(request, reason, now_s, error))
+
+    def _of(self, request: Request) -> OpenReply:
+        return self._of_sequence[request.request_id]
+
+    def _close(self, request: Request, deltas: list[Delta]) -> list[Delta]:
+        reply = self._of(request)
+        if not reply.is_open:
+            del self._open[reply.reply_id]
+            for sequence in reply.sequences:
+                del self._of_sequence[sequence.request_id]
+        return deltas
