@@ -1,3 +1,5 @@
+import random
+
 import psutil
 import pytest
 import torch
@@ -86,6 +88,36 @@ def test_two_models_in_one_pool_answer_as_each_would_alone(models, expected, tot
         for request_id, e in wanted[name].items():
             assert e.agrees(answers[name][request_id], 1e-4)
     assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
+
+
+@pytest.mark.parametrize("host_memory", ["0", "64KiB"])
+def test_random_turns_and_cancellations_change_no_answer(models, expected, host_memory):
+    pool, rng = SharedPool("96KiB", slab_bytes=4 * KIB), random.Random(7)
+    kv = KVConfig(page_tokens=4, host_memory=host_memory)
+    schedule = ScheduleConfig(max_running=12, chunk_tokens=16)
+    parties = {
+        name: Engine(models[name], kv, schedule, pool=pool.join(name, guaranteed=guaranteed))
+        for name, guaranteed in zip(PAIR, ("20KiB", "72KiB"), strict=True)
+    }
+    wanted = {name: submit(engine, expected[name]) for name, engine in parties.items()}
+    answers = {name: {} for name in PAIR}
+
+    while any(engine.has_work for engine in parties.values()):
+        name = rng.choice(PAIR)
+        if rng.random() < 0.05 and wanted[name]:
+            cancelled = rng.choice(sorted(wanted[name]))
+            del wanted[name][cancelled]
+            parties[name].cancel(cancelled)
+        for delta in parties[name].step():
+            answers[name].setdefault(delta.request_id, []).extend(delta.token_ids)
+        pool.check()
+        parties[name].check()
+        assert held_bytes(pool, parties) + pool.free_bytes == pool.total_bytes
+
+    assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
+    for name in PAIR:
+        for request_id, e in wanted[name].items():
+            assert e.agrees(answers[name][request_id], 1e-4)
 
 
 def test_a_borrower_gives_back_what_an_owner_is_guaranteed_at_once(models, expected):
