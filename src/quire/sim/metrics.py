@@ -156,5 +156,5 @@ def _fairness(result: SimResult) -> Numbers:
     if len(result.served.tokens) < 2:
         return {}
     found: Numbers = {"served_while_all_wait_tokens": sum(result.served.tokens.values())}
-    index = jain_index(result.served.tokens)
+    index = jain_index(result.served.by_weight)
     return found if index is None else found | {"jain_index": index}

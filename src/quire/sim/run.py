@@ -12,6 +12,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.sim.clock import VirtualClock
+from quire.sim.copies import TimedCopies
 from quire.sim.forgetting import OldestLeave
 from quire.sim.memory import folded_layout, make_memory
 from quire.sim.rates import Rates
@@ -79,8 +80,9 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     longest = config.kv.store_tokens or config.model.max_positions
     limits = LaneLimits.of(longest, config.eviction)
     memory = make_memory(layout, config.kv, limits, trace, config.schedule.max_running)
-    clock, timer = VirtualClock(), make_timer(config)
-    return Simulator(trace, make_scheduler(memory, config, clock), timer, clock)
+    clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
+    scheduler = make_scheduler(memory, config, clock)
+    return Simulator(trace, scheduler, make_timer(config), clock, copies)
 
 
 def make_timer(config: SimConfig) -> StepTimer:

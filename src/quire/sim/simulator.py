@@ -18,8 +18,10 @@ import numpy as np
 from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import Scheduler
+from quire.engine.tenants import parse_tenants
 from quire.errors import InvariantError, NeverFits
 from quire.sim.clock import VirtualClock
+from quire.sim.copies import TimedCopies
 from quire.sim.fairness import ServedTokens
 from quire.sim.gauges import Gauges, read
 from quire.sim.records import FAILED, NEVER_FITS, RequestRecord, open_record
@@ -75,14 +77,22 @@ class Simulator:
         scheduler: over an empty memory without bytes; its events carry the clock's time.
         timer: how long steps take.
         clock: at 0.
+        copies: of the host pool; the step that follows them waits for them.
     """
 
     def __init__(
-        self, trace: Trace, scheduler: Scheduler, timer: StepTimer, clock: VirtualClock
+        self,
+        trace: Trace,
+        scheduler: Scheduler,
+        timer: StepTimer,
+        clock: VirtualClock,
+        copies: TimedCopies,
     ) -> None:
         self.scheduler, self.memory = scheduler, scheduler.memory
-        self.timer, self.clock = timer, clock
-        self.result = SimResult(trace, self.memory.total_bytes, served=ServedTokens(trace.tenants))
+        self.timer, self.clock, self.copies = timer, clock, copies
+        weights = {spec.name: spec.weight for spec in parse_tenants(scheduler.config.tenants)}
+        served = ServedTokens(trace.tenants, weights)
+        self.result = SimResult(trace, self.memory.total_bytes, served=served)
         scheduler.residency.events.subscribe(self.result.tally)
         self._arrivals = trace.requests
         self._num_arrived = 0
@@ -157,7 +167,7 @@ class Simulator:
         self.scheduler.commit(plan)
         ready = [r for r in requests if r.num_computed == _known_tokens(r)]
         seconds = self.timer.seconds(new, before, len(ready))
-        seconds += self.timer.copy_seconds(self.result.tally.bytes_to_pay())
+        seconds += self.copies.unpaid_s()
         self._hold(seconds)
         self.result.num_steps += 1
         self.result.busy_s += seconds

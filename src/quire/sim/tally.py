@@ -23,22 +23,14 @@ class EventTally:
     num_swaps_in: int = 0
     swapped_bytes: int = 0
     copied_bytes: int = 0
-    _unpaid_bytes: int = 0
 
     def __call__(self, event: KVEvent) -> None:
         """Note an event."""
         if event.kind in _SWAPS:
-            num_bytes = int(event.data["kv_bytes"])
-            self.swapped_bytes += num_bytes
-            self._unpaid_bytes += num_bytes
+            self.swapped_bytes += int(event.data["kv_bytes"])
             self.num_swaps_out += event.kind == "swapped_out"
             self.num_swaps_in += event.kind == "swapped_in"
         elif event.kind == "preempted":
             self.lost_tokens += int(event.data["lost_tokens"])
         elif event.kind == "copied":
             self.copied_bytes += int(event.data["kv_bytes"])
-
-    def bytes_to_pay(self) -> int:
-        """Bytes swapped since this was last asked: the next step waits for them."""
-        unpaid, self._unpaid_bytes = self._unpaid_bytes, 0
-        return unpaid

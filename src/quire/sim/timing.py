@@ -45,10 +45,6 @@ class StepTimer:
             dense_s = self._dense_s[key] = self._dense_seconds(*key)
         return self.rates.overhead_s + dense_s + self._attention_seconds(new, before)
 
-    def copy_seconds(self, num_bytes: int) -> float:
-        """Time to move bytes between device and host."""
-        return num_bytes / self.rates.copy_bytes_per_s
-
     def _dense_seconds(self, tokens: int, sampled_rows: int) -> float:
         """All parts whose cost depends on the number of tokens alone."""
         parts = step_parts(

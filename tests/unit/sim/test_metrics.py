@@ -6,12 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from quire.engine.events import KVEvent
 from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
 from quire.sim.fairness import ServedTokens, jain_index
 from quire.sim.gauges import Gauges, Reading
 from quire.sim.metrics import latencies, percentiles
 from quire.sim.records import RequestRecord
+from quire.sim.tally import EventTally
 
 
 def record(arrival, admitted, first, finish, answer=5):
@@ -89,6 +91,32 @@ def test_tokens_count_while_all_tenants_wait():
 
     assert served.tokens == {"a": 6, "b": 2}
     assert not served.all_backlogged
+
+
+def test_a_heavier_tenant_gets_more():
+    served = ServedTokens(("a", "b"), {"a": 3.0})
+    served.tokens.update(a=30, b=10)
+
+    assert jain_index(served.by_weight) == 1.0
+    assert jain_index(ServedTokens(("a", "b")).by_weight) is None
+
+
+def test_events_add_up():
+    def event(kind, **data):
+        return KVEvent(kind, 0.0, "r", "default", data)
+
+    tally = EventTally()
+    for told in (
+        event("swapped_out", kv_bytes=100, seconds=0.1),
+        event("swapped_in", kv_bytes=60, seconds=0.1),
+        event("preempted", how="recompute", reason="", lost_tokens=7, freed_bytes=1),
+        event("copied", pages=2, kv_bytes=32),
+        event("chunk", tokens=5, kv_bytes=1),
+    ):
+        tally(told)
+
+    assert (tally.num_swaps_out, tally.num_swaps_in, tally.swapped_bytes) == (1, 1, 160)
+    assert (tally.lost_tokens, tally.copied_bytes) == (7, 32)
 
 
 def test_gauges_weigh_by_time():

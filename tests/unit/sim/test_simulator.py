@@ -13,6 +13,7 @@ from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.sim.clock import VirtualClock
 from quire.sim.contiguous import longest_tokens, request_waste, run_contiguous
+from quire.sim.copies import TimedCopies
 from quire.sim.memory import folded_layout
 from quire.sim.metrics import by_tenant, summarise
 from quire.sim.models import model_shape
@@ -173,7 +174,8 @@ def test_one_table_for_all_layers_makes_the_same_decisions():
     for of in (layout, folded):
         clock = VirtualClock()
         scheduler = make_scheduler(KVMemory(of, total_bytes, 16), config, clock)
-        results.append(Simulator(CROWD, scheduler, make_timer(config), clock).run())
+        simulator = Simulator(CROWD, scheduler, make_timer(config), clock, TimedCopies(1e9))
+        results.append(simulator.run())
 
     assert results[0].memory_bytes == results[1].memory_bytes
     assert outcomes(results[0]) == outcomes(results[1])

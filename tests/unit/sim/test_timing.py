@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
 from quire.plan.parts import RowTokens, step_parts
+from quire.sim.copies import TimedCopies
 from quire.sim.machine import MachineConfig
+from quire.sim.memory import folded_layout
 from quire.sim.models import CONFIGS, model_shape
 from quire.sim.rates import Rates
 from quire.sim.timing import StepTimer
@@ -44,7 +46,14 @@ def test_a_step_takes_the_floors_of_its_parts(model, rows, sampled):
 
 
 def test_copies_take_their_bytes_over_the_rate():
-    assert StepTimer(TINY, RATES).copy_seconds(5 * 10**9) == 0.5
+    [group] = folded_layout(TINY, codec="bfloat16", page_tokens=16).groups
+    copies, pages = TimedCopies(1e6), np.arange(3, dtype=np.int32)
+
+    copies.save(group.page_class, pages, 0)
+    copies.load(group.page_class, pages, 0)
+
+    assert copies() == copies.unpaid_s() == pytest.approx(6 * group.page_class.page_bytes / 1e6)
+    assert copies.unpaid_s() == 0.0
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "quire-tiny"])
