@@ -213,7 +213,7 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
     with pytest.raises(ConfigError, match="do not leave a contiguous run"):
         memory.drop_pages(FULL, row, 0, np.array([0]))
     with pytest.raises(
-        UnsoundCombination, match="a cached prefix would keep .* use the store 'paged'"
+        UnsoundCombination, match=r"a cached prefix would keep .* use the store 'paged'"
     ):
         refuse_unsound(store, {PREFIX_CACHE: True})
 
