@@ -19,7 +19,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.swapped import Payloads, Pooled, StoredPages, Swapped, SwappedLanes, SwappedSequence
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import add_stored, bring_back, repack_runs
+from quire.kv.whole_rows import add_stored, bring_back, can_place, repack_runs
 from quire.spec.pages import PageClass
 
 
@@ -57,6 +57,13 @@ def swap_out(
         stored.free()
         raise
     return Swapped(sequences, counts, stored, keep_from)
+
+
+def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
+    """Whether `swap_in` would find rows and pages, which stores of runs need in long pieces."""
+    if memory.num_free_rows < len(swapped.sequences):
+        return False
+    return memory.fits(swapped.pages) if memory.placement.shares else can_place(memory, swapped)
 
 
 def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:

@@ -32,16 +32,19 @@ def add_pages(
     Raises:
         OutOfPages: nothing was changed.
     """
-    demands = [
-        Demand(table, rows, counts[name], np.zeros(counts[name].shape, dtype=bool))
-        for name, table in memory.tables.items()
-    ]
-    memory.placement.reserve(demands, memory.store)
+    memory.placement.reserve(_demands(memory, rows, counts), memory.store)
     added = {}
     for name, table in memory.tables.items():
         added[name] = memory.placement.give(table, rows, counts[name])
         table.append(rows, counts[name], added[name])
     return added
+
+
+def _demands(memory: KVMemory, rows: Rows, counts: Mapping[str, NDArray[np.int32]]) -> list[Demand]:
+    return [
+        Demand(table, rows, counts[name], np.zeros(counts[name].shape, dtype=bool))
+        for name, table in memory.tables.items()
+    ]
 
 
 def copy_row(memory: KVMemory, row: int) -> int:
@@ -84,6 +87,20 @@ def bring_back(memory: KVMemory, swapped: Swapped) -> list[int]:
     return [int(row) for row in rows]
 
 
+def can_place(memory: KVMemory, swapped: Swapped) -> bool:
+    """Whether `bring_back` would find pages for what was stored; there are rows enough."""
+    free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
+    rows = free_rows[: len(swapped.sequences)]
+    return memory.placement.can_give(_demands(memory, rows, _stored_counts(memory, swapped)))
+
+
+def _stored_counts(memory: KVMemory, swapped: Swapped) -> dict[str, NDArray[np.int32]]:
+    return {
+        name: np.stack([sequence.lanes[name].num_pages for sequence in swapped.sequences])
+        for name in memory.tables
+    }
+
+
 def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
     """Put what was stored of sequences behind what `rows` hold, in pages of their own.
 
@@ -92,8 +109,7 @@ def add_stored(memory: KVMemory, rows: Rows, swapped: Swapped) -> None:
     """
     held = {name: table.num_pages[rows] for name, table in memory.tables.items()}
     shapes = swapped.sequences
-    counts = {name: np.stack([s.lanes[name].num_pages for s in shapes]) for name in held}
-    added = add_pages(memory, rows, counts)
+    added = add_pages(memory, rows, _stored_counts(memory, swapped))
     pages = {c: np.empty(count, dtype=np.int32) for c, count in swapped.pages.items()}
     for name, table in memory.tables.items():
         stored = np.concatenate([s.lanes[name].stored for s in shapes])

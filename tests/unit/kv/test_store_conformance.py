@@ -10,7 +10,7 @@ from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.sharing import fork
 from quire.kv.stores.registry import STORES
-from quire.kv.swap import append_tail, can_split, repack, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, can_swap_in, repack, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from unit.kv.stored_tokens import EVICTING, FULL, MAX_TOKENS, WINDOW, StoredTokens, memory_of
 
@@ -301,11 +301,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def swap_in(self, seed):
         swapped, contents = self.swapped.pop(seed % len(self.swapped))
+        fits = can_swap_in(self.memory, swapped)
         try:
             rows = swap_in(self.memory, swapped)
         except OutOfPages:
+            assert not fits
             self.swapped.append((swapped, contents))
         else:
+            assert fits
             self.stored.rows |= dict(zip(rows, contents, strict=True))
 
     @precondition(lambda self: len(self.stored.rows) == 1)
