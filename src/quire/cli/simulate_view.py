@@ -34,11 +34,11 @@ def _requests(result: SimResult, claims: Numbers, took_s: float) -> Iterator[str
         f"{result.trace.name} ({result.trace.format}): {claims['requests']:,} requests in "
         f"{claims['virtual_s']:,.0f} s, simulated in {took_s:.1f} s"
     )
-    refused = claims["refused_too_long"], claims["refused_never_fits"], claims["failed"]
+    refused = claims["refused_too_long"], claims["refused_never_fits"]
     if any(refused):
         yield (
-            f"refused: {refused[0]:,} longer than the context, {refused[1]:,} larger than the "
-            f"memory; failed: {refused[2]:,}"
+            f"refused: {refused[0]:,} longer than the context, "
+            f"{refused[1]:,} larger than the memory"
         )
     if claims["left_out"] or claims["cut_answers"]:
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from quire.sim.fairness import jain_index
-from quire.sim.records import FAILED, NEVER_FITS, TOO_LONG, RequestRecord
+from quire.sim.records import NEVER_FITS, TOO_LONG, RequestRecord
 from quire.sim.simulator import SimResult
 from quire.sim.traces.reuse import reusable
 
@@ -77,7 +77,6 @@ def _counts(result: SimResult, finished: Sequence[RequestRecord]) -> Numbers:
         "finished": len(finished),
         "refused_too_long": refused[TOO_LONG],
         "refused_never_fits": refused[NEVER_FITS],
-        "failed": refused[FAILED],
         "left_out": result.trace.num_dropped,
         "cut_answers": sum(record.cut_tokens > 0 for record in finished),
         "steps": result.num_steps,

@@ -7,7 +7,6 @@ from quire.sim.traces.base import TraceRequest
 
 TOO_LONG = "context"
 NEVER_FITS = "memory"
-FAILED = "policy"
 
 
 @dataclass(slots=True)
@@ -22,8 +21,8 @@ class RequestRecord:
         answer_tokens: generated in the end; an answer of 0 tokens counts as 1, for a request that
             runs samples once.
         cut_tokens: of its recorded answer, left out because the context ended.
-        refused: why it never ran: its prompt does not fit the model's context, its KV the memory;
-            or why it did not end: an eviction rule failed. None: it was answered.
+        refused: why it never ran: its prompt does not fit the model's context, or its KV the
+            memory. None: it was answered.
         admitted_s: begin of the first step with it.
         first_token_s, finish_s: ends of the steps with its first and last token.
         cached_tokens: of its prompt, found in the cache when it entered.

@@ -24,7 +24,7 @@ from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
 from quire.sim.fairness import ServedTokens
 from quire.sim.gauges import Gauges, read
-from quire.sim.records import FAILED, NEVER_FITS, RequestRecord, open_record
+from quire.sim.records import NEVER_FITS, RequestRecord, open_record
 from quire.sim.tally import EventTally
 from quire.sim.timing import StepTimer
 from quire.sim.tokens import token_ids
@@ -155,7 +155,6 @@ class Simulator:
     def _step(self) -> None:
         backlogged = self.result.served.all_backlogged
         plan = self.scheduler.schedule()
-        self._note_failures()
         if not plan.requests:
             return self._wait_blocked()
         requests = plan.requests
@@ -197,13 +196,6 @@ class Simulator:
                 job.record.finish_s = self.clock.now_s
                 job.record.preemptions = request.preemptions
                 del self._jobs[request.request_id]
-
-    def _note_failures(self) -> None:
-        for request, _ in self.scheduler.failures:
-            job = self._jobs.pop(request.request_id)
-            self._not_entered.discard(request.request_id)
-            job.record.refused = FAILED
-        self.scheduler.failures.clear()
 
     # ---- time ----------------------------------------------------------------------------------
 

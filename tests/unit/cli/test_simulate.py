@@ -129,3 +129,37 @@ def test_this_machine_must_have_been_profiled(trace: Path, monkeypatch, tmp_path
 
     assert result.exit_code == 2
     assert "quire profile" in result.stderr
+
+
+def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
+    """quire-tiny has a context of 4,096: one prompt fills it, one answer passes it."""
+    path = tmp_path / "trace.csv"
+    rows = ((4096, 1), (4000, 200), (50, 5), (9000, 1))
+    lines = "\n".join(f"{prompt},{answer}" for prompt, answer in rows)
+    path.write_text(f"num_prefill_tokens,num_decode_tokens\n{lines}\n")
+
+    shown = simulate("--trace", path, "--model", "quire-tiny", "--max-length", 5000).stdout
+
+    assert "refused: 1 longer than the context, 0 larger than the memory" in shown
+    assert "left out as too long: 1; answers cut at the context: 1" in shown
+
+
+def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    path = tmp_path / "trace.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5000,1\n")
+    result = simulate(
+        *("--trace", path, "--model", "quire-tiny", "--out", tmp_path / "out", "--json"),
+    )
+
+    assert result.exit_code == 0, result.output
+    assert last_object(result)["claims"]["refused_too_long"] == 1
+
+
+def test_fairness_is_said_where_there_are_tenants(trace: Path):
+    shown = simulate(
+        *("--trace", trace, "--model", "quire-tiny", "--max-running", 2),
+        *("--trace-tenants", "round_robin:a,b"),
+    ).stdout
+
+    assert "Jain index 1.0" in shown or "Jain index 0.9" in shown
