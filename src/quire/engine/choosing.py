@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quire.engine.outputs import Delta
 from quire.engine.replies import Replies
-from quire.engine.request import PlannedFork, Request, RequestState
+from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.runner import StepLogits
 from quire.engine.sampler import Sampler, prompt_logprobs
+from quire.engine.searching import Branch, advance_beams
 from quire.errors import RequestError
 
 
@@ -20,15 +21,18 @@ class Choosing:
     Args:
         sampler: chooses tokens.
         replies: what has been answered so far.
+        branch: lets the members of a group become others; see `Scheduler.branch`.
         clock: seconds.
 
     Attributes:
         num_generated_tokens: chosen since the start.
     """
 
-    def __init__(self, sampler: Sampler, replies: Replies, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sampler: Sampler, replies: Replies, branch: Branch, clock: Callable[[], float]
+    ) -> None:
         self.sampler = sampler
-        self._replies, self._clock = replies, clock
+        self._replies, self._branch, self._clock = replies, branch, clock
         self.num_generated_tokens = 0
 
     def deltas(
@@ -74,6 +78,11 @@ class Choosing:
             and result.request.num_uncomputed == 0
             and result.request.params.max_tokens
         ]
+        searches = {id(r.request.group): r.request.group for r in ready if _is_beam(r.request)}
+        for group in searches.values():
+            if group is not None:
+                yield from self._search(group, [r for r in ready if r.request.group is group])
+        ready = [result for result in ready if not _is_beam(result.request)]
         if not ready:
             return
         tokens = self.sampler.sample(_last_rows(ready), [result.request for result in ready])
@@ -82,12 +91,29 @@ class Choosing:
             self.num_generated_tokens += token.error is None
             yield from self._replies.add_token(result.request, token, now_s)
 
+    def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[Delta]:
+        by_member = {id(result.request): result for result in results}
+        rows = [by_member[id(member)] for member in group.members]
+        first, search = group.members[0], self._replies.search_of(group.members[0])
+        try:
+            advance_beams(search, group, _last_rows(rows), self.sampler, self._branch)
+        except RequestError as error:
+            yield from self.fail(first, str(error))
+            return
+        self.num_generated_tokens += len(rows)
+        if search.is_done:
+            yield from self._replies.end_search(first, self._clock())
+
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[Delta]:
         """Requests that only wanted their prompt scored."""
         for request in requests:
             running = request.state is RequestState.RUNNING
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:
                 yield from self._replies.end(request, "length", self._clock())
+
+
+def _is_beam(request: Request) -> bool:
+    return request.group is not None and request.group.atomic
 
 
 def _last_rows(results: list[StepLogits]) -> Tensor:

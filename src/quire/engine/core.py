@@ -82,9 +82,10 @@ class Engine:
         self.times = StepTimes()
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._clock = clock
-        self._replies = Replies(self._open_text, self.scheduler.finish)
-        sampler = Sampler(model.spec.vocab_size, model.generation.eos_token_ids)
-        self._choosing = Choosing(sampler, self._replies, clock)
+        eos_token_ids = model.generation.eos_token_ids
+        self._replies = Replies(self._open_text, self.scheduler.finish, eos_token_ids)
+        sampler = Sampler(model.spec.vocab_size, eos_token_ids)
+        self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
         self._ledger = Ledger(self.pool.kv.memory, self._requests, self.pool.host)
@@ -181,10 +182,10 @@ class Engine:
 
         Args:
             request_id: of the submission.
-            index: end only this one of its answers; None ends all.
+            index: end only this one of its answers, where they are not ranked; None ends all.
         """
         for number, request in list(self._replies.unfinished(request_id)):
-            if index in (None, number):
+            if index in (None, number) or request.params.ranked:
                 self.scheduler.finish(request)
                 self._cancelled.append(request)
 

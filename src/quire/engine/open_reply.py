@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from quire.engine.beam import BeamSearch
 from quire.engine.open_answer import OpenAnswer
 from quire.engine.outputs import Delta, FinishReason, Usage
 from quire.engine.request import Request
 from quire.engine.sampler import SampledToken, ScoredToken
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.searching import tokens_of
 from quire.engine.stop_rules import OutputText
 
 
@@ -20,6 +22,7 @@ class OpenReply:
         sequences: of the submission.
         open_text: makes what follows the text of an answer.
         release: frees what a request holds.
+        search: where the sequences are the beams of one.
 
     Attributes:
         reply_id: see above.
@@ -33,6 +36,7 @@ class OpenReply:
         sequences: Sequence[Request],
         open_text: Callable[[Request], OutputText],
         release: Callable[[Request], None],
+        search: BeamSearch | None = None,
     ) -> None:
         self.reply_id, self.sequences = reply_id, tuple(sequences)
         self._params = params
@@ -42,6 +46,12 @@ class OpenReply:
         }
         self._num_open = len(sequences)
         self._held: dict[int, list[Delta]] = {}
+        self._search = search
+
+    @property
+    def search(self) -> BeamSearch | None:
+        """The beam search that the answers come of; None where they are drawn."""
+        return self._search
 
     @property
     def is_open(self) -> bool:
@@ -63,9 +73,27 @@ class OpenReply:
     def end(
         self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
     ) -> list[Delta]:
-        """End one of the answers where it is."""
-        answer = self._answers[request.request_id]
-        return self._pass(answer.end(reason, now_s, error=error), now_s)
+        """End one of the answers where it is; beams end together."""
+        if self._search is None:
+            answer = self._answers[request.request_id]
+            return self._pass(answer.end(reason, now_s, error=error), now_s)
+        ended = [answer.end(reason, now_s, error=error) for answer in self._answers.values()]
+        return [delta for part in ended for delta in self._pass(part, now_s)]
+
+    def end_search(self, now_s: float) -> list[Delta]:
+        """End the answers with the best sequences that the search has found."""
+        assert self._search is not None
+        deltas: list[Delta] = []
+        best = self._search.ended[: self._params.n]
+        for answer in self._answers.values():
+            answer.request.output_token_ids = []
+        for answer, found in zip(self._answers.values(), best, strict=False):
+            parts = [answer.add_token(token, now_s) for token in tokens_of(found.path)]
+            deltas.append(replace(_joined(parts), score=found.score))
+        for answer in list(self._answers.values())[len(best) :]:
+            answer.end("abort", now_s)
+        self._num_open = 0
+        return self._numbered(deltas, now_s)
 
     def _pass(self, delta: Delta, now_s: float) -> list[Delta]:
         self._num_open -= delta.finish_reason is not None
@@ -76,7 +104,11 @@ class OpenReply:
 
     def _ranked(self, now_s: float) -> list[Delta]:
         """The n answers with the highest score, best first, each as one delta."""
-        answers = sorted(map(_joined, self._held.values()), key=_rank)[: self._params.n]
+        return self._numbered(
+            sorted(map(_joined, self._held.values()), key=_rank)[: self._params.n], now_s
+        )
+
+    def _numbered(self, answers: Sequence[Delta], now_s: float) -> list[Delta]:
         asked = self._params.logprobs is not None
         usage = _usage(self.sequences, now_s)
         last = len(answers) - 1

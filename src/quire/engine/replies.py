@@ -1,7 +1,8 @@
 """All replies that are open, by the id of their submission."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from quire.engine.beam import BeamSearch
 from quire.engine.open_reply import OpenReply
 from quire.engine.outputs import Delta, FinishReason
 from quire.engine.request import Request, RequestState
@@ -16,12 +17,17 @@ class Replies:
     Args:
         open_text: makes what follows the text of a sequence.
         release: frees what a sequence holds.
+        eos_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(
-        self, open_text: Callable[[Request], OutputText], release: Callable[[Request], None]
+        self,
+        open_text: Callable[[Request], OutputText],
+        release: Callable[[Request], None],
+        eos_token_ids: Collection[int],
     ) -> None:
         self._open_text, self._release = open_text, release
+        self._eos_token_ids = eos_token_ids
         self._open: dict[str, OpenReply] = {}
         self._of_sequence: dict[str, OpenReply] = {}
 
@@ -32,7 +38,8 @@ class Replies:
         self, reply_id: str, params: SamplingParams, sequences: Sequence[Request]
     ) -> OpenReply:
         """Make the reply to a submission that has still to be accepted."""
-        return OpenReply(reply_id, params, sequences, self._open_text, self._release)
+        search = BeamSearch(params, self._eos_token_ids) if params.use_beam_search else None
+        return OpenReply(reply_id, params, sequences, self._open_text, self._release, search)
 
     def open(self, reply: OpenReply) -> None:
         """From now on find this reply by its sequences."""
@@ -62,8 +69,20 @@ class Replies:
     def end(
         self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
     ) -> list[Delta]:
-        """End a sequence where it is."""
+        """End a sequence where it is; nothing where its reply has ended with another one."""
+        if request.request_id not in self._of_sequence:
+            return []
         return self._close(request, self._of(request).end(request, reason, now_s, error))
+
+    def search_of(self, request: Request) -> BeamSearch:
+        """The search that a sequence is a beam of."""
+        search = self._of(request).search
+        assert search is not None
+        return search
+
+    def end_search(self, request: Request, now_s: float) -> list[Delta]:
+        """End the search that a sequence is a beam of."""
+        return self._close(request, self._of(request).end_search(now_s))
 
     def _of(self, request: Request) -> OpenReply:
         return self._of_sequence[request.request_id]

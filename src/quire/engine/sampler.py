@@ -26,7 +26,9 @@ from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
 
 __all__ = [
+    "BAD_LOGITS",
     "NO_TOKEN",
+    "NO_TOKEN_LEFT",
     "SampledToken",
     "Sampler",
     "SamplingRow",
@@ -37,8 +39,8 @@ __all__ = [
 NO_TOKEN = -1
 """The `token_id` of a row that failed."""
 
-_BAD_LOGITS = "the model gave NaN or infinite logits"
-_NO_TOKEN_LEFT = (
+BAD_LOGITS = "the model gave NaN or infinite logits"
+NO_TOKEN_LEFT = (
     "the sampling options leave no token to choose: allowed_token_ids, bad_token_ids and "
     "min_tokens together ban every one"
 )
@@ -113,13 +115,13 @@ class Sampler:
             return []
         logits = logits[:, : self.vocab_size]
         best, token_ids = logits.max(dim=-1)
-        errors = dict.fromkeys(_where(~best.isfinite()), _BAD_LOGITS)
+        errors = dict.fromkeys(_where(~best.isfinite()), BAD_LOGITS)
         shaped = [index for index, row in enumerate(rows) if not self._is_plain(row)]
         if shaped:
             chosen, has_token = self._choose(logits[shaped].float(), [rows[i] for i in shaped])
             token_ids[shaped] = chosen
             for index in _where(~has_token):
-                errors.setdefault(shaped[index], _NO_TOKEN_LEFT)
+                errors.setdefault(shaped[index], NO_TOKEN_LEFT)
         return _report(logits, token_ids, [row.params for row in rows], errors)
 
     def _is_plain(self, row: SamplingRow) -> bool:
@@ -162,7 +164,7 @@ def prompt_logprobs(
     for first in range(0, len(next_token_ids), PROMPT_ROWS_AT_ONCE):
         part = slice(first, first + PROMPT_ROWS_AT_ONCE)
         if not bool(logits[part].amax(dim=-1).isfinite().all()):
-            raise RequestError(f"{_BAD_LOGITS} for this prompt")
+            raise RequestError(f"{BAD_LOGITS} for this prompt")
         scored += _score(logits[part], given[part], num_top)
     return scored
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from quire.engine.request import Request, RequestGroup
-from quire.errors import RequestError
 
 
 def make_sequences(request: Request) -> list[Request]:
@@ -14,8 +13,6 @@ def make_sequences(request: Request) -> list[Request]:
     others have a place kept.
     """
     params = request.params
-    if params.use_beam_search:
-        raise RequestError("use_beam_search is not served yet: leave it out")
     if params.num_sequences == 1 and not params.use_beam_search:
         return [request]
     group = RequestGroup(request.request_id, atomic=params.use_beam_search)
