@@ -72,7 +72,7 @@ class Engine:
             self.pool,
             kv,
             self.schedule_config,
-            model_name=model.name,
+            model=model,
             events=self.events,
             listener=self.prefix_events,
         )

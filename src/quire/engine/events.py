@@ -87,6 +87,10 @@ class EventLog:
         self._newest: deque[KVEvent] = deque(maxlen=kept)
         self._listeners: tuple[Listener, ...] = ()
 
+    def now_s(self) -> float:
+        """Reading of the clock that events are stamped with."""
+        return self._clock()
+
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with every event from now on."""
         self._listeners = (*self._listeners, listener)

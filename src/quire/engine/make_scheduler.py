@@ -1,17 +1,32 @@
 """Puts a scheduler together over a pool: prefixes, rows, eviction, preemption."""
 
+import logging
+import os
+
+import torch
+
 from quire.engine.events import EventLog
 from quire.engine.eviction import Evictor
 from quire.engine.pool import KVPool
+from quire.engine.preemption.swapper import Swapper
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler_parts import make_parts
 from quire.errors import InvariantError
 from quire.kv.config import KVConfig
+from quire.kv.host_store import device_name
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_events import PrefixListener
+from quire.models.loader import LoadedModel
+from quire.plan.ceilings import default_path, read_ceilings
+from quire.plan.known_costs import known_costs
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.machine import this_machine
+
+logger = logging.getLogger(__name__)
 
 
 def make_scheduler(
@@ -19,7 +34,7 @@ def make_scheduler(
     kv: KVConfig,
     schedule: ScheduleConfig,
     *,
-    model_name: str,
+    model: LoadedModel,
     events: EventLog,
     listener: PrefixListener,
 ) -> Scheduler:
@@ -29,7 +44,7 @@ def make_scheduler(
         pool: memory, policy and codec.
         kv: what the user said about the memory.
         schedule: and about steps and queues.
-        model_name: its KV is shared with no other model's.
+        model: its KV is shared with no other's.
         events: told what happens to requests.
         listener: told which prefixes come and go.
     """
@@ -39,11 +54,27 @@ def make_scheduler(
     residency = Residency(
         memory,
         PrefixIndex(memory, listener) if shares else None,
-        identities=PrefixIdentities((model_name, pool.codec, kv.evict, str(kv.page_tokens))),
+        identities=PrefixIdentities((model.name, pool.codec, kv.evict, str(kv.page_tokens))),
         events=events,
     )
     evictor = Evictor(pool.kv, eviction.policy) if eviction.policy else _never
-    return Scheduler(memory, schedule, eviction.spec, evictor, residency=residency)
+    parts = make_parts(schedule, eviction.spec, residency, _swapper(pool, schedule, model))
+    return Scheduler(memory, schedule, eviction.spec, evictor, parts=parts)
+
+
+def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:
+    device = model.decoder.device
+    known = known_costs(
+        read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads())),
+        model.spec,
+        dtype=str(model.decoder.dtype).removeprefix("torch."),
+        device=device_name(device),
+        chunk_tokens=schedule.longest_chunk,
+    )
+    if known.notice and pool.host is not None and schedule.preempt == "auto":
+        logger.info("%s", known.notice)
+    costs = LearnedCosts(known.costs)
+    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt)
 
 
 def _never(request: Request, keep: int) -> None:

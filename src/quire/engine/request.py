@@ -82,6 +82,8 @@ class Request:
         lease: the cached prefix it uses and adds to, while it runs.
         entries: times it has entered the KV memory.
         entered_tokens: tokens it had when it last did; it moves on before it gives way again.
+        charged_tokens: tokens its tenant has been charged for.
+        queued_s: clock reading when it began to wait.
         preemptions: times it was thrown out and begun again.
         kv_peak_bytes: most KV bytes it referred to, over all its runs.
         arrival_s, first_token_s, finish_s: clock readings, seconds.
@@ -107,6 +109,8 @@ class Request:
     lease: object | None = None
     entries: int = 0
     entered_tokens: int = 0
+    charged_tokens: int = 0
+    queued_s: float = 0.0
     preemptions: int = 0
     kv_peak_bytes: int = 0
     arrival_s: float = 0.0

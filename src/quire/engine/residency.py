@@ -77,18 +77,25 @@ class Residency:
 
     # ---- entering and leaving ------------------------------------------------------------------
 
-    def look_up(self, request: Request) -> PrefixLease | None:
+    def look_up(self, request: Request, most_tokens: int | None = None) -> PrefixLease | None:
         """Hold the cached prefix of a request, to enter with or to give back.
 
         One that others are to be copied from finds no more than they have in common.
         One whose prompt is scored reads all of it again: scores need the logits of every token.
+
+        Args:
+            request: waits.
+            most_tokens: of use, where its own KV follows from there on; None for all.
         """
         if self.prefix is None:
             return None
         identity = self.identities.of(request)
         if request.scores_prompt:
             return PrefixLease(identity)
-        tokens = request.token_ids(0, readable_tokens(request))
+        wanted = readable_tokens(request)
+        if most_tokens is not None:
+            wanted = min(wanted, most_tokens + 1)
+        tokens = request.token_ids(0, wanted)
         return self.prefix.match(identity, tokens, with_statistics=self._with_statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
@@ -118,24 +125,43 @@ class Residency:
         """Count an entry, however it came about, and tell of it."""
         request.entries += 1
         request.entered_tokens = request.num_tokens
-        cached = request.num_computed
-        self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=cached)
-        if cached and request.swapped is None:
+        shared = request.lease.tokens if isinstance(request.lease, PrefixLease) else 0
+        self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
+        if shared:
             kv_bytes = self.memory.row_bytes(request.row)
-            self.events.emit("shared", request, tokens=cached, kv_bytes=kv_bytes)
+            self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
 
-    def leave(self, request: Request, reason: str) -> int:
-        """Take a request out and free what only it holds; return the bytes it referred to."""
+    def leave(self, request: Request, reason: str) -> None:
+        """Take a request out and free what only it holds."""
+        kv_bytes = self.note_peak(request)
+        self.memory.release([request.row])
+        self.note_gone(request, kv_bytes, reason)
+
+    def note_peak(self, request: Request) -> int:
+        """Remember the most bytes of a request that is about to go; return what it refers to."""
         row = request.row
         if request.group is not None:
             note_peak(self.memory, request.group)
-        kv_bytes = self.memory.row_bytes(row)
         request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
+        return self.memory.row_bytes(row)
+
+    def note_gone(self, request: Request, kv_bytes: int, reason: str) -> None:
+        """A request's row has been released."""
         self.stop_sharing(request)
-        self.memory.release([row])
         request.row, request.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
-        return kv_bytes
+
+    def come_back(self, request: Request, row: int, length: int) -> None:
+        """A request's KV has been copied back into pages of its own.
+
+        It holds the prefix it once shared again, as far as that is still there, so that what it
+        fills from now on is published behind it.
+        """
+        request.row, request.num_computed = row, length
+        self.note_entry(request)
+        if self.prefix is not None and request.exact:
+            tokens = request.token_ids(0, length + 1)
+            request.lease = self.prefix.match(self.identities.of(request), tokens)
 
     # ---- growing -------------------------------------------------------------------------------
 

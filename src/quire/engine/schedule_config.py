@@ -7,6 +7,8 @@ from quire.engine.tenants import parse_tenants
 from quire.errors import ConfigError
 from quire.spec.options import option, require_types
 
+PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
+
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +49,14 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
-        parse_tenants(self.tenants)
         for name in ("max_running", "step_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+        parse_tenants(self.tenants)
+        if self.preempt not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"expected preempt to be one of {', '.join(PREEMPTION_MODES)}, got {self.preempt!r}"
+            )
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError(
                 "expected 0 < low_watermark <= high_watermark <= 1, got "

@@ -7,38 +7,30 @@ Torch-free: the scheduler knows token counts, pages and the memory's bookkeeping
 of a callback, because which tokens leave depends on tensors; how many leave does not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from quire.engine.admission.peaks import Peaks
-from quire.engine.admission.registry import make_admission
-from quire.engine.chunks import ChunkSizes
-from quire.engine.fair_queue import FairQueue
+from quire.engine.entrance import Entrance
 from quire.engine.group import (
-    NO_LIMIT,
     branch,
-    copies_to_come,
     dissolve,
     due_forks,
     leave,
     num_rows,
-    plan_reading,
     readable_tokens,
     refuse_beams,
-    reserved_rows,
     together,
     whole_groups,
 )
-from quire.engine.preemption.preempter import Preempter
+from quire.engine.lane_caps import Evictor, LaneCaps
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler_parts import SchedulerParts, make_parts
 from quire.engine.step_plan import StepPlan
-from quire.errors import OutOfPages, PolicyError
+from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixLease
 from quire.spec.eviction import EvictionSpec
-
-Evictor = Callable[[Request, int], None]  # (request, slots to keep in every evicting lane)
 
 
 class Scheduler:
@@ -49,8 +41,7 @@ class Scheduler:
         config: step and queue sizes.
         eviction: how many tokens a lane may hold, and how many leave at a time.
         evict: called before a request's lane would pass its cap.
-        residency: requests' rows in the pool; by default nothing is shared.
-        preempter: takes requests out that give way; by default they are computed again.
+        parts: rows, rules and books; by default those of the config, with nothing shared.
     """
 
     def __init__(
@@ -60,20 +51,19 @@ class Scheduler:
         eviction: EvictionSpec,
         evict: Evictor,
         *,
-        residency: Residency | None = None,
-        preempter: Preempter | None = None,
+        parts: SchedulerParts | None = None,
     ) -> None:
-        self.memory, self.config, self.eviction = memory, config, eviction
-        self.residency = residency or Residency(memory)
-        self.chunks = ChunkSizes(config, eviction)
-        self.peaks = Peaks(self.memory, eviction, self.chunks.longest)
-        self.admission = make_admission(config.admission, self.peaks)
-        self.preempter = preempter or Preempter(self.residency)
+        parts = parts or make_parts(config, eviction, Residency(memory))
+        self.memory, self.config = memory, config
+        self.residency, self.preempter = parts.residency, parts.preempter
+        self.chunks, self.admission = parts.chunks, parts.admission
+        self.peaks = parts.admission.peaks
+        self.fairness = parts.fairness
+        self.waiting = parts.fairness.waiting
         self.running: list[Request] = []
-        self.waiting = FairQueue()
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
-        self._evict = evict
-        self._refused: tuple[object, ...] = ()  # when admission last said no
+        self._entrance = Entrance(parts, self.running, self._preempt)
+        self._caps = LaneCaps(parts.residency, eviction, evict, self._fail)
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -84,7 +74,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Times a request was taken out to make room."""
+        """Times requests were taken out to make room."""
         return self.preempter.num_preemptions
 
     @property
@@ -97,12 +87,13 @@ class Scheduler:
 
         Raises:
             NeverFits: it could not run even alone.
-            RequestError: a search has more beams than can ever run.
+            RequestError: a search has more beams than can ever run, or an unknown tenant.
         """
         refuse_beams(request, self.config, self.memory)
         shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
         sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
         self.peaks.refuse_if_never(request)
+        self.fairness.admit(request, self.peaks.peak_bytes(request.final_tokens))
         for sequence in sequences:
             self._wait(sequence)
 
@@ -115,12 +106,16 @@ class Scheduler:
             self.admission.learn(request)
         elif request.state is RequestState.WAITING:
             self.waiting.discard(request)
-            self.preempter.forget(request)
+        self.preempter.forget(request)
         request.state = RequestState.FINISHED
         copies_wait = leave(request)
         if request.group is not None and request.group.members and (queued or copies_wait):
             self._leave_all(request, reason)  # another member is first now
             self._wait(request)
+
+    def _fail(self, request: Request, error: PolicyError) -> None:
+        self.failures.append((request, error))
+        self.finish(request, "policy error")
 
     def _leave_all(self, request: Request, reason: str) -> None:
         """Take what a request and its group hold away."""
@@ -134,16 +129,19 @@ class Scheduler:
 
         A group goes as one: pages that others still refer to would not come free.
         """
-        for member in together(request):
-            if member.state is RequestState.RUNNING:
-                self.running.remove(member)
-                self.preempter.take_out(member, reason)
+        leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
+        for member in leaving:
+            self.running.remove(member)
+        self.preempter.take_out(leaving, reason)
+        self.fairness.meter.preempted(request.tenant)
         self._wait(request)
+        self.fairness.recount(self.running)
 
     def _wait(self, request: Request) -> None:
         """Let a request wait; a group waits in the place of its first member."""
         for member in together(request):
             member.state = RequestState.WAITING
+            member.queued_s = self.residency.events.now_s()
         self.waiting.push(together(request)[0])
 
     def give_way(self) -> bool:
@@ -155,7 +153,7 @@ class Scheduler:
         if self.residency.idle_bytes:
             self.residency.drop_cached()
             return True
-        last = max(self.running, key=lambda r: r.order, default=None)
+        last = max(self.running, key=self.preempter.order, default=None)
         if last is not None:
             self._preempt(last, "another engine asked for its memory")
         return last is not None
@@ -185,24 +183,12 @@ class Scheduler:
     # ---- a step --------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan a step and make room for it. Rows that decode come first.
-
-        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
-        for ever behind newcomers that take the rest of every step.
-        """
+        """Plan a step and make room for it. Rows that decode come first."""
         plan = StepPlan()
+        self.fairness.recount(self.running)
         self._respect_watermark()
         self._schedule_decoding(plan)
-        budget = self.config.step_tokens - len(plan.requests)
-        all_served = True
-        for request in sorted(self._reading(plan), key=lambda r: r.order):
-            tokens = self._schedule_chunk(plan, request, budget)
-            budget -= tokens
-            all_served &= tokens > 0
-        while budget > 0 and all_served and (newcomer := self._let_in()) is not None:
-            tokens = self._schedule_chunk(plan, newcomer, budget)
-            budget -= tokens
-            all_served = tokens > 0
+        self._schedule_reading(plan, self.config.step_tokens - len(plan.requests))
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
@@ -212,6 +198,7 @@ class Scheduler:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
         self.residency.confirm(plan.requests)
+        self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
         made = [planned for request in plan.requests for planned in due_forks(request)]
         for planned in made:
             self.residency.copy(planned.parent, planned.child)
@@ -232,32 +219,28 @@ class Scheduler:
     def _drop(self, request: Request) -> None:
         self.residency.leave(request, "beam dropped")
 
-    def _reading(self, plan: StepPlan) -> Iterator[Request]:
-        """Running requests not yet in the plan that still read their prompt."""
-        planned = set(map(id, plan.requests))
-        return (r for r in self.running if id(r) not in planned and readable_tokens(r) > 0)
-
     # ---- decoding ------------------------------------------------------------------------------
 
     def _schedule_decoding(self, plan: StepPlan) -> None:
         decoding = whole_groups([r for r in self.running if r.num_tokens - r.num_computed == 1])
         if len(decoding) > self.config.step_tokens:
-            decoding = sorted(decoding, key=lambda r: r.order)[: self.config.step_tokens]
+            decoding = sorted(decoding, key=self.preempter.order)[: self.config.step_tokens]
             decoding = whole_groups(decoding)
-        decoding = self._make_room(whole_groups(self._evict_full_lanes(decoding)))
+        decoding = self._make_room(whole_groups(self._caps.bring_down(decoding)))
         if decoding:
             ones = [1] * len(decoding)
             self.residency.grow(decoding, ones)
             plan.requests.extend(decoding)
             plan.tokens.extend(ones)
+            plan.num_decoding = len(plan.requests)
 
     def _make_room(self, decoding: list[Request]) -> list[Request]:
         """Take out as few as it takes for the others to get their next token's page."""
         while decoding and not self.residency.can_grow(decoding, [1] * len(decoding)):
-            first = min(decoding, key=lambda r: r.order)
+            first = min(decoding, key=self.preempter.order)
             victim = self.preempter.victim(self.running, first)
             if victim is None:  # those behind have just come back: the last ones miss a step
-                decoding.remove(max(decoding, key=lambda r: r.order))
+                decoding.remove(max(decoding, key=self.preempter.order))
             else:
                 self._preempt(victim, "no page for the next token")
             decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
@@ -269,64 +252,72 @@ class Scheduler:
         while self.config.high_watermark < 1 and len(self.running) > 1:
             if self.memory.total_bytes - self.residency.available_bytes <= most_bytes:
                 return
-            first = min(self.running, key=lambda r: r.order)
+            first = min(self.running, key=self.preempter.order)
             victim = self.preempter.victim(self.running, first)
             if victim is None:
                 return
             self._preempt(victim, "above the high watermark")
 
-    def _evict_full_lanes(self, requests: list[Request]) -> list[Request]:
-        """Bring lanes at their cap down; return the requests whose policy did what it must."""
-        cap = self.eviction.cap
-        if cap is None:
-            return requests
-        full = [r for r in requests if self._held_tokens(r) >= cap]
-        failed = [r for r in full if not self._try_evict(r, cap - self.eviction.every)]
-        return [r for r in requests if r not in failed] if failed else requests
-
-    def _try_evict(self, request: Request, keep: int) -> bool:
-        """Evict; False where the policy failed, or private copies of shared pages found no room."""
-        self.residency.stop_sharing(request)
-        request.exact = False
-        try:
-            self._evict_sharing(request, keep)
-        except OutOfPages:
-            return False
-        except PolicyError as error:
-            self.failures.append((request, error))
-            self.finish(request, "policy error")
-            return False
-        return True
-
-    def _evict_sharing(self, request: Request, keep: int) -> None:
-        """Evict; where copies of shared pages find no room, after the cached prefixes are gone."""
-        try:
-            self._evict(request, keep)
-        except OutOfPages:
-            self.residency.drop_cached()
-            self._evict(request, keep)
-
-    def _held_tokens(self, request: Request) -> int:
-        """Most slots any evicting lane of the request holds."""
-        tables = self.memory.tables.values()
-        return max(
-            (int(t.num_slots[request.row].max()) for t in tables if not t.group.ordered), default=0
-        )
-
     # ---- prompts -------------------------------------------------------------------------------
+
+    def _schedule_reading(self, plan: StepPlan, budget: int) -> None:
+        """Read prompts on, and let newcomers in behind them.
+
+        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
+        for ever behind newcomers that take the rest of every step. Only the tenant that was served
+        least does not wait for others' prompts.
+        """
+        readers = sorted(self._reading(plan), key=self.fairness.reading_order, reverse=True)
+        all_served = True
+        while budget > 0:
+            newcomer = None
+            if (not readers and all_served) or (readers and self._is_before(readers[-1])):
+                newcomer = self._entrance.let_in()
+            if newcomer is None and not readers:
+                return
+            request = newcomer or readers.pop()
+            part = self.fairness.step_part(request, readers, self.config.step_tokens)
+            tokens = self._schedule_chunk(plan, request, min(budget, part))
+            budget -= tokens
+            all_served &= tokens > 0
+
+    def _is_before(self, reader: Request) -> bool:
+        """Whether somebody waits whose tenant has been served less than the next reader's."""
+        if not self.fairness.has_several:
+            return False
+        head = next(self.waiting.heads(), None)
+        if head is None or head.tenant == reader.tenant:
+            return False
+        return self.waiting.virtual_time(head.tenant) < self.waiting.virtual_time(reader.tenant)
+
+    def _reading(self, plan: StepPlan) -> Iterator[Request]:
+        """Running requests not yet in the plan that still read their prompt."""
+        planned = set(map(id, plan.requests))
+        return (r for r in self.running if id(r) not in planned and readable_tokens(r) > 0)
 
     def _schedule_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
+        budget = self._behind_tail(request, budget)
         tokens = self.chunks.tokens(plan, request, budget)
         atomic = self.chunks.is_atomic(request)
-        if tokens and atomic and not self._evict_full_lanes([request]):
+        if tokens and atomic and not self._caps.bring_down([request]):
             return 0
         if tokens and not self.residency.can_grow([request], [tokens]):
             tokens = 0 if atomic else self._largest_fitting(request, tokens)
         if tokens:
             self.residency.grow([request], [tokens])
+            self.fairness.charge_reading(request, tokens)
             plan.add(request, tokens)
         return tokens
+
+    def _behind_tail(self, request: Request, budget: int) -> int:
+        """Tokens a request may read where its tail is on the host: up to it, then on from it."""
+        head_tokens = self.preempter.head_tokens(request)
+        if head_tokens is None:
+            return budget
+        if request.num_computed < head_tokens:
+            return min(budget, head_tokens - request.num_computed)
+        return budget if self.preempter.append_tail(request) else 0
 
     def _largest_fitting(self, request: Request, tokens: int) -> int:
         """Largest chunk below `tokens` whose pages are there, by bisection."""
@@ -337,52 +328,11 @@ class Scheduler:
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    # ---- entering ------------------------------------------------------------------------------
-
-    def _let_in(self) -> Request | None:
-        """Let the next one in, if it may enter; return it."""
-        request = next(iter(self.waiting.ordered()), None)
-        if request is None or not self._has_rows(request):
-            return None
-        state = (request, self.residency.available_bytes, len(self.running))
-        if state == self._refused:
-            return None  # nothing has changed since admission said no to it
-        first = plan_reading(request, self.eviction.cap or NO_LIMIT)
-        lease = self.residency.look_up(first)
-        if not self._may_enter(first, 0 if lease is None else lease.tokens):
-            self.residency.give_back(lease)
-            self._refused = state
-            return None
-        self.residency.enter(first, lease)
-        self.waiting.pop(request)
-        first.state = RequestState.RUNNING
-        self.running.append(first)
-        return first
-
-    def _has_rows(self, request: Request) -> bool:
-        needed = num_rows(request) + reserved_rows(self.running)
-        return needed <= min(self.config.max_running - len(self.running), self.memory.num_free_rows)
-
-    def _may_enter(self, request: Request, cached_tokens: int) -> bool:
-        """What is promised must fit, with a part left below the low watermark.
-
-        A request that would be alone needs no such part.
-        """
-        if not self.running:
-            return True
-        promised = self.admission.promised(request, self.running, cached_tokens)
-        for copy in copies_to_come([request, *self.running]):
-            promised += self.admission.promised(copy, [], self.peaks.shared_tokens(copy))
-        left_bytes = self.residency.available_bytes - self.peaks.num_bytes(promised)
-        if left_bytes < (1 - self.config.low_watermark) * self.memory.total_bytes:
-            return False
-        return self.residency.make_room(self.peaks.by_class(promised))
-
     # ---- when nobody gets a page ---------------------------------------------------------------
 
     def _unblock(self, plan: StepPlan) -> None:
         """Nobody got a page: let the first in line have the others' pages, one by one."""
-        first = min(self.running, key=lambda r: r.order)
+        first = min(self.running, key=self.preempter.order)
         while not plan.requests:
             victim = self.preempter.victim(self.running, first, even_returned=True)
             if victim is not None:

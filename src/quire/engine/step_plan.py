@@ -12,10 +12,12 @@ class StepPlan:
     Attributes:
         requests: rows of the flat batch.
         tokens: new tokens of each, from its `num_computed` on.
+        num_decoding: the first so many decode.
     """
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    num_decoding: int = 0
 
     def add(self, request: Request, tokens: int) -> None:
         """Let a request process `tokens` more tokens in this step."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.sharing import Loan, borrow, lend, lend_statistics, return_loan
@@ -36,6 +37,7 @@ class PrefixNode:
         parent: the node before it; None for the first block.
         loan: its pages.
         statistics: copies of the private pages of a row that ended here; None where none did.
+        is_public: whether all tenants may use it.
         num_users: leases that hold it.
     """
 
@@ -43,6 +45,7 @@ class PrefixNode:
     parent: "PrefixNode | None"
     loan: Loan
     statistics: Loan | None = None
+    is_public: bool = False
     num_users: int = 1
 
 
@@ -110,6 +113,10 @@ class PrefixIndex:
     def idle_bytes(self) -> int:
         """Bytes that can be had by dropping what nobody uses; statistics not counted."""
         return len(self._idle) * self.block_bytes
+
+    def public_loans(self) -> list[Mapping[str, PageNumbers]]:
+        """Pages of blocks that all tenants share, by lane group."""
+        return [node.loan.pages for node in self._nodes.values() if node.is_public]
 
     # ---- looking up ----------------------------------------------------------------------------
 
@@ -195,6 +202,8 @@ class PrefixIndex:
             node = self._nodes.get(block.key)
             if node is None:
                 node = self._add(block, parent, row)
+                if node is not None:
+                    node.is_public = block.end <= lease.identity.public_tokens
             elif _same(node, block, parent):
                 self._use([node])  # somebody else was first: both hold pages of these tokens
             else:

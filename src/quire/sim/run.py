@@ -7,6 +7,7 @@ from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler_parts import make_parts
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
@@ -106,6 +107,5 @@ def make_scheduler(memory: KVMemory, config: SimConfig, clock: VirtualClock) -> 
         identities=PrefixIdentities(secret=_SECRET),
         events=EventLog(clock, kept=1),
     )
-    return Scheduler(
-        memory, config.schedule, config.eviction, OldestLeave(memory), residency=residency
-    )
+    parts = make_parts(config.schedule, config.eviction, residency)
+    return Scheduler(memory, config.schedule, config.eviction, OldestLeave(memory), parts=parts)

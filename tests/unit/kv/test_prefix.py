@@ -224,7 +224,7 @@ def test_idle_blocks_are_dropped_longest_unused_first_and_tails_before_heads():
 def test_blocks_in_use_stay_whatever_room_is_needed():
     memory = one_group(total_bytes=8 * 128)
     index = PrefixIndex(memory)
-    row, lease = read(index, TOKENS[:13])
+    row, _lease = read(index, TOKENS[:13])
     [page_class] = memory.pools
 
     assert not index.reclaim({page_class: 5})

@@ -1,27 +1,45 @@
-"""Takes requests out of the KV memory to make room, and knows what that costs."""
+"""Takes requests out of the KV memory to make room, brings them back, and knows what that costs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.group import same_group, together
+from quire.engine.group import distinct_bytes, same_group, together
+from quire.engine.preemption.swapper import Swapper
 from quire.engine.preemption.victims import choose_victim, may_give_way, reclaimable_bytes
-from quire.engine.request import Request
+from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
-from quire.kv.swap import repack
+from quire.kv.swap import can_swap_in, repack
+from quire.kv.swapped import Swapped
 
 
 class Preempter:
-    """Chooses who gives way and takes it out.
+    """Chooses who gives way, takes it out and brings it back.
 
     Args:
         residency: requests' rows in the pool.
+        swapper: moves KV to the host; None where everything is computed again.
+        owes: whether a request's tenant holds more than its share.
 
     Attributes:
         num_preemptions: so far.
     """
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency, self._memory = residency, residency.memory
+    def __init__(
+        self,
+        residency: Residency,
+        swapper: Swapper | None = None,
+        owes: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
+        self.swapper = swapper
         self.num_preemptions = 0
+        self._residency, self._memory = residency, residency.memory
+        self._owes = owes
+        self._away: dict[int, list[Request]] = {}  # by identity of what was swapped
+
+    # ---- who -----------------------------------------------------------------------------------
+
+    def order(self, request: Request) -> tuple[bool, int, int]:
+        """Who goes before whom: those who owe nothing, then by priority, then by arrival."""
+        return (self._owes(request), *request.order)
 
     def victim(
         self, running: Iterable[Request], first: Request, *, even_returned: bool = False
@@ -35,14 +53,16 @@ class Preempter:
             even_returned: also those that have not moved on since they came back; for when nobody
                 moves at all.
         """
-        candidates = [
-            request
-            for request in running
-            if request.order > first.order
-            and not same_group(request, first)
-            and (even_returned or may_give_way(request))
-        ]
-        return choose_victim(candidates, self._worth, lambda request: False)
+        place = self.order(first)
+        behind = [r for r in running if self.order(r) > place and not same_group(r, first)]
+        return self.victim_among(behind, even_returned=even_returned)
+
+    def victim_among(
+        self, requests: Iterable[Request], *, even_returned: bool = False
+    ) -> Request | None:
+        """The one of these that gives way first; None where nobody may."""
+        candidates = [r for r in requests if even_returned or may_give_way(r)]
+        return choose_victim(candidates, self._worth, self._owes)
 
     def _worth(self, request: Request) -> float:
         """Bytes won for a token of lost work, less where the answer is nearly done.
@@ -54,24 +74,127 @@ class Preempter:
         lost_tokens = sum(member.num_computed for member in leaving)
         return reclaimable_bytes(self._memory, leaving) / max(1, lost_tokens) * (1 - done)
 
-    def take_out(self, request: Request, reason: str) -> None:
-        """Free a request's memory; its KV is computed again when it comes back."""
-        lost_tokens = request.num_computed
-        request.preemptions += 1
+    # ---- out -----------------------------------------------------------------------------------
+
+    def take_out(self, requests: Sequence[Request], reason: str) -> None:
+        """Free the memory of running requests that leave together.
+
+        Args:
+            requests: one, or those of a group that hold KV.
+            reason: for people.
+        """
+        lost_tokens = sum(request.num_computed for request in requests)
+        freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
+        how = self._move_away(requests, freed_bytes)
         self.num_preemptions += 1
-        freed_bytes = self._residency.leave(request, "preempted")
+        for request in requests:
+            request.preemptions += 1
+            if request.row >= 0:
+                self._residency.leave(request, "preempted")
         self._residency.events.emit(
             "preempted",
-            request,
-            how="recompute",
+            requests[0],
+            how=how,
             reason=reason,
-            lost_tokens=lost_tokens,
+            lost_tokens=0 if how == "swap" else lost_tokens,
             freed_bytes=freed_bytes,
         )
 
-    def forget(self, request: Request) -> None:
-        """A request that waits has ended: nothing of it stays anywhere."""
+    def _move_away(self, requests: Sequence[Request], kv_bytes: int) -> str:
+        """Copy to the host what is worth it; say how they come back."""
+        if any(request.swapped is not None for request in requests):
+            return "hybrid"  # its tail is there already
+        if self.swapper is None:
+            return "recompute"
+        choice = self.swapper.choose(requests, kv_bytes)
+        if choice.how == "recompute":
+            return "recompute"
+        held = [self._residency.note_peak(request) for request in requests]
+        swapped = self.swapper.out(requests, choice)
+        if swapped is None:
+            return "recompute"
+        for request, held_bytes in zip(requests, held, strict=True):
+            request.swapped = swapped
+            self._residency.note_gone(request, held_bytes, "swapped out")
+        self._away[id(swapped)] = list(requests)
+        self._tell("swapped_out", requests[0], swapped)
+        return choice.how
+
+    # ---- back ----------------------------------------------------------------------------------
+
+    def is_whole(self, request: Request) -> bool:
+        """Whether all of a waiting request's KV is on the host."""
+        return isinstance(request.swapped, Swapped) and not request.swapped.keep_from
+
+    def has_place(self, request: Request) -> bool:
+        """Whether what a waiting request has on the host finds pages, cached ones dropped."""
+        if not self.is_whole(request):
+            return True
+        swapped = request.swapped
+        assert isinstance(swapped, Swapped)
+        self._residency.make_room(dict(swapped.pages))
+        return can_swap_in(self._memory, swapped)
+
+    def give_up(self, request: Request) -> None:
+        """Let go of what a request and those that left with it have on the host."""
+        for member in list(self._away.get(id(request.swapped), [])):
+            self.forget(member)
+
+    def head_tokens(self, request: Request) -> int | None:
+        """Tokens to compute again before a tail can be put behind them; None without a tail."""
+        swapped = request.swapped
+        return swapped.keep_from or None if isinstance(swapped, Swapped) else None
+
+    def bring_back(self, request: Request) -> list[Request]:
+        """Give a request, and those that left with it, their KV back; none where that failed.
+
+        Raises:
+            OutOfPages: no room; nothing was changed.
+        """
+        swapped = request.swapped
+        assert isinstance(swapped, Swapped)
+        assert self.swapper is not None
+        returned = self._away.pop(id(swapped))
+        rows = self.swapper.back(swapped)
+        for member in returned:
+            member.swapped = None
+        if rows is None:
+            return []
+        for member, row, sequence in zip(returned, rows, swapped.sequences, strict=True):
+            if member.state is RequestState.FINISHED:  # cancelled while it was away
+                self._memory.release([row])
+            else:
+                self._residency.come_back(member, row, sequence.length)
+        self._tell("swapped_in", request, swapped)
+        return [member for member in returned if member.row >= 0]
+
+    def append_tail(self, request: Request) -> bool:
+        """Put the tail behind a head that has been computed again, where there is room for it."""
+        swapped = request.swapped
+        assert isinstance(swapped, Swapped)
+        assert self.swapper is not None
+        if not self._residency.make_room(self.swapper.needed(swapped)):
+            return False
+        self._away.pop(id(swapped))
         request.swapped = None
+        if self.swapper.back_behind(swapped, request.row):
+            request.num_computed = swapped.sequences[0].length
+            self._tell("swapped_in", request, swapped)
+        return True
+
+    def _tell(self, kind: str, request: Request, swapped: Swapped) -> None:
+        assert self.swapper is not None
+        seconds = self.swapper.last_copy_s
+        self._residency.events.emit(kind, request, kv_bytes=swapped.num_bytes, seconds=seconds)
+
+    def forget(self, request: Request) -> None:
+        """A request needs its KV no more: nothing of it stays on the host."""
+        swapped, request.swapped = request.swapped, None
+        if isinstance(swapped, Swapped):
+            away = self._away[id(swapped)]
+            if all(member.swapped is None for member in away):
+                del self._away[id(swapped)]
+                swapped.discard()
 
     def pack(self, request: Request) -> None:
         """Move the pages of a request that is alone, or of its group, together.

@@ -1,0 +1,187 @@
+"""Lets waiting requests in: whose turn it is, whether there is room, who gives it back.
+
+tenants    within what is theirs first, then those who borrow
+room       free pages, cached prefixes that nobody uses, then what other tenants owe
+turns      one that comes back after it gave way, one that is new, one that comes back ...
+"""
+
+from collections.abc import Callable, Iterator
+
+from quire.engine.group import (
+    NO_LIMIT,
+    copies_to_come,
+    num_rows,
+    plan_reading,
+    reserved_rows,
+)
+from quire.engine.request import Request, RequestState
+from quire.engine.scheduler_parts import SchedulerParts
+from quire.engine.tenant_book import Right
+from quire.kv.prefix import PrefixLease
+
+Preempt = Callable[[Request, str], None]  # (request, why)
+
+
+class Entrance:
+    """The door of the KV memory.
+
+    Args:
+        parts: the rules that are asked.
+        running: those that are in; the scheduler's own list.
+        preempt: takes a request out.
+    """
+
+    def __init__(self, parts: SchedulerParts, running: list[Request], preempt: Preempt) -> None:
+        self._config, self._residency = parts.config, parts.residency
+        self._admission, self._fairness = parts.admission, parts.fairness
+        self._preempter, self._memory = parts.preempter, parts.residency.memory
+        self._most_shared = parts.eviction.cap or NO_LIMIT
+        self._running, self._preempt = running, preempt
+        self._refused: dict[Request, tuple[int, int]] = {}  # what there was when it was refused
+        self._last_returned = False
+
+    def let_in(self) -> Request | None:
+        """Let the next one in, if anybody may enter; return the one that moves first."""
+        borrowers = []
+        for request, is_head in self._candidates():
+            right = self._fairness.right(request, self._known_bytes(request))
+            if right is Right.BORROWED:
+                borrowers.append(request)
+            elif right is not Right.NOTHING:
+                entered = self._try(request, may_take=True)
+                if entered is not None or is_head:
+                    return entered
+        tried = (self._try(request, may_take=False) for request in borrowers)
+        return next((request for request in tried if request is not None), None)
+
+    # ---- whose turn ----------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[tuple[Request, bool]]:
+        """The first of every tenant, best first; before one that comes back perhaps a new one."""
+        for head in list(self._fairness.waiting.heads()):
+            new = self._new_one(head) if self._last_returned and head.entries else None
+            if new is not None:
+                yield new, False
+            yield head, True
+
+    def _new_one(self, head: Request) -> Request | None:
+        """The first of the same tenant, and no lower priority, that was never in."""
+        return next(
+            (
+                request
+                for request in self._fairness.waiting.ordered()
+                if not request.entries
+                and request.tenant == head.tenant
+                and request.priority <= head.priority
+            ),
+            None,
+        )
+
+    # ---- room ----------------------------------------------------------------------------------
+
+    def _try(self, request: Request, *, may_take: bool) -> Request | None:
+        state = (self._residency.available_bytes, len(self._running))
+        if self._refused.get(request) == state:
+            return None  # nothing has changed since it was refused
+        self._refused.pop(request, None)
+        if self._has_rows(request, may_take=may_take):
+            entered = self._enter(request, may_take=may_take)
+            if entered is not None:
+                return entered
+        self._refused[request] = (self._residency.available_bytes, len(self._running))
+        return None
+
+    def _has_rows(self, request: Request, *, may_take: bool) -> bool:
+        while not self._rows_left(num_rows(request)):
+            running, most = self._running, self._config.max_running
+            debtor = None
+            if may_take and self._fairness.has_several:
+                debtor = self._fairness.rows_debtor(request, running, most)
+            theirs = [r for r in running if r.tenant == debtor]
+            victim = self._preempter.victim_among(theirs)
+            if victim is None:
+                return False
+            self._preempt(victim, f"tenant {request.tenant} has fewer rows than its part")
+        return True
+
+    def _rows_left(self, needed: int) -> bool:
+        free = min(self._config.max_running - len(self._running), self._memory.num_free_rows)
+        return needed + reserved_rows(self._running) <= free
+
+    def _enter(self, request: Request, *, may_take: bool) -> Request | None:
+        if not (self._running or self._preempter.has_place(request)):
+            self._preempter.give_up(request)  # no piece is long enough, and none will come free
+        whole = self._preempter.is_whole(request)
+        first = request if whole else plan_reading(request, self._most_shared)
+        head_tokens = self._preempter.head_tokens(first)
+        lease = None if whole else self._residency.look_up(first, head_tokens)
+        cached_tokens = 0 if lease is None else lease.tokens
+        while not (self._has_room(first, cached_tokens) and self._preempter.has_place(first)):
+            victim = self._debtor(first, cached_tokens) if may_take else None
+            if victim is None:
+                self._residency.give_back(lease)
+                return None
+            self._preempt(victim, f"tenant {request.tenant} asks for what is its own")
+        self._fairness.waiting.pop(request)
+        return self._come_back(request) if whole else self._begin(first, lease)
+
+    def _has_room(self, request: Request, cached_tokens: int) -> bool:
+        """What is promised must fit, with a part left below the low watermark.
+
+        A request that would be alone needs no such part.
+        """
+        if not self._running:
+            return True
+        peaks = self._admission.peaks
+        promised = self._admission.promised(request, self._running, cached_tokens)
+        for copy in copies_to_come([request, *self._running]):
+            promised = promised + self._admission.promised(copy, [], peaks.shared_tokens(copy))
+        left_bytes = self._residency.available_bytes - peaks.num_bytes(promised)
+        if left_bytes < (1 - self._config.low_watermark) * self._memory.total_bytes:
+            return False
+        return self._residency.make_room(peaks.by_class(promised))
+
+    def _debtor(self, request: Request, cached_tokens: int) -> Request | None:
+        """Somebody whose tenant owes what this one's may have; None where nobody does."""
+        if not self._fairness.has_several:
+            return None
+        self._fairness.recount(self._running)
+        missing_bytes = self._known_bytes(request, cached_tokens)
+        for tenant in self._fairness.debtors(request, missing_bytes):
+            theirs = [r for r in self._running if r.tenant == tenant]
+            victim = self._preempter.victim_among(theirs)
+            if victim is not None:
+                return victim
+        return None
+
+    def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
+        if not self._fairness.has_several:
+            return 0
+        missing = self._admission.newcomer(request.num_tokens, cached_tokens)
+        return self._admission.peaks.num_bytes(missing)
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, lease: PrefixLease | None) -> Request:
+        """Let a request in that has something to read."""
+        self._last_returned = bool(request.entries)
+        self._residency.enter(request, lease)
+        self._join(request)
+        return request
+
+    def _come_back(self, request: Request) -> Request | None:
+        """Copy a request, and those that left with it, back; read again what a copy lost."""
+        self._last_returned = True
+        returned = self._preempter.bring_back(request)
+        if not returned:  # a copy failed: it is read again
+            self._fairness.waiting.push(request)
+            return self._enter(request, may_take=False)
+        for member in returned:
+            self._join(member)
+        return request
+
+    def _join(self, request: Request) -> None:
+        waited_s = self._residency.events.now_s() - request.queued_s
+        self._fairness.entered(request, waited_s)
+        request.state = RequestState.RUNNING
+        self._running.append(request)

@@ -1,0 +1,137 @@
+"""Tenants beside each other: whose turn it is, who owes memory, what is charged to whom.
+
+With one tenant and no tenants configured nothing here costs or changes anything.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from quire.engine.fair_queue import FairQueue
+from quire.engine.request import Request
+from quire.engine.residency import Residency
+from quire.engine.tenant_book import Right, TenantBook, checked_tenant
+from quire.engine.tenant_bytes import bytes_by_tenant
+from quire.engine.tenant_meter import TenantMeter
+from quire.engine.tenants import PUBLIC
+
+
+class Fairness:
+    """Keeps the accounts of tenants for a scheduler.
+
+    Args:
+        book: who the tenants are, and what each holds.
+        residency: requests' rows.
+
+    Attributes:
+        waiting: the queue, fair by served tokens.
+        meter: what each tenant has had.
+    """
+
+    def __init__(self, book: TenantBook, residency: Residency) -> None:
+        self.book, self._residency = book, residency
+        self.waiting = FairQueue({spec.name: spec.weight for spec in book.specs})
+        self.meter = TenantMeter()
+        self._seen = {spec.name for spec in book.specs}
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there is anybody to be fair to."""
+        return len(self._seen) > 1 or bool(self.book.specs)
+
+    def admit(self, request: Request, peak_bytes: int) -> None:
+        """Note a new request.
+
+        Raises:
+            RequestError: an unknown tenant, or a name that cannot be one.
+            NeverFits: its tenant may never hold as much.
+        """
+        checked_tenant(self.book, request.tenant)
+        self.book.refuse_if_never(request.tenant, peak_bytes)
+        self._seen.add(request.tenant)
+        self.meter.submitted(request.tenant)
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    def recount(self, running: Iterable[Request]) -> None:
+        """Count what each tenant holds now."""
+        if not self.has_several:
+            return
+        rows: dict[str, list[int]] = defaultdict(list)
+        for request in running:
+            rows[request.tenant].append(request.row)
+        prefix = self._residency.prefix
+        lent = {} if prefix is None else {PUBLIC: prefix.public_loans()}
+        held = bytes_by_tenant(self._residency.memory, rows, lent)
+        self.book.note(held, self.waiting.backlogged)
+
+    def owes(self, request: Request) -> bool:
+        """Whether its tenant holds more than its share, so that it gives way first."""
+        return self.has_several and self.book.over_share_bytes(request.tenant) > 0
+
+    def order(self, request: Request) -> tuple[bool, int, int]:
+        """Who goes before whom: those who owe nothing, then by priority, then by arrival."""
+        return (self.owes(request), *request.order)
+
+    def right(self, request: Request, size_bytes: int) -> Right:
+        """On what ground a waiting request may take bytes."""
+        if not self.has_several:
+            return Right.SHARE
+        return self.book.may_take(request.tenant, size_bytes).right
+
+    def debtors(self, request: Request, missing_bytes: int) -> list[str]:
+        """Tenants that must give back so that a request gets what is its tenant's own."""
+        if not self.has_several:
+            return []
+        return [tenant for tenant, _ in self.book.reclaimable_for(request.tenant, missing_bytes)]
+
+    def rows_debtor(self, request: Request, running: Sequence[Request], most: int) -> str | None:
+        """The tenant that holds most rows over its part, where this request's holds less than its.
+
+        Args:
+            request: waits for a row.
+            running: all that have one.
+            most: rows there are.
+        """
+        rows = Counter(other.tenant for other in running)
+        weights = {tenant: self.book.spec(tenant).weight for tenant in {*rows, request.tenant}}
+        a_weight = most / sum(weights.values())
+        over = {tenant: count - a_weight * weights[tenant] for tenant, count in rows.items()}
+        worst = max(over, key=lambda tenant: (over[tenant], tenant), default=None)
+        enough = rows[request.tenant] + 1 > a_weight * weights[request.tenant]
+        return None if worst is None or enough or over[worst] <= 0 else worst
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    def reading_order(self, request: Request) -> tuple[float, int, int]:
+        """Whose prompt is read first: of the tenant served least."""
+        return self.waiting.rank(request) if self.has_several else (0.0, *request.order)
+
+    def step_part(self, request: Request, others: Iterable[Request], budget: int) -> int:
+        """Tokens of a step's budget that one tenant may read while others have prompts too."""
+        if not self.has_several:
+            return budget
+        tenants = {other.tenant for other in others} | set(self.waiting.backlogged)
+        weights = {tenant: self.book.spec(tenant).weight for tenant in {*tenants, request.tenant}}
+        return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
+
+    def charge_reading(self, request: Request, tokens: int) -> None:
+        """Charge a chunk that is planned; what was read before a preemption was charged then."""
+        end = request.num_computed + tokens
+        new = end - max(request.charged_tokens, request.num_computed)
+        if new > 0:
+            request.charged_tokens = end
+            self.waiting.charge(request.tenant, prompt_tokens=new)
+            self.meter.served(request.tenant, prompt_tokens=new)
+
+    def charge_decoding(self, requests: Iterable[Request]) -> None:
+        """Charge a token for each of these."""
+        for tenant, tokens in Counter(request.tenant for request in requests).items():
+            self.waiting.charge(tenant, output_tokens=tokens)
+            self.meter.served(tenant, output_tokens=tokens)
+
+    def entered(self, request: Request, waited_s: float) -> None:
+        """Note an entry, with what the prefix cache gave for nothing."""
+        cached = request.num_computed
+        request.charged_tokens = max(request.charged_tokens, cached)
+        self.waiting.charge(request.tenant, cached_tokens=cached)
+        self.meter.entered(request.tenant, waited_s, cached_tokens=request.cached_tokens)

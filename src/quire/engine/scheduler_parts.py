@@ -1,0 +1,66 @@
+"""What a scheduler is made of."""
+
+from dataclasses import dataclass
+
+from quire.engine.admission.base import AdmissionRule
+from quire.engine.admission.peaks import Peaks
+from quire.engine.admission.registry import make_admission
+from quire.engine.chunks import ChunkSizes
+from quire.engine.fairness import Fairness
+from quire.engine.preemption.preempter import Preempter
+from quire.engine.preemption.swapper import Swapper
+from quire.engine.residency import Residency
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.tenant_book import TenantBook
+from quire.engine.tenants import parse_tenants
+from quire.spec.eviction import EvictionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    """Rules and books that the steps of a schedule ask.
+
+    Attributes:
+        config: steps and queues.
+        eviction: how many tokens a lane may hold, and how many leave at a time.
+        residency: requests' rows in the memory.
+        chunks: how much of a prompt a step reads.
+        admission: when a waiting request may start.
+        fairness: the queue, and what tenants hold and have had.
+        preempter: who gives way, and how it comes back.
+    """
+
+    config: ScheduleConfig
+    eviction: EvictionSpec
+    residency: Residency
+    chunks: ChunkSizes
+    admission: AdmissionRule
+    fairness: Fairness
+    preempter: Preempter
+
+
+def make_parts(
+    config: ScheduleConfig,
+    eviction: EvictionSpec,
+    residency: Residency,
+    swapper: Swapper | None = None,
+) -> SchedulerParts:
+    """Make what the config asks for.
+
+    Raises:
+        ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
+    """
+    chunks = ChunkSizes(config, eviction)
+    peaks = Peaks(residency.memory, eviction, chunks.longest)
+    arena = residency.memory.arena
+    book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
+    fairness = Fairness(book, residency)
+    return SchedulerParts(
+        config=config,
+        eviction=eviction,
+        residency=residency,
+        chunks=chunks,
+        admission=make_admission(config.admission, peaks),
+        fairness=fairness,
+        preempter=Preempter(residency, swapper, fairness.owes),
+    )
