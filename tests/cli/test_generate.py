@@ -42,6 +42,25 @@ def test_the_last_line_is_json_when_asked(quire, expected):
     assert answer["config"]["kv"]["memory"] == "2MiB"
 
 
+def test_several_answers_stand_one_below_the_other(quire):
+    several = ("--n", "2", "--temperature", "1", "--seed", "3")
+    result = quire("generate", "-p", PROMPT, "--json", *several, *QUICK)
+    answer = last_json(result)
+
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert result.stdout.startswith(f"[0]\n{texts[0]}\n[1]\n{texts[1]}\n")
+    assert answer["text"] == texts[0]
+
+
+def test_beams_come_with_their_scores(quire):
+    beams = ("--n", "2", "--use-beam-search", "--beam-width", "3")
+    result = quire("generate", "-p", PROMPT, "--json", *beams, *QUICK)
+    best, second = last_json(result)["choices"]
+
+    assert best["score"] > second["score"]
+    assert result.stdout.startswith(f"[0, score {best['score']:.3f}]\n{best['text']}\n[1, score")
+
+
 def test_options_of_a_file_reach_the_model(quire, tmp_path: Path):
     config = tmp_path / "quire.toml"
     config.write_text("kv-memory = '2MiB'\nverify = false\n[sampling]\nmax_tokens = 2\n")

@@ -27,6 +27,8 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to a model; it needs a chat template."""
+    if settings.sampling.n > 1:
+        raise RequestError(f"a conversation goes on from one answer, got n={settings.sampling.n}")
     conversation = Conversation(settings, system)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
     while True:

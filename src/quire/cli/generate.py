@@ -66,15 +66,26 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
 
     token_ids = llm.encode(text)
     builder = AnswerBuilder("generate", tuple(token_ids))
+    several = settings.sampling.n > 1
     for delta in llm.stream(token_ids, settings.sampling):
-        typer.echo(delta.text, nl=False)
-        sys.stdout.flush()
+        if not several:
+            typer.echo(delta.text, nl=False)
+            sys.stdout.flush()
         answer = builder.add(delta)
         if answer is not None:
             break
-    typer.echo()
+    typer.echo("" if not several else _side_by_side(answer))
     assert answer is not None, "a stream ends with a finish reason"
     return answer
+
+
+def _side_by_side(answer: "Answer | None") -> str:
+    """All choices, each under a line with its number and its score where there is one."""
+    parts = []
+    for choice in () if answer is None else answer.choices:
+        score = "" if choice.score is None else f", score {choice.score:.3f}"
+        parts.append(f"[{choice.index}{score}]\n{choice.text}")
+    return "\n".join(parts)
 
 
 def _object(settings: Settings, answer: "Answer") -> dict[str, object]:
@@ -85,6 +96,15 @@ def _object(settings: Settings, answer: "Answer") -> dict[str, object]:
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "error": answer.error,
+        "choices": [
+            {
+                "text": choice.text,
+                "token_ids": choice.token_ids,
+                "finish_reason": choice.finish_reason,
+                "score": choice.score,
+            }
+            for choice in answer.choices
+        ],
         "usage": asdict(answer.usage),
         "config": settings.as_dict(),
     }
