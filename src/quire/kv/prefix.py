@@ -15,7 +15,7 @@ Only exact KV is published: a row that has evicted tokens publishes nothing more
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
-from quire.kv.sharing import Loan, borrow, lend, lend_statistics, return_loan
+from quire.kv.sharing import Loan, borrow, lend, lend_statistics, return_loans
 from quire.spec.pages import PageClass
 
 
@@ -91,6 +91,10 @@ class PrefixIndex:
             * (self.block_tokens // group.page_class.tokens)
             for group in shared
         )
+        self._block_pages: Counter[PageClass] = Counter()
+        for group in shared:
+            pages = self.block_tokens // group.page_class.tokens * group.num_lanes
+            self._block_pages[group.page_class] += pages
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._listener = listener
@@ -236,8 +240,7 @@ class PrefixIndex:
 
     def withdraw(self) -> None:
         """The step has failed: what it published is not there."""
-        for node in self._pending:
-            self._forget(node)
+        self._forget(self._pending)
         self._pending.clear()
 
     def is_pending(self, lease: PrefixLease) -> bool:
@@ -258,31 +261,46 @@ class PrefixIndex:
     def reclaim(self, pages: Mapping[PageClass, int]) -> bool:
         """Drop idle blocks until so many more pages of each class fit; say whether they do."""
         dropped: list[bytes] = []
-        while not self.memory.fits(pages) and self._idle:
-            dropped.append(self._drop_oldest())
+        while self._idle and not self.memory.fits(pages):
+            dropped += self._drop_oldest(self._blocks_short(pages))
         self._tell_removed(dropped)
         return self.memory.fits(pages)
 
     def clear(self) -> None:
         """Drop every idle block."""
-        self._tell_removed([self._drop_oldest() for _ in range(len(self._idle))])
+        self._tell_removed(self._drop_oldest(len(self._idle)))
 
-    def _drop_oldest(self) -> bytes:
-        node, _ = self._idle.popitem(last=False)
-        self._forget(node)
-        return node.block.key
+    def _blocks_short(self, pages: Mapping[PageClass, int]) -> int:
+        """Blocks that must go at least before so many pages fit: one pass instead of many."""
+        short = 1
+        for page_class, wanted in pages.items():
+            pool = self.memory.pools[page_class]
+            there = pool.num_free + self.memory.arena.num_free_slabs * pool.pages_per_slab
+            of_block = self._block_pages.get(page_class)
+            if of_block:
+                short = max(short, -(-(wanted - there) // of_block))
+        return short
+
+    def _drop_oldest(self, number: int) -> list[bytes]:
+        """Drop so many idle blocks, or all there are; return their keys."""
+        nodes = [self._idle.popitem(last=False)[0] for _ in range(min(number, len(self._idle)))]
+        self._forget(nodes)
+        return [node.block.key for node in nodes]
 
     def _tell_removed(self, keys: list[bytes]) -> None:
         if keys and self._listener is not None:
             self._listener.removed(keys)
 
-    def _forget(self, node: PrefixNode) -> None:
-        if self._nodes.get(node.block.key) is node:
-            del self._nodes[node.block.key]
-        self._idle.pop(node, None)
-        return_loan(self.memory, node.loan)
-        if node.statistics is not None:
-            return_loan(self.memory, node.statistics)
+    def _forget(self, nodes: Sequence[PrefixNode]) -> None:
+        loans = []
+        for node in nodes:
+            if self._nodes.get(node.block.key) is node:
+                del self._nodes[node.block.key]
+            self._idle.pop(node, None)
+            loans.append(node.loan)
+            if node.statistics is not None:
+                loans.append(node.statistics)
+        return_loans(self.memory, loans)
 
 
 def _same(node: PrefixNode, block: Block, parent: PrefixNode | None) -> bool:

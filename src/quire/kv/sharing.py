@@ -205,10 +205,18 @@ def return_loan(memory: KVMemory, loan: Loan) -> None:
     Raises:
         InvariantError: the loan has been returned.
     """
-    _require_lent(memory, loan)
-    for name, pages in memory.loans.pop(loan.key).items():
-        pool = memory.pools[memory.tables[name].group.page_class]
-        pool.release(pages.reshape(-1))
+    return_loans(memory, [loan])
+
+
+def return_loans(memory: KVMemory, loans: Sequence[Loan]) -> None:
+    """Let the pages of several loans go, in one pass over the pool: see `return_loan`."""
+    pages: dict[str, list[PageNumbers]] = {}
+    for loan in loans:
+        _require_lent(memory, loan)
+        for name, numbers in memory.loans.pop(loan.key).items():
+            pages.setdefault(name, []).append(numbers.reshape(-1))
+    for name, parts in pages.items():
+        memory.pools[memory.tables[name].group.page_class].release(np.concatenate(parts))
 
 
 def _require_lent(memory: KVMemory, loan: Loan) -> None:
