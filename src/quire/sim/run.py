@@ -3,15 +3,21 @@
 from dataclasses import dataclass, field
 
 from quire.engine.events import EventLog
+from quire.engine.preemption.swapper import Swapper
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
 from quire.kv.config import KVConfig
+from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.plan.known_costs import assumed_prefill
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.rates import CopyRate, CopyRates, Costs
+from quire.plan.sizes import parse_size
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
 from quire.sim.forgetting import OldestLeave
@@ -82,7 +88,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     limits = LaneLimits.of(longest, config.eviction)
     memory = make_memory(layout, config.kv, limits, trace, config.schedule.max_running)
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
-    scheduler = make_scheduler(memory, config, clock)
+    scheduler = make_scheduler(memory, config, clock, copies)
     return Simulator(trace, scheduler, make_timer(config), clock, copies)
 
 
@@ -91,13 +97,16 @@ def make_timer(config: SimConfig) -> StepTimer:
     return StepTimer(config.model, config.rates, bytes_per_value=dtype_bytes(config.dtype))
 
 
-def make_scheduler(memory: KVMemory, config: SimConfig, clock: VirtualClock) -> Scheduler:
+def make_scheduler(
+    memory: KVMemory, config: SimConfig, clock: VirtualClock, copies: TimedCopies
+) -> Scheduler:
     """The engine's scheduler over a memory without bytes.
 
     Args:
         memory: empty.
-        config: of schedule, cache and eviction.
+        config: of schedule, cache, eviction and host pool.
         clock: of its events.
+        copies: of the host pool.
     """
     # a store whose pages have one holder each can share nothing
     shares = config.kv.prefix_cache and memory.placement.shares
@@ -107,5 +116,19 @@ def make_scheduler(memory: KVMemory, config: SimConfig, clock: VirtualClock) -> 
         identities=PrefixIdentities(secret=_SECRET),
         events=EventLog(clock, kept=1),
     )
-    parts = make_parts(config.schedule, config.eviction, residency)
+    swapper = _make_swapper(memory, config, copies)
+    parts = make_parts(config.schedule, config.eviction, residency, swapper)
     return Scheduler(memory, config.schedule, config.eviction, OldestLeave(memory), parts=parts)
+
+
+def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
+    """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
+    host_bytes = parse_size(config.kv.host_memory)
+    rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)
+    costs = Costs(
+        copies=CopyRates(out=rate, back=rate),
+        prefill=assumed_prefill(config.model, config.rates.flops_per_s),
+        chunk_tokens=config.schedule.longest_chunk,
+    )
+    pool = HostPool(host_bytes, copies) if host_bytes else None
+    return Swapper(memory, pool, LearnedCosts(costs), config.schedule.preempt, clock=copies)
