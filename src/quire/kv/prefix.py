@@ -85,16 +85,11 @@ class PrefixIndex:
         shared = [group for group in memory.layout.groups if not group.private]
         self.memory = memory
         self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
-        self.block_bytes = sum(
-            group.page_class.page_bytes
-            * group.num_lanes
-            * (self.block_tokens // group.page_class.tokens)
-            for group in shared
-        )
         self._block_pages: Counter[PageClass] = Counter()
         for group in shared:
             pages = self.block_tokens // group.page_class.tokens * group.num_lanes
             self._block_pages[group.page_class] += pages
+        self.block_bytes = sum(c.page_bytes * n for c, n in self._block_pages.items())
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._listener = listener
@@ -234,7 +229,7 @@ class PrefixIndex:
         if self._listener is not None:
             for node in self._pending:
                 parent = None if node.parent is None else node.parent.block.key
-                tokens = _token_ids(node.block)
+                tokens = node.block.token_ids
                 self._listener.stored([node.block.key], parent, tokens, self.block_tokens)
         self._pending.clear()
 
@@ -272,13 +267,11 @@ class PrefixIndex:
 
     def _blocks_short(self, pages: Mapping[PageClass, int]) -> int:
         """Blocks that must go at least before so many pages fit: one pass instead of many."""
-        short = 1
-        for page_class, wanted in pages.items():
+        short, slabs = 1, self.memory.arena.num_free_slabs
+        for page_class, of_block in self._block_pages.items():
             pool = self.memory.pools[page_class]
-            there = pool.num_free + self.memory.arena.num_free_slabs * pool.pages_per_slab
-            of_block = self._block_pages.get(page_class)
-            if of_block:
-                short = max(short, -(-(wanted - there) // of_block))
+            missing = pages.get(page_class, 0) - pool.num_free - slabs * pool.pages_per_slab
+            short = max(short, -(-missing // of_block))
         return short
 
     def _drop_oldest(self, number: int) -> list[bytes]:
@@ -297,16 +290,10 @@ class PrefixIndex:
             if self._nodes.get(node.block.key) is node:
                 del self._nodes[node.block.key]
             self._idle.pop(node, None)
-            loans.append(node.loan)
-            if node.statistics is not None:
-                loans.append(node.statistics)
+            loans += [node.loan] if node.statistics is None else [node.loan, node.statistics]
         return_loans(self.memory, loans)
 
 
 def _same(node: PrefixNode, block: Block, parent: PrefixNode | None) -> bool:
     """Whether a node found by its key is really this block behind this parent."""
     return node.block.tokens == block.tokens and node.parent is parent
-
-
-def _token_ids(block: Block) -> list[int]:
-    return memoryview(block.tokens).cast("q").tolist()

@@ -68,6 +68,11 @@ class Block:
     tokens: bytes
     end: int
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens as numbers."""
+        return memoryview(self.tokens).cast("q").tolist()
+
 
 def blocks_of(
     identity: PrefixIdentity,
