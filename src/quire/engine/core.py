@@ -235,6 +235,7 @@ class Engine:
             return
         started_s = time.perf_counter()
         results = self._runner.run(plan)
+        self.scheduler.learn(plan, time.perf_counter() - started_s)
         copies = self.scheduler.commit(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
@@ -279,5 +280,6 @@ class Engine:
         """
         memory = self.pool.kv.memory
         memory.check()
+        self._ledger.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")

@@ -41,18 +41,34 @@ class Entrance:
         self._last_returned = False
 
     def let_in(self) -> Request | None:
-        """Let the next one in, if anybody may enter; return the one that moves first."""
+        """Let the next one in, if anybody may enter as things are; return the one that moves first.
+
+        Takes from nobody: those that run may be part of the step already.
+        """
         borrowers = []
         for request, is_head in self._candidates():
-            right = self._fairness.right(request, self._known_bytes(request))
+            right = self._right(request)
             if right is Right.BORROWED:
                 borrowers.append(request)
             elif right is not Right.NOTHING:
-                entered = self._try(request, may_take=True)
+                entered = self._try(request, may_take=False)
                 if entered is not None or is_head:
                     return entered
         tried = (self._try(request, may_take=False) for request in borrowers)
         return next((request for request in tried if request is not None), None)
+
+    def claim(self) -> None:
+        """Let in those who get what is their tenant's own only if others give it back.
+
+        Before a step is planned: who gives way must not be part of it. One a tenant and step.
+        """
+        if self._fairness.has_several:
+            for head in list(self._fairness.waiting.heads()):
+                if self._right(head) >= Right.SHARE:
+                    self._try(head, may_take=True)
+
+    def _right(self, request: Request) -> Right:
+        return self._fairness.right(request, self._known_bytes(request))
 
     # ---- whose turn ----------------------------------------------------------------------------
 
@@ -81,15 +97,21 @@ class Entrance:
 
     def _try(self, request: Request, *, may_take: bool) -> Request | None:
         state = (self._residency.available_bytes, len(self._running))
-        if self._refused.get(request) == state:
+        if self._refused.get(request) == state and not may_take:
             return None  # nothing has changed since it was refused
         self._refused.pop(request, None)
         if self._has_rows(request, may_take=may_take):
             entered = self._enter(request, may_take=may_take)
             if entered is not None:
                 return entered
-        self._refused[request] = (self._residency.available_bytes, len(self._running))
+        self._note_refusal(request)
         return None
+
+    def _note_refusal(self, request: Request) -> None:
+        waiting = self._fairness.waiting
+        if len(self._refused) > len(waiting):  # some have gone by another way
+            self._refused = {r: state for r, state in self._refused.items() if r in waiting}
+        self._refused[request] = (self._residency.available_bytes, len(self._running))
 
     def _has_rows(self, request: Request, *, may_take: bool) -> bool:
         while not self._rows_left(num_rows(request)):

@@ -7,7 +7,7 @@ Torch-free: the scheduler knows token counts, pages and the memory's bookkeeping
 of a callback, because which tokens leave depends on tensors; how many leave does not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from quire.engine.entrance import Entrance
 from quire.engine.group import (
@@ -16,12 +16,12 @@ from quire.engine.group import (
     due_forks,
     leave,
     num_rows,
-    readable_tokens,
     refuse_beams,
     together,
     whole_groups,
 )
 from quire.engine.lane_caps import Evictor, LaneCaps
+from quire.engine.reading import Reading
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
@@ -56,14 +56,15 @@ class Scheduler:
         parts = parts or make_parts(config, eviction, Residency(memory))
         self.memory, self.config = memory, config
         self.residency, self.preempter = parts.residency, parts.preempter
-        self.chunks, self.admission = parts.chunks, parts.admission
+        self.admission = parts.admission
         self.peaks = parts.admission.peaks
         self.fairness = parts.fairness
         self.waiting = parts.fairness.waiting
         self.running: list[Request] = []
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
-        self._entrance = Entrance(parts, self.running, self._preempt)
         self._caps = LaneCaps(parts.residency, eviction, evict, self._fail)
+        self._entrance = Entrance(parts, self.running, self._preempt)
+        self._reading = Reading(parts, self.running, self._caps, self._entrance)
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -187,8 +188,9 @@ class Scheduler:
         plan = StepPlan()
         self.fairness.recount(self.running)
         self._respect_watermark()
+        self._entrance.claim()
         self._schedule_decoding(plan)
-        self._schedule_reading(plan, self.config.step_tokens - len(plan.requests))
+        self._reading.plan(plan, self.config.step_tokens - len(plan.requests))
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
@@ -204,6 +206,12 @@ class Scheduler:
             self.residency.copy(planned.parent, planned.child)
             self.running.append(planned.child)
         return made
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Learn what reading costs from a step that did nothing but read a piece of one prompt."""
+        swapper = self.preempter.swapper
+        if swapper is not None and len(plan.requests) == 1 and plan.tokens[0] > 1:
+            swapper.costs.read(plan.tokens[0], plan.requests[0].num_computed, seconds)
 
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
         """Let member i of a running group become what member `parents[i]` is; see `group.branch`.
@@ -258,76 +266,6 @@ class Scheduler:
                 return
             self._preempt(victim, "above the high watermark")
 
-    # ---- prompts -------------------------------------------------------------------------------
-
-    def _schedule_reading(self, plan: StepPlan, budget: int) -> None:
-        """Read prompts on, and let newcomers in behind them.
-
-        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
-        for ever behind newcomers that take the rest of every step. Only the tenant that was served
-        least does not wait for others' prompts.
-        """
-        readers = sorted(self._reading(plan), key=self.fairness.reading_order, reverse=True)
-        all_served = True
-        while budget > 0:
-            newcomer = None
-            if (not readers and all_served) or (readers and self._is_before(readers[-1])):
-                newcomer = self._entrance.let_in()
-            if newcomer is None and not readers:
-                return
-            request = newcomer or readers.pop()
-            part = self.fairness.step_part(request, readers, self.config.step_tokens)
-            tokens = self._schedule_chunk(plan, request, min(budget, part))
-            budget -= tokens
-            all_served &= tokens > 0
-
-    def _is_before(self, reader: Request) -> bool:
-        """Whether somebody waits whose tenant has been served less than the next reader's."""
-        if not self.fairness.has_several:
-            return False
-        head = next(self.waiting.heads(), None)
-        if head is None or head.tenant == reader.tenant:
-            return False
-        return self.waiting.virtual_time(head.tenant) < self.waiting.virtual_time(reader.tenant)
-
-    def _reading(self, plan: StepPlan) -> Iterator[Request]:
-        """Running requests not yet in the plan that still read their prompt."""
-        planned = set(map(id, plan.requests))
-        return (r for r in self.running if id(r) not in planned and readable_tokens(r) > 0)
-
-    def _schedule_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
-        """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
-        budget = self._behind_tail(request, budget)
-        tokens = self.chunks.tokens(plan, request, budget)
-        atomic = self.chunks.is_atomic(request)
-        if tokens and atomic and not self._caps.bring_down([request]):
-            return 0
-        if tokens and not self.residency.can_grow([request], [tokens]):
-            tokens = 0 if atomic else self._largest_fitting(request, tokens)
-        if tokens:
-            self.residency.grow([request], [tokens])
-            self.fairness.charge_reading(request, tokens)
-            plan.add(request, tokens)
-        return tokens
-
-    def _behind_tail(self, request: Request, budget: int) -> int:
-        """Tokens a request may read where its tail is on the host: up to it, then on from it."""
-        head_tokens = self.preempter.head_tokens(request)
-        if head_tokens is None:
-            return budget
-        if request.num_computed < head_tokens:
-            return min(budget, head_tokens - request.num_computed)
-        return budget if self.preempter.append_tail(request) else 0
-
-    def _largest_fitting(self, request: Request, tokens: int) -> int:
-        """Largest chunk below `tokens` whose pages are there, by bisection."""
-        low, high = 0, tokens
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.residency.can_grow([request], [middle])
-            low, high = (middle, high) if fits else (low, middle)
-        return low
-
     # ---- when nobody gets a page ---------------------------------------------------------------
 
     def _unblock(self, plan: StepPlan) -> None:
@@ -349,4 +287,4 @@ class Scheduler:
             self._schedule_decoding(plan)
         for request in together(first):
             if request.state is RequestState.RUNNING and not plan.requests:
-                self._schedule_chunk(plan, request, self.config.step_tokens)
+                self._reading.chunk(plan, request, self.config.step_tokens)

@@ -1,0 +1,101 @@
+"""Reads prompts: chunks of those that are in, and newcomers behind them.
+
+a step's budget   | the tenant served least first, a part of the step each | newcomers |
+"""
+
+from collections.abc import Iterator
+
+from quire.engine.entrance import Entrance
+from quire.engine.group import readable_tokens
+from quire.engine.lane_caps import LaneCaps
+from quire.engine.request import Request
+from quire.engine.scheduler_parts import SchedulerParts
+from quire.engine.step_plan import StepPlan
+
+
+class Reading:
+    """Plans the part of a step that reads prompts.
+
+    Args:
+        parts: the rules that are asked.
+        running: those that are in; the scheduler's own list.
+        caps: makes room in lanes at their cap.
+        entrance: lets newcomers in.
+    """
+
+    def __init__(
+        self, parts: SchedulerParts, running: list[Request], caps: LaneCaps, entrance: Entrance
+    ) -> None:
+        self._residency, self._preempter = parts.residency, parts.preempter
+        self._fairness, self._chunks = parts.fairness, parts.chunks
+        self._step_tokens = parts.config.step_tokens
+        self._running, self._caps, self._entrance = running, caps, entrance
+
+    def plan(self, plan: StepPlan, budget: int) -> None:
+        """Read prompts on, and let newcomers in behind them.
+
+        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
+        for ever behind newcomers that take the rest of every step. Only the tenant that was served
+        least does not wait for others' prompts.
+        """
+        readers = sorted(self._reading(plan), key=self._fairness.reading_order, reverse=True)
+        all_served = True
+        while budget > 0:
+            newcomer = None
+            if (not readers and all_served) or (readers and self._is_before(readers[-1])):
+                newcomer = self._entrance.let_in()
+            if newcomer is None and not readers:
+                return
+            request = newcomer or readers.pop()
+            part = self._fairness.step_part(request, readers, self._step_tokens)
+            tokens = self.chunk(plan, request, min(budget, part))
+            budget -= tokens
+            all_served &= tokens > 0
+
+    def _is_before(self, reader: Request) -> bool:
+        """Whether somebody waits whose tenant has been served less than the next reader's."""
+        if not self._fairness.has_several:
+            return False
+        queue = self._fairness.waiting
+        head = next(queue.heads(), None)
+        if head is None or head.tenant == reader.tenant:
+            return False
+        return queue.virtual_time(head.tenant) < queue.virtual_time(reader.tenant)
+
+    def _reading(self, plan: StepPlan) -> Iterator[Request]:
+        """Running requests not yet in the plan that still read their prompt."""
+        planned = set(map(id, plan.requests))
+        return (r for r in self._running if id(r) not in planned and readable_tokens(r) > 0)
+
+    def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
+        budget = self._behind_tail(request, budget)
+        tokens = self._chunks.tokens(plan, request, budget)
+        atomic = self._chunks.is_atomic(request)
+        if tokens and atomic and not self._caps.bring_down([request]):
+            return 0
+        if tokens and not self._residency.can_grow([request], [tokens]):
+            tokens = 0 if atomic else self._largest_fitting(request, tokens)
+        if tokens:
+            self._residency.grow([request], [tokens])
+            self._fairness.charge_reading(request, tokens)
+            plan.add(request, tokens)
+        return tokens
+
+    def _behind_tail(self, request: Request, budget: int) -> int:
+        """Tokens a request may read where its tail is on the host: up to it, then on from it."""
+        head_tokens = self._preempter.head_tokens(request)
+        if head_tokens is None:
+            return budget
+        if request.num_computed < head_tokens:
+            return min(budget, head_tokens - request.num_computed)
+        return budget if self._preempter.append_tail(request) else 0
+
+    def _largest_fitting(self, request: Request, tokens: int) -> int:
+        """Largest chunk below `tokens` whose pages are there, by bisection."""
+        low, high = 0, tokens
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._residency.can_grow([request], [middle])
+            low, high = (middle, high) if fits else (low, middle)
+        return low
