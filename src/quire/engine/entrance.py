@@ -13,6 +13,7 @@ from quire.engine.group import (
     num_rows,
     plan_reading,
     reserved_rows,
+    together,
 )
 from quire.engine.request import Request, RequestState
 from quire.engine.scheduler_parts import SchedulerParts
@@ -131,10 +132,11 @@ class Entrance:
         return needed + reserved_rows(self._running) <= free
 
     def _enter(self, request: Request, *, may_take: bool) -> Request | None:
-        if not (self._running or self._preempter.has_place(request)):
-            self._preempter.give_up(request)  # no piece is long enough, and none will come free
-        whole = self._preempter.is_whole(request)
-        first = request if whole else plan_reading(request, self._most_shared)
+        away = self._away(request)
+        if not (self._running or self._preempter.has_place(away)):
+            self._preempter.give_up(away)  # no piece is long enough, and none will come free
+        whole = self._preempter.is_whole(away)
+        first = away if whole else plan_reading(request, self._most_shared)
         head_tokens = self._preempter.head_tokens(first)
         lease = None if whole else self._residency.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
@@ -145,7 +147,12 @@ class Entrance:
                 return None
             self._preempt(victim, f"tenant {request.tenant} asks for what is its own")
         self._fairness.waiting.pop(request)
-        return self._come_back(request) if whole else self._begin(first, lease)
+        return self._come_back(request, away) if whole else self._begin(first, lease)
+
+    def _away(self, request: Request) -> Request:
+        """Who of a group that waits has its KV on the host: not always the one in its place."""
+        whole = (member for member in together(request) if self._preempter.is_whole(member))
+        return next(whole, request)
 
     def _has_room(self, request: Request, cached_tokens: int) -> bool:
         """What is promised must fit, with a part left below the low watermark.
@@ -191,16 +198,16 @@ class Entrance:
         self._join(request)
         return request
 
-    def _come_back(self, request: Request) -> Request | None:
+    def _come_back(self, request: Request, away: Request) -> Request | None:
         """Copy a request, and those that left with it, back; read again what a copy lost."""
         self._last_returned = True
-        returned = self._preempter.bring_back(request)
+        returned = self._preempter.bring_back(away)
         if not returned:  # a copy failed: it is read again
             self._fairness.waiting.push(request)
             return self._enter(request, may_take=False)
         for member in returned:
             self._join(member)
-        return request
+        return away
 
     def _join(self, request: Request) -> None:
         waited_s = self._residency.events.now_s() - request.queued_s

@@ -111,8 +111,11 @@ class Scheduler:
         request.state = RequestState.FINISHED
         copies_wait = leave(request)
         if request.group is not None and request.group.members and (queued or copies_wait):
-            self._leave_all(request, reason)  # another member is first now
-            self._wait(request)
+            for member in together(request) if copies_wait else ():
+                self.preempter.give_up(member)  # who is copied from whom is planned anew
+            self._leave_all(request, reason)
+            if together(request)[0] not in self.waiting:  # another member is first now
+                self._wait(request)
 
     def _fail(self, request: Request, error: PolicyError) -> None:
         self.failures.append((request, error))

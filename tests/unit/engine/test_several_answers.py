@@ -250,6 +250,23 @@ def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llam
     assert engine.submit(PROMPT, drawn(), request_id="r") == "r"
 
 
+def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
+    engine = engine_of(llama, chunk_tokens=4, prefix_cache=False)
+    builder = AnswerBuilder(engine.submit(PROMPT, drawn(n=3), request_id="r"), tuple(PROMPT))
+    deltas = [delta for _ in range(9) for delta in engine.step()]
+    engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+    deltas += engine.step()  # one reads again, the others wait for it
+    engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+    engine.cancel("r", 1)
+    while engine.has_work:
+        deltas += engine.step()
+
+    [whole] = [whole for delta in deltas if (whole := builder.add(delta)) is not None]
+    assert [choice.finish_reason for choice in whole.choices] == ["length", "abort", "length"]
+    assert whole.choices[2].token_ids == alone(llama, 7).token_ids
+    engine.check()
+
+
 # ---- under pressure ----------------------------------------------------------------------------
 
 
