@@ -22,7 +22,13 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
 from quire.engine.siblings import make_sequences
-from quire.engine.stats import EngineStats, memory_numbers, request_bytes, tenant_bytes
+from quire.engine.stats import (
+    EngineStats,
+    memory_numbers,
+    request_bytes,
+    scheduler_numbers,
+    tenant_bytes,
+)
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
@@ -249,11 +255,9 @@ class Engine:
         memory, scheduler = self.pool.kv.memory, self.scheduler
         return EngineStats(
             **memory_numbers(memory),
+            **scheduler_numbers(scheduler),
             scratch_peak_bytes=self.pool.kv.backend.peak_scratch_bytes,
             weight_bytes=self.model.weight_bytes,
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
@@ -261,6 +265,7 @@ class Engine:
             requests=(held := request_bytes(scheduler.running, memory)),
             tenants=tenant_bytes(self._requests(), held),
             host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
+            served=scheduler.fairness.report(),
         )
 
     def ledger(self) -> Snapshot:

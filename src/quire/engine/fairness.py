@@ -11,7 +11,7 @@ from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.tenant_book import Right, TenantBook, checked_tenant
 from quire.engine.tenant_bytes import bytes_by_tenant
-from quire.engine.tenant_meter import TenantMeter
+from quire.engine.tenant_meter import TenantMeter, TenantStats
 from quire.engine.tenants import PUBLIC
 
 
@@ -49,6 +49,10 @@ class Fairness:
         self.book.refuse_if_never(request.tenant, peak_bytes)
         self._seen.add(request.tenant)
         self.meter.submitted(request.tenant)
+
+    def report(self) -> tuple[TenantStats, ...]:
+        """What each tenant has had; bytes only where several are there."""
+        return self.meter.report(self.book if self.has_several else None)
 
     # ---- bytes ---------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from quire.engine.request import Request
+from quire.engine.scheduler import Scheduler
+from quire.engine.tenant_meter import TenantStats
 from quire.engine.times import StepTimes
 from quire.kv.memory import KVMemory
 
@@ -59,6 +61,10 @@ class EngineStats:
         tenants: the same, by tenant.
         cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
         host_bytes: KV of requests that wait with it in the host pool.
+        num_swaps: sequences moved to the host so far, tails included.
+        queried_tokens, cached_tokens: of all requests that entered: known then, and found in the
+            prefix cache.
+        served: what each tenant has had since the start.
     """
 
     kv_total_bytes: int
@@ -78,6 +84,10 @@ class EngineStats:
     tenants: tuple[TenantBytes, ...]
     cached_bytes: int
     host_bytes: int
+    num_swaps: int
+    queried_tokens: int
+    cached_tokens: int
+    served: tuple[TenantStats, ...]
 
     @property
     def kv_held_bytes(self) -> int:
@@ -125,4 +135,17 @@ def memory_numbers(memory: KVMemory) -> dict[str, int]:
         "kv_free_bytes": memory.free_bytes,
         "kv_peak_bytes": memory.arena_peak_bytes,
         "cached_bytes": memory.idle_bytes(),
+    }
+
+
+def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
+    """What a scheduler has done, under the names of `EngineStats`."""
+    swapper, prefix = scheduler.preempter.swapper, scheduler.residency.prefix
+    return {
+        "num_running": len(scheduler.running),
+        "num_waiting": scheduler.num_waiting,
+        "num_preemptions": scheduler.num_preemptions,
+        "num_swaps": 0 if swapper is None else swapper.num_swaps,
+        "queried_tokens": 0 if prefix is None else prefix.queried_tokens,
+        "cached_tokens": 0 if prefix is None else prefix.hit_tokens,
     }

@@ -53,7 +53,9 @@ def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
 def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> int:
     table = memory.tables[name]
     page_class = table.group.page_class
-    named = np.concatenate([table.row_pages(request.row) for request in requests])
+    rows = np.array([request.row for request in requests], dtype=np.int64)
+    named = np.concatenate([table.row_pages(row) for row in rows])
     pages, times = np.unique(named, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= times
-    return int(np.count_nonzero(only)) * page_class.page_bytes
+    kept_aside = memory.placement.reserved_pages(table, rows).sum()
+    return (int(np.count_nonzero(only)) + int(kept_aside)) * page_class.page_bytes
