@@ -39,6 +39,21 @@ def llama_tiny() -> LlamaConfig:
     )
 
 
+def llama_small() -> LlamaConfig:
+    """A shape whose long prompts take seconds: 4 layers of 256, 8 heads over 4 KV heads."""
+    return LlamaConfig(
+        vocab_size=4_000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=False,
+    )
+
+
 def random_weights(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """A Transformers model of this shape; the same seed and dtype give the same weights."""
     with torch.random.fork_rng(devices=[]):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from quire.bench.models import llama_125m, llama_tiny
+from quire.bench.models import llama_125m, llama_small, llama_tiny
 from quire.errors import ConfigError
 from quire.spec.model import ModelSpec
 
-SHAPES = {"125m": llama_125m, "tiny": llama_tiny}
+SHAPES = {"125m": llama_125m, "small": llama_small, "tiny": llama_tiny}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

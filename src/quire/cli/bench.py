@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_soak import soak
 from quire.cli.bench_throughput import throughput
@@ -16,6 +17,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 bench_app.command()(throughput)
 bench_app.command()(prefill)
 bench_app.command()(soak)
+bench_app.command()(memory)
 
 
 @bench_app.command()

@@ -1,6 +1,7 @@
 """Reading rows of a trace, with errors that say which line and what was expected there."""
 
 import csv
+import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -75,18 +76,20 @@ class Row:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """A trace as text.
+    """A trace as text; one whose name ends in .gz is unpacked.
 
     Raises:
         TraceError: it cannot be opened, or is not text.
     """
+    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield file
     except UnicodeDecodeError as error:
         raise TraceError(f"{path.name} is not UTF-8 text: {error.reason}") from error
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    except (OSError, EOFError) as error:
+        why = getattr(error, "strerror", None) or error  # gzip's own errors have no such text
+        raise TraceError(f"cannot read the trace {path}: {why}") from error
 
 
 def csv_rows(path: Path, *needed: str) -> Iterator[Row]:

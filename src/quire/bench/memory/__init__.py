@@ -1,0 +1,1 @@
+"""The memory bench: what KV memory costs and saves, one table after the other."""

@@ -1,0 +1,65 @@
+"""The parts of the memory bench by name, in the order in which they run and are read."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from quire.bench.memory.allocator import run_allocator
+from quire.bench.memory.beam import run_beam
+from quire.bench.memory.config import MemoryBenchConfig
+from quire.bench.memory.fairness import run_fairness
+from quire.bench.memory.generation import run_generation
+from quire.bench.memory.page_sizes import run_page_sizes
+from quire.bench.memory.prefix import run_prefix
+from quire.bench.memory.result import PartResult
+from quire.bench.memory.reuse import run_reuse
+from quire.bench.memory.swapping import run_swap
+from quire.bench.memory.waste import run_waste
+from quire.bench.memory.watermarks import run_watermarks
+from quire.errors import ConfigError, UnknownName
+
+Part = Callable[[MemoryBenchConfig], PartResult]
+
+PARTS: Mapping[str, Part] = {
+    "waste": lambda config: run_waste(config.waste, config.simulated),
+    "pages": lambda config: run_page_sizes(config.pages, config.simulated),
+    "watermarks": lambda config: run_watermarks(config.watermarks, config.simulated),
+    "beam": lambda config: run_beam(config.beam),
+    "swap": lambda config: run_swap(config.swap),
+    "prefix": lambda config: run_prefix(config.prefix),
+    "cache": lambda config: run_generation(config.cache),
+    "allocator": lambda config: run_allocator(config.allocator),
+    "reuse": lambda config: run_reuse(config.reuse, config.simulated),
+    "fairness": lambda config: run_fairness(config.fairness, config.simulated),
+}
+
+
+def parts_of(names: str) -> tuple[str, ...]:
+    """Read parts written with commas, in the order in which they run; "" for all.
+
+    Raises:
+        UnknownName: no part has this name.
+        ConfigError: a part is named twice.
+    """
+    if not names.strip():
+        return tuple(PARTS)
+    asked = [name.strip() for name in names.split(",")]
+    for name in asked:
+        if name not in PARTS:
+            raise UnknownName("part", name, PARTS)
+    if len(set(asked)) != len(asked):
+        raise ConfigError(f"expected each part once, got {names!r}")
+    return tuple(name for name in PARTS if name in asked)
+
+
+def run_parts(names: Sequence[str], config: MemoryBenchConfig) -> Iterator[tuple[str, PartResult]]:
+    """Run parts one after the other; yield each when it is done.
+
+    Args:
+        names: of PARTS.
+        config: of all of them.
+    """
+    for name in names:
+        started_s = perf_counter()
+        result = PARTS[name](config)
+        yield name, replace(result, seconds=perf_counter() - started_s)

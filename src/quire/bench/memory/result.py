@@ -1,0 +1,93 @@
+"""What a part of the memory bench hands back: claims, tables, pictures, and what was measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Cell = str | int | float | None
+Numbers = dict[str, int | float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: of its files.
+        caption: what it shows, under which conditions.
+        columns: heads, with units.
+        rows: cells; None where there is nothing to say.
+    """
+
+    name: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One picture: lines over a number, or bars over names.
+
+    Attributes:
+        name: of its file.
+        title, x_label, y_label: what is drawn, with units.
+        lines: label to points (x, y); x is a text for bars.
+        log_x, log_y: logarithmic scales.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, tuple[tuple[str | int | float, int | float], ...]]
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """One part.
+
+    Attributes:
+        claims: flat numbers.
+        tables: in the order of reading.
+        charts: pictures of them.
+        raw: every repeat, JSON values.
+        seconds: it took.
+    """
+
+    claims: Numbers
+    tables: tuple[Table, ...]
+    charts: tuple[Chart, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    seconds: int | float = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "PartResult":
+        """From what `to_json` made, once through JSON."""
+        return cls(
+            claims=stored["claims"],
+            tables=tuple(_table(found) for found in stored["tables"]),
+            charts=tuple(_chart(found) for found in stored["charts"]),
+            raw=stored.get("raw", {}),
+            seconds=stored["seconds"],
+        )
+
+
+def _table(stored: Mapping[str, Any]) -> Table:
+    rows = tuple(tuple(row) for row in stored["rows"])
+    return Table(**{**stored, "columns": tuple(stored["columns"]), "rows": rows})
+
+
+def _chart(stored: Mapping[str, Any]) -> Chart:
+    lines = {label: _points(points) for label, points in stored["lines"].items()}
+    return Chart(**{**stored, "lines": lines})
+
+
+def _points(stored: Iterable[Any]) -> tuple[tuple[str | int | float, int | float], ...]:
+    return tuple((x, y) for x, y in stored)

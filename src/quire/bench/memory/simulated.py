@@ -1,0 +1,66 @@
+"""Where the simulated parts of the memory bench get their traces and their machine from."""
+
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from quire.kv.config import KVConfig
+from quire.sim.machine import MachineConfig
+from quire.sim.models import model_shape
+from quire.sim.run import SimConfig
+from quire.sim.traces.base import Trace
+from quire.sim.traces.loading import load_trace
+from quire.sim.traces.options import TraceOptions
+
+AZURE, MOONCAKE = "azure_conversation.csv.gz", "mooncake_conversation.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig:
+    """On what traces run.
+
+    Attributes:
+        trace: file with lengths and times of conversations; "" takes the Azure trace that comes
+            with Quire.
+        prefix_trace: file that says what prompts share; "" takes the beginning of Mooncake's
+            conversation trace that comes with Quire.
+        requests: the first so many of each; None: all.
+        model: a shape, as `quire simulate` names it.
+        machine: whose rates time the steps.
+        memory: KV bytes.
+    """
+
+    trace: str = ""
+    prefix_trace: str = ""
+    requests: int | None = None
+    model: str = "llama-3.1-8b"
+    machine: str = "a100"
+    memory: int | str = "16GiB"
+
+    def conversations(self, options: TraceOptions | None = None) -> Trace:
+        """The trace of lengths and times.
+
+        Raises:
+            TraceError: the file cannot be read.
+        """
+        return self._load(self.trace, AZURE, options)
+
+    def prefixes(self) -> Trace:
+        """The trace of shared prefixes.
+
+        Raises:
+            TraceError: the file cannot be read.
+        """
+        return self._load(self.prefix_trace, MOONCAKE, None)
+
+    def _load(self, named: str, packaged: str, options: TraceOptions | None) -> Trace:
+        path = Path(named) if named else Path(str(resources.files("quire") / "assets" / packaged))
+        return load_trace(path, replace(options or TraceOptions(), requests=self.requests))
+
+    def run_config(self) -> SimConfig:
+        """What `quire.sim` takes, with the defaults of the engine."""
+        return SimConfig(
+            model=model_shape(self.model),
+            rates=MachineConfig(name=self.machine).rates(),
+            kv=KVConfig(memory=self.memory),
+        )
