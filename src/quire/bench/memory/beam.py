@@ -1,9 +1,10 @@
 """Part `beam`: bytes of a search with several beams over one sequence, with copy-on-write.
 
-The memory does what it does in the engine, without bytes: the beams share the pages up to where
-they part, and a page that several hold is copied by whoever writes it. Two courses of a search:
-`part once` lets every beam go its own way to the end, the most that can be held; `reorder` draws
-each step's beams from the last step's at random, as a search whose scores cross does.
+The beams share the pages up to where they part, and a page that several hold is copied by whoever
+writes it. Three courses of a search: `part once` lets every beam go its own way to the end, the
+most that can be held; `reorder` draws each step's beams from the last step's at random, as a search
+whose scores cross does; both on the engine's memory without bytes. `engine` is a beam search of the
+engine on a small model with random weights.
 """
 
 import random
@@ -11,14 +12,21 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from quire.bench.memory.result import Numbers, PartResult, Table
+from quire.bench.models import random_model
+from quire.bench.workload import SHAPES
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.sim.models import model_shape
 from quire.spec.layout import layout_for
 
-PART_ONCE, REORDER = "part once", "reorder"
+PART_ONCE, REORDER, ENGINE = "part once", "reorder", "engine"
 CLAIMED_PAGE_TOKENS = 16
 
 
@@ -32,7 +40,8 @@ class BeamConfig:
         apart: last tokens in which they differ.
         page_sizes: slots in a page; CLAIMED_PAGE_TOKENS must be among them.
         model: a shape, as `quire simulate` names it.
-        seed: of the beams drawn.
+        engine_model: a name in SHAPES.
+        seed: of the beams drawn, and of the prompt.
     """
 
     beams: int = 4
@@ -40,6 +49,7 @@ class BeamConfig:
     apart: int = 50
     page_sizes: tuple[int, ...] = (1, CLAIMED_PAGE_TOKENS, 64)
     model: str = "llama-3.1-8b"
+    engine_model: str = "small"
     seed: int = 0
 
 
@@ -48,7 +58,7 @@ class BeamRun:
     """One course with pages of one size.
 
     Attributes:
-        course: PART_ONCE or REORDER.
+        course: PART_ONCE, REORDER or ENGINE.
         page_tokens: slots in a page.
         peak_bytes: of all beams together, at most.
         one_bytes: of one sequence of the whole length.
@@ -66,8 +76,8 @@ class BeamRun:
 
 
 def measure_beams(config: BeamConfig) -> list[BeamRun]:
-    """Every course with every page size."""
-    return [
+    """Every course with every page size; the engine's with the one that is claimed."""
+    runs = [
         BeamRun(
             course=course,
             page_tokens=page_tokens,
@@ -77,6 +87,7 @@ def measure_beams(config: BeamConfig) -> list[BeamRun]:
         for page_tokens in config.page_sizes
         for course in (PART_ONCE, REORDER)
     ]
+    return [*runs, _search_with_engine(config)]
 
 
 def _memory(config: BeamConfig, page_tokens: int) -> KVMemory:
@@ -117,6 +128,37 @@ def _next_beams(memory: KVMemory, parents: list[int], rows: list[int]) -> list[i
     ]
 
 
+def _search_with_engine(config: BeamConfig) -> BeamRun:
+    rng, shape = random.Random(config.seed), SHAPES[config.engine_model]()
+    prompt = [rng.randrange(shape.vocab_size) for _ in range(config.tokens - config.apart)]
+    peaks = []
+    for beams in (config.beams, 1):
+        engine = Engine(
+            random_model(shape, dtype=torch.float32),
+            KVConfig(memory="64MiB", page_tokens=CLAIMED_PAGE_TOKENS, prefix_cache=False),
+            ScheduleConfig(),
+        )
+        engine.submit(
+            prompt,
+            SamplingParams(
+                n=beams,
+                use_beam_search=beams > 1,
+                max_tokens=config.apart,
+                temperature=0.0,
+                ignore_eos=True,
+            ),
+        )
+        while engine.has_work:
+            engine.step()
+        peaks.append(engine.stats().kv_peak_bytes)
+    return BeamRun(
+        course=ENGINE,
+        page_tokens=CLAIMED_PAGE_TOKENS,
+        peak_bytes=peaks[0],
+        one_bytes=peaks[1],
+    )
+
+
 def run_beam(config: BeamConfig) -> PartResult:
     """The part."""
     runs = measure_beams(config)
@@ -127,7 +169,8 @@ def run_beam(config: BeamConfig) -> PartResult:
         name="beam",
         caption=(
             f"Copy-on-write: {config.beams} beams of {config.tokens:,} tokens that differ in the "
-            f"last {config.apart}, {config.model}. By tokens alone at least "
+            f"last {config.apart}: {config.model}, and the engine with a random-weight Llama "
+            f"({config.engine_model}, float32). By tokens alone at least "
             f"{floor_by_tokens(config):.3f} of one sequence."
         ),
         columns=("course", "tokens of a page", "peak B", "of one sequence", "without sharing"),
@@ -142,6 +185,6 @@ def floor_by_tokens(config: BeamConfig) -> float:
 
 
 def claims(config: BeamConfig, runs: list[BeamRun]) -> Numbers:
-    """The larger ratio of both courses with pages of 16 tokens, and the floor by tokens."""
+    """The largest ratio of all courses with pages of 16 tokens, and the floor by tokens."""
     found = [run.ratio for run in runs if run.page_tokens == CLAIMED_PAGE_TOKENS]
     return {"beam4_memory_ratio": max(found), "beam4_floor_by_tokens": floor_by_tokens(config)}

@@ -53,6 +53,6 @@ QUICK_MEMORY = MemoryBenchConfig(
     allocator=AllocatorConfig(
         overhead=OverheadConfig(rows=32, prompt_tokens=32, repeats=2, steps=2), steps=16
     ),
-    reuse=ReuseConfig(memories=("16GiB",)),
+    reuse=ReuseConfig(memories=("8GiB",), requests=60),
     fairness=FairnessConfig(time_scale=0.1),
 )

@@ -126,7 +126,8 @@ def claims(runs: FairnessRuns) -> Numbers:
         for result in (runs.alone, runs.flood)
     )
     limit_s = max(2 * alone_s, runs.step_s + runs.prefill_s)
-    index = jain_index(runs.drain.served.tokens)
+    served = {tenant: float(tokens) for tenant, tokens in runs.drain.served.tokens.items()}
+    index = jain_index(served)
     found: Numbers = {
         "small_tenant_p99_queue_s": flood_s,
         "small_tenant_p99_queue_alone_s": alone_s,

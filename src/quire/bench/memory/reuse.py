@@ -16,14 +16,17 @@ class ReuseConfig:
 
     Attributes:
         memories: sizes of bounded KV memories; one that forgets nothing is always there.
+        requests: of the trace, at most; None: all.
     """
 
+    requests: int | None = None
     memories: tuple[str, ...] = ("64GiB", "256GiB", "1024GiB")
 
 
 def run_reuse(config: ReuseConfig, simulated: SimulatedConfig) -> PartResult:
     """The part: one run of the trace for each size."""
     trace, on = simulated.prefixes(), simulated.run_config()
+    trace = replace(trace, requests=trace.requests[: config.requests])
     found = {
         size: summarise(simulate(trace, replace(on, kv=replace(on.kv, memory=size))))
         for size in (*config.memories, UNBOUNDED)

@@ -5,7 +5,7 @@ counted over time: slots without a token, over slots that running sequences hold
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
@@ -129,7 +129,10 @@ def run_waste(config: WasteConfig, simulated: SimulatedConfig) -> PartResult:
     """The part."""
     runs = list(measure_waste_of_stores(config, simulated))
     return PartResult(
-        claims=claims(runs), tables=(_table(runs, simulated),), charts=(_chart(runs),)
+        claims=claims(runs),
+        tables=(_table(runs, simulated),),
+        charts=(_chart(runs),),
+        raw={"runs": [asdict(run) for run in runs]},
     )
 
 
