@@ -18,7 +18,7 @@ from quire.engine.group import (
 from quire.engine.request import Request, RequestState
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.tenant_book import Right
-from quire.kv.prefix import PrefixLease
+from quire.kv.prefix_node import PrefixLease
 
 Preempt = Callable[[Request, str], None]  # (request, why)
 

@@ -10,7 +10,8 @@ from quire.engine.group import note_peak, readable_tokens
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request, RequestState
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex, PrefixLease
+from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
 

@@ -29,7 +29,7 @@ from quire.engine.scheduler_parts import SchedulerParts, make_parts
 from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixLease
+from quire.kv.prefix_node import PrefixLease
 from quire.spec.eviction import EvictionSpec
 
 

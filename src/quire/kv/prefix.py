@@ -17,56 +17,15 @@ Only exact KV is published: a row that has evicted tokens publishes nothing more
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
-from quire.kv.sharing import Loan, borrow, lend, lend_statistics, return_loans
+from quire.kv.prefix_node import PrefixLease, PrefixNode
+from quire.kv.sharing import borrow, lend_blocks, lend_statistics, return_loans
 from quire.spec.pages import PageClass
-
-
-@dataclass(slots=True, eq=False)
-class PrefixNode:
-    """One published block.
-
-    Attributes:
-        block: key, tokens and end.
-        parent: the node before it; None for the first block.
-        loan: its pages.
-        statistics: copies of the private pages of a row that ended here; None where none did.
-        is_public: whether all tenants may use it.
-        num_users: leases that hold it.
-    """
-
-    block: Block
-    parent: "PrefixNode | None"
-    loan: Loan
-    statistics: Loan | None = None
-    is_public: bool = False
-    num_users: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class PrefixLease:
-    """What one sequence uses and publishes.
-
-    Attributes:
-        identity: who may share it.
-        nodes: the chain from the first block on.
-        publishes: whether it may add to the chain.
-    """
-
-    identity: PrefixIdentity
-    nodes: list[PrefixNode] = field(default_factory=list)
-    publishes: bool = True
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chain."""
-        return self.nodes[-1].block.end if self.nodes else 0
 
 
 class PrefixIndex:
@@ -192,37 +151,44 @@ class PrefixIndex:
             row: has grown to hold its tokens; they are written in this step.
             token_ids: from the lease's end on, up to the row's length.
         """
-        start = lease.tokens
         parent = lease.nodes[-1] if lease.nodes else None
         key = parent.block.key if parent else None
-        for block in blocks_of(
-            lease.identity, token_ids, self.block_tokens, start=start, parent_key=key
-        ):
+        blocks = blocks_of(
+            lease.identity, token_ids, self.block_tokens, start=lease.tokens, parent_key=key
+        )
+        for block in blocks:
             node = self._nodes.get(block.key)
-            if node is None:
-                node = self._add(block, parent, row)
-                if node is not None:
-                    node.is_public = block.end <= lease.identity.public_tokens
+            if node is None:  # then nothing behind it is known either
+                lease.publishes = self._add([block, *blocks], lease, row)
             elif _same(node, block, parent):
                 self._use([node])  # somebody else was first: both hold pages of these tokens
-            else:
-                node = None  # two texts with one key: this one stays unpublished
-            if node is None:
+                lease.nodes.append(node)
+                parent = node
+            else:  # two texts with one key: this one stays unpublished
                 lease.publishes = False
                 return
-            lease.nodes.append(node)
-            parent = node
 
-    def _add(self, block: Block, parent: PrefixNode | None, row: int) -> PrefixNode | None:
-        """Publish a block; None where a window lane has let go of a part of it already."""
+    def _add(self, blocks: list[Block], lease: PrefixLease, row: int) -> bool:
+        """Publish blocks behind a lease's; False where one of them could not be.
+
+        Its key may be another text's, or a window lane has let go of a part of it already.
+        """
+        distinct = {block.key for block in blocks}
+        if len(distinct) < len(blocks) or not distinct.isdisjoint(self._nodes):
+            return False
         try:
-            loan = lend(self.memory, row, block.end - self.block_tokens, block.end)
+            first, size = lease.tokens, self.block_tokens
+            loans = lend_blocks(self.memory, row, first, blocks[-1].end, size)
         except ConfigError:
-            return None
-        node = PrefixNode(block, parent, loan)
-        self._nodes[block.key] = node
-        self._pending.append(node)
-        return node
+            return False
+        for block, loan in zip(blocks, loans, strict=True):
+            is_public = block.end <= lease.identity.public_tokens
+            parent = lease.nodes[-1] if lease.nodes else None
+            node = PrefixNode(block, parent, loan, is_public=is_public)
+            self._nodes[block.key] = node
+            self._pending.append(node)
+            lease.nodes.append(node)
+        return True
 
     def confirm(self) -> None:
         """The step has run: what it published is there."""

@@ -74,19 +74,30 @@ def lend(memory: KVMemory, row: int, start: int, end: int) -> Loan:
             in order (it has evicted, or returned pages behind a window).
         UnsoundCombination: the store's pages have one holder each.
     """
+    return lend_blocks(memory, row, start, end, end - start)[0]
+
+
+def lend_blocks(memory: KVMemory, row: int, start: int, end: int, block_tokens: int) -> list[Loan]:
+    """Lend tokens in blocks of `block_tokens`, whole pages each, all or none; see `lend`."""
     if not memory.placement.shares:
         raise UnsoundCombination(
             "a page of a contiguous run has one holder, so no prefix can be lent: use the store "
             "'paged'"
         )
-    pages = {
-        name: _span_pages(memory, table, row, start, end)
-        for name, table in memory.tables.items()
-        if not table.group.private
-    }
+    shared = {name: t for name, t in memory.tables.items() if not t.group.private}
+    pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}
     for name, numbers in pages.items():
-        memory.pools[memory.tables[name].group.page_class].retain(numbers.reshape(-1))
-    return _registered(memory, start, end, pages)
+        memory.pools[shared[name].group.page_class].retain(numbers.reshape(-1))
+    width = {name: block_tokens // t.group.page_class.tokens for name, t in shared.items()}
+    return [
+        _registered(
+            memory,
+            start + i * block_tokens,
+            start + (i + 1) * block_tokens,
+            {name: pages[name][:, i * width[name] : (i + 1) * width[name]] for name in shared},
+        )
+        for i in range((end - start) // max(block_tokens, 1))
+    ]
 
 
 def _registered(memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]) -> Loan:
