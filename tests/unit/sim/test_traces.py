@@ -1,5 +1,6 @@
 """Each format is read as it is written, found by itself, and refused line by line."""
 
+import gzip
 import json
 
 import numpy as np
@@ -57,6 +58,18 @@ def write(tmp_path):
 
 def lengths(loaded):
     return [(r.prompt_tokens, r.answer.tokens) for r in loaded.requests]
+
+
+def test_a_compressed_trace_is_unpacked(write):
+    packed = write(gzip.compress(AZURE.encode()), "trace.csv.gz")
+
+    assert lengths(load_trace(packed)) == [(374, 44), (396, 109), (879, 55)]
+
+
+@pytest.mark.parametrize("content", [AZURE.encode(), gzip.compress(AZURE.encode())[:-9]])
+def test_a_trace_that_is_not_compressed_as_its_name_says_is_refused(write, content):
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        load_trace(write(content, "trace.csv.gz"))
 
 
 def arrivals(loaded):
