@@ -5,17 +5,17 @@
 | admitted | tokens, cached_tokens |
 | chunk | tokens, kv_bytes |
 | shared | tokens, kv_bytes |
-| copied | pages, kv_bytes |
+| copied | kv_bytes |
 | swapped_out, swapped_in | kv_bytes, seconds |
 | preempted | how, reason, lost_tokens, freed_bytes |
-| cached, uncached | tokens, kv_bytes |
+| cached, uncached | blocks, kv_bytes |
 | freed | kv_bytes, reason |
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.engine.request import Request
@@ -130,3 +130,32 @@ class EventLog:
             raise UnknownName("kind of KV event", kind, KINDS)
         found = [e for e in self._newest if e.number > since and e.kind in wanted]
         return found if most is None else found[max(0, len(found) - most) :]
+
+
+class PrefixEvents:
+    """Puts what a prefix index tells into an event log; a `PrefixListener`.
+
+    Args:
+        log: the events.
+        block_bytes: of a block's pages.
+    """
+
+    def __init__(self, log: EventLog, block_bytes: int) -> None:
+        self._log, self._block_bytes = log, block_bytes
+
+    def stored(
+        self,
+        block_hashes: Sequence[bytes],
+        parent_hash: bytes | None,
+        token_ids: Sequence[int],
+        page_tokens: int,
+    ) -> None:
+        """Blocks can be shared now."""
+        self._tell("cached", len(block_hashes))
+
+    def removed(self, block_hashes: Sequence[bytes]) -> None:
+        """Blocks have been dropped."""
+        self._tell("uncached", len(block_hashes))
+
+    def _tell(self, kind: str, blocks: int) -> None:
+        self._log.emit(kind, None, blocks=blocks, kv_bytes=blocks * self._block_bytes)

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from quire.engine.events import EventLog
+from quire.engine.events import EventLog, PrefixEvents
 from quire.engine.eviction import Evictor
 from quire.engine.pool import KVPool
 from quire.engine.preemption.swapper import Swapper
@@ -19,7 +19,7 @@ from quire.errors import InvariantError
 from quire.kv.config import KVConfig
 from quire.kv.host_store import device_name
 from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_events import PrefixListener
+from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
@@ -36,7 +36,7 @@ def make_scheduler(
     *,
     model: LoadedModel,
     events: EventLog,
-    listener: PrefixListener,
+    listener: PrefixBroadcast,
 ) -> Scheduler:
     """A scheduler over a pool.
 
@@ -51,9 +51,12 @@ def make_scheduler(
     memory, eviction = pool.kv.memory, pool.eviction
     # a store whose pages have one holder each can share nothing
     shares = kv.prefix_cache and memory.placement.shares
+    prefix = PrefixIndex(memory, listener) if shares else None
+    if prefix is not None:
+        listener.subscribe(PrefixEvents(events, prefix.block_bytes))
     residency = Residency(
         memory,
-        PrefixIndex(memory, listener) if shares else None,
+        prefix,
         identities=PrefixIdentities((model.name, pool.codec, kv.evict, str(kv.page_tokens))),
         events=events,
     )

@@ -79,6 +79,8 @@ class Reading:
         if tokens:
             self._residency.grow([request], [tokens])
             self._fairness.charge_reading(request, tokens)
+            kv_bytes = self._residency.memory.row_bytes(request.row)
+            self._residency.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
             plan.add(request, tokens)
         return tokens
 

@@ -172,7 +172,11 @@ class Residency:
         Raises:
             OutOfPages: see `KVMemory.grow`.
         """
+        copied_bytes = self.memory.copied_bytes
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
+        if self.memory.copied_bytes > copied_bytes:  # shared pages that are written now
+            kv_bytes = self.memory.copied_bytes - copied_bytes
+            self.events.emit("copied", requests[0], kv_bytes=kv_bytes)
         if self.prefix is None:
             return
         block = self.prefix.block_tokens

@@ -66,7 +66,7 @@ class KVMemory:
         }
         self.lengths = np.zeros(max_rows, dtype=np.int64)
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
-        self.arena_peak_bytes = 0
+        self.arena_peak_bytes = self.copied_bytes = 0
         self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
@@ -229,6 +229,7 @@ class KVMemory:
         self.store.copy_pages(pool.page_class, old, new)
         table.replace(row, lane, column, new)
         pool.release(old)
+        self.copied_bytes += len(old) * pool.page_class.page_bytes
 
     # ---- shrinking -----------------------------------------------------------------------------
 

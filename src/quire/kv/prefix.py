@@ -193,10 +193,11 @@ class PrefixIndex:
     def confirm(self) -> None:
         """The step has run: what it published is there."""
         if self._listener is not None:
-            for node in self._pending:
-                parent = None if node.parent is None else node.parent.block.key
-                tokens = node.block.token_ids
-                self._listener.stored([node.block.key], parent, tokens, self.block_tokens)
+            for chain in _chains(self._pending):
+                parent = None if chain[0].parent is None else chain[0].parent.block.key
+                keys = [node.block.key for node in chain]
+                tokens = [token for node in chain for token in node.block.token_ids]
+                self._listener.stored(keys, parent, tokens, self.block_tokens)
         self._pending.clear()
 
     def withdraw(self) -> None:
@@ -263,3 +264,14 @@ class PrefixIndex:
 def _same(node: PrefixNode, block: Block, parent: PrefixNode | None) -> bool:
     """Whether a node found by its key is really this block behind this parent."""
     return node.block.tokens == block.tokens and node.parent is parent
+
+
+def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
+    """Nodes in their order, cut where one does not follow the one before it."""
+    chains: list[list[PrefixNode]] = []
+    for node in nodes:
+        if chains and node.parent is chains[-1][-1]:
+            chains[-1].append(node)
+        else:
+            chains.append([node])
+    return chains

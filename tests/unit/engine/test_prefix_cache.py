@@ -175,3 +175,19 @@ def test_cached_prefixes_give_way_to_whoever_needs_the_room():
         assert answer == alone
 
     assert engine.stats().num_preemptions == 0
+
+
+def test_what_happens_to_kv_is_told():
+    """13 tokens in chunks of 8: two chunks, then 7 of 8 answer tokens; 5 blocks of 4 in 20."""
+    engine = engine_of(engines.load("llama"), chunk_tokens=8)
+    ask(engine, [PROMPT])
+    ask(engine, [PROMPT])
+    told = {}
+    for event in engine.events.newest():
+        told.setdefault(event.kind, []).append(event.data)
+
+    assert [data["tokens"] for data in told["chunk"]] == [8, 5, 1]
+    assert sum(data["blocks"] for data in told["cached"]) == 5
+    assert [data["tokens"] for data in told["shared"]] == [12]
+    assert [data["reason"] for data in told["freed"]] == ["finished", "finished"]
+    assert sum(data["kv_bytes"] for data in told["cached"]) == engine.stats().cached_bytes

@@ -54,7 +54,7 @@ def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> 
     table = memory.tables[name]
     page_class = table.group.page_class
     rows = np.array([request.row for request in requests], dtype=np.int64)
-    named = np.concatenate([table.row_pages(row) for row in rows])
+    named = np.concatenate([table.row_pages(request.row) for request in requests])
     pages, times = np.unique(named, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= times
     kept_aside = memory.placement.reserved_pages(table, rows).sum()
