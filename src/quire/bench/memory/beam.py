@@ -9,7 +9,7 @@ engine on a small model with random weights.
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -176,7 +176,8 @@ def run_beam(config: BeamConfig) -> PartResult:
         columns=("course", "tokens of a page", "peak B", "of one sequence", "without sharing"),
         rows=rows,
     )
-    return PartResult(claims=claims(config, runs), tables=(table,))
+    raw = {"runs": [asdict(run) for run in runs]}
+    return PartResult(claims=claims(config, runs), tables=(table,), raw=raw)
 
 
 def floor_by_tokens(config: BeamConfig) -> float:

@@ -49,7 +49,7 @@ QUICK_MEMORY = MemoryBenchConfig(
         model="small", swap=SwapConfig(lengths=(64, 256), repeats=2, step_tokens=128)
     ),
     prefix=PrefixConfig(sharers=8, system_tokens=400, new_tokens=4, repeats=1),
-    cache=GenerationConfig(lengths=(256, 512, 1_024, 2_048, 4_096), steps=4, repeats=1),
+    cache=GenerationConfig(model="small", steps=4, repeats=1),
     allocator=AllocatorConfig(
         overhead=OverheadConfig(rows=32, prompt_tokens=32, repeats=2, steps=2), steps=16
     ),

@@ -14,7 +14,7 @@ import numpy as np
 from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
 from quire.sim.fairness import jain_index
-from quire.sim.metrics import percentiles
+from quire.sim.metrics import by_tenant, percentiles
 from quire.sim.records import RequestRecord
 from quire.sim.run import SimConfig, make_timer, simulate
 from quire.sim.simulator import SimResult
@@ -85,9 +85,10 @@ def _prefill_s(on: SimConfig, tokens: int) -> float:
 def run_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> PartResult:
     """The part."""
     runs = measure_fairness(config, simulated)
+    results = {"alone": runs.alone, "flood": runs.flood, "drain": runs.drain}
     rows = tuple(
         (name, tenant, *_cells(_records(result, tenant)))
-        for name, result in (("alone", runs.alone), ("flood", runs.flood), ("drain", runs.drain))
+        for name, result in results.items()
         for tenant in (SMALL, LARGE)
         if _records(result, tenant)
     )
@@ -102,7 +103,8 @@ def run_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> PartResu
         columns=("run", "tenant", "requests", "queue p50 s", "queue p99 s", "first token p99 s"),
         rows=rows,
     )
-    return PartResult(claims=found, tables=(table,))
+    raw = {name: by_tenant(result) for name, result in results.items()}
+    return PartResult(claims=found, tables=(table,), raw=raw)
 
 
 def _records(result: SimResult, tenant: str) -> list[RequestRecord]:

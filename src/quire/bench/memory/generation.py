@@ -2,9 +2,8 @@
 
 Without a cache every token costs the reading of all tokens before it: the time of one prefill of
 that many. With it, a token costs a decode step behind them. Both are measured at a few lengths, in
-turns; a whole generation is the sum over its tokens, with times between the measured lengths
-interpolated linearly, and below the shortest one taken as that one's: in favour of no cache where
-times grow with length, but only for the first few hundred tokens.
+turns. A whole generation begins with nothing; its time is the sum over its tokens, with times
+between measured lengths interpolated linearly, and below the shortest one taken as that one's.
 """
 
 import statistics
@@ -36,8 +35,8 @@ class GenerationConfig:
         repeats: rounds of all lengths, after one that is not counted.
     """
 
-    model: str = "small"
-    lengths: tuple[int, ...] = (256, 512, 1_024, 2_048, 4_096)
+    model: str = "125m"
+    lengths: tuple[int, ...] = (16, 256, 512, 1_024, 2_048, 4_096)
     steps: int = 8
     repeats: int = 5
 
@@ -59,7 +58,7 @@ class TokenTime:
 
 def measure_generation(config: GenerationConfig) -> list[TokenTime]:
     """All rounds, length by length."""
-    model = random_model(SHAPES[config.model](), dtype=torch.float32)
+    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
     longest = max(config.lengths)
     engine = Engine(
         model,
@@ -114,7 +113,7 @@ def run_generation(config: GenerationConfig) -> PartResult:
         name="cache",
         caption=(
             f"Generating with and without a KV cache, random-weight Llama ({config.model}), "
-            f"float32, one sequence; medians of {config.repeats}. Totals are sums over all tokens "
+            f"bfloat16, one sequence; medians of {config.repeats}. Totals are sums over all tokens "
             "of times interpolated between these lengths."
         ),
         columns=(
