@@ -38,10 +38,12 @@ class WasteConfig:
     Attributes:
         max_tokens: lengths of contiguous pieces, besides the trace's longest request.
         short_scale: factor on all lengths that makes the workload of short requests.
+        other_requests: of the trace, in the workloads beside that of its own lengths, at most.
     """
 
     max_tokens: tuple[int, ...] = (4_096, 8_192)
     short_scale: float = 0.25
+    other_requests: int = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> 
     on = simulated.run_config()
     real = simulated.conversations()
     short = simulated.conversations(TraceOptions(length_scale=config.short_scale))
+    short = replace(short, requests=short.requests[: config.other_requests])
+    fewer = replace(real, requests=real.requests[: config.other_requests])
     for workload, trace in (("real", real), ("short", short)):
         yield _run(workload, trace, on, "paged")
         pieces = {str(tokens): tokens for tokens in config.max_tokens} | {
@@ -92,7 +96,7 @@ def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> 
         yield _run(workload, trace, on, "contiguous_growing")
     windowed = replace(on, model=ModelSpec.from_config(WINDOWED))
     for store in ("paged", "ring"):
-        yield _run("window", real, windowed, store)
+        yield _run("window", fewer, windowed, store)
 
 
 def _run(
