@@ -24,7 +24,6 @@ class PrefixIdentities:
         self._made_by = tuple(made_by)
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self._roots: dict[int, bytes] = {}
-        self._salts: dict[tuple[str, str], bytes] = {}
         self._public: list[NDArray[np.int64]] = []
 
     def register_public(self, token_ids: Sequence[int]) -> None:
@@ -40,12 +39,9 @@ class PrefixIdentities:
 
     def _salt(self, request: Request) -> bytes:
         """Nothing where no tenants and no salts are in use: then all callers trust each other."""
-        named = (request.tenant, request.cache_salt)
-        if named == (DEFAULT_TENANT, ""):
+        if (request.tenant, request.cache_salt) == (DEFAULT_TENANT, ""):
             return b""
-        if named not in self._salts:
-            self._salts[named] = private_salt(self._secret, *named)
-        return self._salts[named]
+        return private_salt(self._secret, request.tenant, request.cache_salt)
 
     def _num_public(self, request: Request) -> int:
         prompt = np.asarray(request.prompt_token_ids) if self._public else None
