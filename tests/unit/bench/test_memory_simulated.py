@@ -8,6 +8,7 @@ import pytest
 
 from quire.bench.memory import fairness, page_sizes, reuse, waste, watermarks
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.errors import ConfigError
 from quire.sim.models import model_shape
 from quire.sim.traces.options import TraceOptions
 from unit.sim.traces import request, trace
@@ -166,3 +167,19 @@ def test_both_tenants_have_their_rows(few):
         *((run, tenant) for run in ("flood", "drain") for tenant in ("small", "large")),
     }
     assert 0.5 < result.claims["fairness_jain"] <= 1
+
+
+def test_a_trace_without_a_small_tenant_is_refused(few):
+    with pytest.raises(ConfigError, match="take a longer trace"):
+        fairness.measure_fairness(fairness.FairnessConfig(requests=1), few)
+
+
+def test_a_trace_of_answers_of_one_token_has_no_time_per_token(few, tmp_path):
+    path = tmp_path / "ones.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.0,9,1\n")
+    config = watermarks.WatermarkConfig(per_cents=(98,))
+
+    result = watermarks.run_watermarks(config, replace(few, trace=str(path)))
+
+    assert result.claims["watermark_best"] == 98
+    assert result.tables[0].rows[0][6] is None

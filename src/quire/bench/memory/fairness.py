@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.errors import ConfigError
 from quire.sim.fairness import jain_index
 from quire.sim.metrics import by_tenant, percentiles
 from quire.sim.records import RequestRecord
@@ -57,12 +58,21 @@ class FairnessRuns:
 
 
 def measure_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> FairnessRuns:
-    """The three runs."""
+    """The three runs.
+
+    Raises:
+        ConfigError: the trace is so short that the small tenant sends nothing.
+    """
     shares = f"share:{LARGE}={config.times_more},{SMALL}=1"
     on = simulated.run_config()
     paced = _first(simulated, TraceOptions(tenants=shares, time_scale=config.time_scale), config)
     at_once = _first(simulated, TraceOptions(tenants=shares, time_scale=0.0), config)
     small = tuple(r for r in paced.requests if r.tenant == SMALL)
+    if not small:
+        raise ConfigError(
+            f"of {len(paced.requests)} requests none is the small tenant's, which sends one of "
+            f"{config.times_more + 1}: take a longer trace, or leave the part fairness out"
+        )
     prompt = round(float(np.mean([r.prompt_tokens for r in small])))
     return FairnessRuns(
         alone=simulate(replace(paced, requests=small), on),

@@ -127,7 +127,7 @@ def claims(runs: list[WatermarkRun]) -> Numbers:
     plain = [run for run in runs if not run.gives_way]
     most = max(run.tokens_per_s for run in plain)
     near = [run for run in plain if run.tokens_per_s >= 0.999 * most]
-    best = min(near, key=lambda run: (run.numbers["tpot_p99_s"], run.per_cent))
+    best = min(near, key=lambda run: (run.numbers.get("tpot_p99_s", 0.0), run.per_cent))
     [compared] = (run for run in plain if run.per_cent == COMPARED)
     made: Numbers = {
         "watermark_best": best.per_cent,
@@ -148,9 +148,9 @@ def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: Simulat
             run.tokens_per_s,
             run.preemptions_per_minute,
             100 * run.recomputed_fraction,
-            1e3 * run.numbers["tpot_p99_s"],
-            run.numbers["service_p99_s"],
-            run.numbers["e2e_p99_s"],
+            _milliseconds(run.numbers.get("tpot_p99_s")),
+            run.numbers.get("service_p99_s"),
+            run.numbers.get("e2e_p99_s"),
         )
         for run in runs
     )
@@ -175,6 +175,11 @@ def _table(runs: list[WatermarkRun], config: WatermarkConfig, simulated: Simulat
         ),
         rows=rows,
     )
+
+
+def _milliseconds(value_s: int | float | None) -> float | None:
+    """Nothing where every answer had one token."""
+    return None if value_s is None else 1e3 * value_s
 
 
 def _chart(runs: list[WatermarkRun]) -> Chart:
