@@ -47,10 +47,15 @@ class Reading:
             if newcomer is None and not readers:
                 return
             request = newcomer or readers.pop()
-            part = self._fairness.step_part(request, readers, self._step_tokens)
-            tokens = self.chunk(plan, request, min(budget, part))
+            tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
             budget -= tokens
             all_served &= tokens > 0
+
+    def _part(self, request: Request, others: list[Request]) -> int:
+        """What its tenant may read of a step; a chunk that must be read whole is not divided."""
+        if self._chunks.is_atomic(request):
+            return self._step_tokens
+        return self._fairness.step_part(request, others, self._step_tokens)
 
     def _is_before(self, reader: Request) -> bool:
         """Whether somebody waits whose tenant has been served less than the next reader's."""

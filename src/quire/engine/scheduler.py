@@ -272,8 +272,13 @@ class Scheduler:
     # ---- when nobody gets a page ---------------------------------------------------------------
 
     def _unblock(self, plan: StepPlan) -> None:
-        """Nobody got a page: let the first in line have the others' pages, one by one."""
-        first = min(self.running, key=self.preempter.order)
+        """Nobody got a page: let the first in line have the others' pages, one by one.
+
+        First is who came first, whatever its tenant owes: debts change with who is in, and two
+        that took turns at being first would throw each other out for ever.
+        """
+        first = min(self.running, key=lambda request: request.order)
+        self._serve(plan, first)
         while not plan.requests:
             victim = self.preempter.victim(self.running, first, even_returned=True)
             if victim is not None:

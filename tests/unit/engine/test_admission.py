@@ -17,7 +17,7 @@ from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
-from unit.engine.test_scheduler_machine import make_layout
+from unit.engine.scheduler_load import make_layout
 
 
 def memory_of(pages, *, page_tokens=4, max_rows=32):

@@ -15,7 +15,7 @@ from quire.engine.step_plan import StepPlan
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
-from unit.engine.test_scheduler_machine import make_layout
+from unit.engine.scheduler_load import make_layout
 
 
 class Load:

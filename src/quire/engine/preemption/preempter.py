@@ -50,11 +50,11 @@ class Preempter:
             running: all that hold KV.
             first: needs room. It and whatever goes before it never give way to it, so that the
                 first in line always moves on; neither do those of its group.
-            even_returned: also those that have not moved on since they came back; for when nobody
-                moves at all.
+            even_returned: also those that have not moved on since they came back, and whatever
+                their tenants owe; for when nobody moves at all.
         """
-        place = self.order(first)
-        behind = [r for r in running if self.order(r) > place and not same_group(r, first)]
+        order = (lambda r: r.order) if even_returned else self.order
+        behind = [r for r in running if order(r) > order(first) and not same_group(r, first)]
         return self.victim_among(behind, even_returned=even_returned)
 
     def victim_among(

@@ -1,0 +1,87 @@
+"""Logits under pressure are those of each text alone, whatever gave way to whom, and how."""
+
+from functools import cache
+
+import pytest
+
+from engines import load
+from pressure import Job, Watched, drive, engine_under, make_jobs, submit
+from quire.engine.sampling_params import SamplingParams
+from quire.models.loader import LoadedModel
+
+TOLERANCE = 1e-4
+ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2")  # full, both, windows only, no RoPE
+# (preempt, room of the arena, room of the host pool), in units of the largest request
+CASES = [
+    ("recompute", 1.2, 0.0),
+    ("recompute", 3.0, 0.0),
+    ("swap", 1.2, 4.0),
+    ("swap", 2.0, 0.5),
+    ("hybrid", 1.5, 0.3),
+    ("auto", 2.0, 4.0),
+]
+# every case, and every architecture in the smallest arena
+QUICK = [
+    ("llama", *CASES[2]),
+    ("llama", *CASES[4]),
+    ("gemma3", *CASES[0]),
+    ("gemma3", *CASES[3]),
+    ("mistral", *CASES[5]),
+    ("mistral", *CASES[2]),
+    ("gpt2", *CASES[0]),
+    ("gpt2", *CASES[1]),
+]
+
+
+@cache
+def model_of(architecture: str) -> LoadedModel:
+    return load(architecture)
+
+
+def check_logits(architecture: str, preempt: str, room: float, host_room: float) -> None:
+    engine = engine_under(model_of(architecture), room, host_room=host_room, preempt=preempt)
+    watched = Watched(engine)
+
+    drive(watched, make_jobs(40, seed=len(architecture)), seed=int(10 * room))
+
+    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+    assert len(watched.seen.logits) > 100
+    assert engine.scheduler.num_preemptions > 3
+    if preempt == "swap" and host_room > 1:
+        assert watched.ways == {"swap"}
+        assert watched.same.num_compared > 3
+    reasons = {reason for ended in watched.ended.values() for reason in ended}
+    assert reasons == {"length", "abort"}
+
+
+@pytest.mark.parametrize(("architecture", "preempt", "room", "host_room"), QUICK)
+def test_logits_under_pressure_equal_those_of_each_text_alone(
+    architecture, preempt, room, host_room
+):
+    """With forks, beams, tenants, priorities, cancellations; what is not live is poisoned."""
+    check_logits(architecture, preempt, room, host_room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preempt", "room", "host_room"), CASES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_under_pressure_are_right_in_every_combination(
+    architecture, preempt, room, host_room
+):
+    check_logits(architecture, preempt, room, host_room)
+
+
+def test_what_is_poisoned_and_read_is_found():
+    """The watch itself: one slot that is live and not a number spoils the answer."""
+    watched = Watched(engine_under(model_of("llama"), 2.0))
+    job = Job(list(range(2, 22)), SamplingParams(max_tokens=5), priority=0, tenant="a")
+    submit(watched.engine, job, "r")
+    watched.step()
+    table = next(iter(watched.memory.tables.values()))
+    [row] = watched.memory.live_rows
+    watched.store.views(table.group.page_class).key[table.pages[row, 0, 0], :, 0] = float("nan")
+
+    while watched.engine.has_work:
+        watched.engine.step()
+
+    assert not watched.seen.worst_difference("llama") <= TOLERANCE  # or not a number

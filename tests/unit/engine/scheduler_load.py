@@ -1,0 +1,354 @@
+"""A scheduler under load, watched: what must hold behind every step, whoever draws the load.
+
+Torch-free: a memory without bytes, an evictor that keeps slots by number, a host pool whose copies
+move nothing and fail when they are told to.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from quire.engine.group import distinct_bytes, have_moved_on
+from quire.engine.preemption.swapper import Swapper
+from quire.engine.request import Request, RequestGroup, RequestState
+from quire.engine.residency import Residency
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler_parts import make_parts
+from quire.engine.step_plan import StepPlan
+from quire.engine.tenants import PUBLIC
+from quire.errors import NeverFits, PolicyError, RequestError
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.host_pool import HostPool, NoCopies
+from quire.kv.memory import KVMemory
+from quire.kv.prefix import PrefixIndex
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
+from quire.spec.eviction import EvictionSpec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+
+COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
+COSTS = Costs(
+    copies=CopyRates(out=COPIES, back=COPIES),
+    prefill=PrefillRates(token_s=1e-4),
+    chunk_tokens=16,
+)
+ALLOWED_AT_ONCE = ("nobody could move", "another engine asked for its memory")
+
+
+def make_layout(page_tokens: int, window: int | None, *, evicting: bool) -> CacheLayout:
+    numbers = codec_spec("float32")
+    full = PageClass(
+        key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens, positions=evicting
+    )
+    groups = [LaneGroup(name="full", page_class=full, layers=(0, 1), ordered=not evicting)]
+    if window is not None:
+        ordered = PageClass(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
+        groups.append(LaneGroup(name="window", page_class=ordered, layers=(2,), window=window))
+    return CacheLayout(tuple(groups))
+
+
+class FailingCopies(NoCopies):
+    """Copies that raise after so many calls, once."""
+
+    def __init__(self) -> None:
+        self.fail_after: int | None = None
+
+    def wait(self) -> None:
+        if self.fail_after is not None:
+            self.fail_after -= 1
+            if self.fail_after < 0:
+                self.fail_after = None
+                raise OSError("the link is gone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One scheduler.
+
+    Attributes:
+        pages: tokens-of-one-page sequences the arena holds.
+        host_pages: the same of the host pool; 0 for none.
+        guaranteed: of tenant a, in percent of the arena; None without tenants.
+        burst: of tenant b above nothing guaranteed, in percent of the arena.
+    """
+
+    page_tokens: int = 3
+    window: int | None = None
+    cap: int | None = None
+    pages: int = 20
+    step_tokens: int = 16
+    chunk_tokens: int = 200
+    max_running: int = 10
+    shares: bool = False
+    host_pages: int = 0
+    preempt: str = "auto"
+    guaranteed: int | None = None
+    burst: int = 100
+    admission: str = "optimistic"
+    high_watermark: float = 1.0
+
+
+class SchedulerLoad:
+    """Drives a scheduler and holds it to its word.
+
+    Attributes:
+        requests: all that have not ended, by id.
+        broken: ids of those whose policy raises.
+        num_steps, processed_tokens: so far.
+        without_progress: preemptions of somebody who had come back and not moved on.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        every, cap = 2 if setting.cap == 6 else 7, setting.cap
+        self.eviction = EvictionSpec() if cap is None else EvictionSpec(cap=cap, every=every)
+        layout = make_layout(setting.page_tokens, setting.window, evicting=cap is not None)
+        unit_bytes = layout.smallest_sequence_bytes
+        self.memory = KVMemory(layout, unit_bytes * setting.pages, setting.max_running)
+        self.config = self._config(setting, every)
+        self.copies = FailingCopies()
+        pool_bytes = unit_bytes * setting.host_pages
+        self.pool = HostPool(pool_bytes, self.copies) if pool_bytes else None
+        self.scheduler = self._scheduler(shares=setting.shares)
+        self.requests: dict[str, Request] = {}
+        self.broken: set[str] = set()
+        self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
+        logging.getLogger("quire.engine.preemption.swapper").disabled = True  # faults are ours
+
+    def _config(self, setting: Setting, every: int) -> ScheduleConfig:
+        # a chunk under eviction is atomic: a step must have room for one
+        budget = setting.step_tokens if setting.cap is None else max(setting.step_tokens, every)
+        tenants, percent = "", self.memory.total_bytes // 100
+        if setting.guaranteed is not None:
+            mine, borrowed = percent * setting.guaranteed, percent * setting.burst
+            tenants = f"a:weight=2,guaranteed={mine};b:burst={borrowed}"
+        return ScheduleConfig(
+            max_running=setting.max_running,
+            step_tokens=budget,
+            chunk_tokens=setting.chunk_tokens,
+            tenants=tenants,
+            admission=setting.admission,
+            high_watermark=setting.high_watermark,
+            low_watermark=min(0.99, setting.high_watermark),
+            preempt=setting.preempt if setting.host_pages else "recompute",
+        )
+
+    def _scheduler(self, *, shares: bool) -> Scheduler:
+        memory, config = self.memory, self.config
+        residency = Residency(memory, PrefixIndex(memory) if shares else None)
+        swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
+        parts = make_parts(config, self.eviction, residency, swapper)
+        take_out = parts.preempter.take_out
+
+        def watched(requests: list[Request], reason: str) -> None:
+            if not all(map(have_moved_on, requests)):
+                self.without_progress += 1
+                assert reason in ALLOWED_AT_ONCE
+            take_out(requests, reason)
+
+        parts.preempter.take_out = watched
+        return Scheduler(memory, config, self.eviction, self.evict, parts=parts)
+
+    def evict(self, request: Request, keep: int) -> None:
+        if request.request_id in self.broken:
+            raise PolicyError("broken on purpose")
+        table = self.memory.tables["full"]
+        slots = int(table.num_slots[request.row].max())
+        mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
+        mask[:, slots - keep :] = True
+        commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
+
+    # ---- what callers do -----------------------------------------------------------------------
+
+    def request(self, prompt: int, answer: int, priority: int = 0, *, text: int = 1) -> Request:
+        """A request not yet submitted; the first half of all prompts of one length is the same."""
+        self.arrivals += 1
+        return Request(
+            request_id=f"r{self.arrivals}",
+            prompt_token_ids=[1] * (prompt // 2) + [text] * (prompt - prompt // 2),
+            params=SamplingParams(max_tokens=answer, prompt_logprobs=0 if answer == 0 else None),
+            priority=priority,
+            arrival=self.arrivals,
+            tenant="ab"[text % 2] if self.config.tenants else "default",
+        )
+
+    def submit(self, request: Request, *, breaks: bool = False) -> bool:
+        """Submit; False where it can never fit, and then that must be so."""
+        try:
+            self.scheduler.submit(request)
+        except NeverFits:
+            needed = self.scheduler.peaks.peak_bytes(request.final_tokens)
+            limit = self.scheduler.fairness.book.spec(request.tenant).limit_bytes
+            too_much = self.memory.total_bytes - self.memory.arena.slab_bytes * 2
+            bounded = limit is not None and needed > limit
+            assert request.group is not None or needed > too_much or bounded
+            return False
+        self.requests[request.request_id] = request
+        if breaks and self.arrivals % 7 == 0:
+            self.broken.add(request.request_id)
+        return True
+
+    def submit_group(self, members: list[Request], *, atomic: bool) -> None:
+        group = RequestGroup(members[0].request_id, atomic=atomic)
+        if atomic:
+            group.members, group.spare = members[:1], members[1:]
+        else:
+            group.members = members
+        for member in members:
+            member.group = group
+        if atomic and len(members) > min(self.config.max_running, self.config.step_tokens):
+            with pytest.raises(RequestError, match=r"max_running|step_tokens"):
+                self.scheduler.submit(members[0])
+        elif self.submit(members[0]):
+            here = group.members if members[0].group is group else members
+            self.requests |= {member.request_id: member for member in here}
+            assert not atomic or members[0].group is group
+
+    def cancel(self, pick: int) -> None:
+        """End one of those that have not, wherever it is."""
+        key = sorted(self.requests)[pick % len(self.requests)]
+        self.scheduler.finish(self.requests.pop(key))
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def step(self, *, stop_early: bool = False) -> int:
+        """A step; how much came of it."""
+        plan, num_failed = self._planned()
+        copies = [planned.child for planned in self.scheduler.commit(plan)]
+        ready = [r for r in [*plan.requests, *copies] if r.num_uncomputed == 0]
+        for group in _beams_of(ready):
+            assert all(member in ready for member in group.members)
+            self._branch(group)
+            ready = [*(r for r in ready if r.group is not group), *group.members]
+        for request in ready:
+            if request.state is RequestState.RUNNING:
+                self._answer(request, stop_early=stop_early)
+        self.processed_tokens += sum(plan.tokens)
+        return sum(plan.tokens) + num_failed
+
+    def _planned(self) -> tuple[StepPlan, int]:
+        self.num_steps += 1
+        plan = self.scheduler.schedule()
+        failed = self.scheduler.failures.copy()
+        self.scheduler.failures.clear()
+        for request, _ in failed:
+            assert request.request_id in self.broken
+            assert self.requests.pop(request.request_id).state is RequestState.FINISHED
+        assert plan.requests or failed or not self.scheduler.has_work
+        assert len(set(map(id, plan.requests))) == len(plan.requests)
+        assert sum(plan.tokens) <= self.config.step_tokens
+        self._check_plan(plan)
+        return plan, len(failed)
+
+    def fail_step(self, *, planning: bool) -> None:
+        """A step that raises, in the middle or while it is planned."""
+        plan, _ = self._planned()
+        self.scheduler.take_back(StepPlan() if planning else plan)
+
+    def _branch(self, group: RequestGroup) -> None:
+        """What beams do: some are continued twice, others by nobody."""
+        width = group.num_rows
+        heir = len(group.members[0].output_token_ids) % len(group.members)
+        parents = [*range(len(group.members)), *[heir] * width][:width]
+        parents[-1] = heir
+        before = [list(member.output_token_ids) for member in group.members]
+        for member in group.members:
+            del self.requests[member.request_id]
+        self.scheduler.branch(group, parents)
+        self.requests |= {member.request_id: member for member in group.members}
+
+        assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]
+        assert len({member.row for member in group.members}) == width
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        for request, tokens in zip(plan.requests, plan.tokens, strict=True):
+            assert request.state is RequestState.RUNNING
+            assert 1 <= tokens <= request.num_uncomputed
+            assert self.memory.lengths[request.row] == request.num_computed + tokens
+            held = self.memory.tables["full"].num_slots[request.row]
+            cap = self.eviction.cap
+            assert (held <= cap if cap else held == request.num_computed + tokens).all()
+
+    def _answer(self, request: Request, *, stop_early: bool) -> None:
+        if request.params.max_tokens:
+            # members of a group part at some token, or never; beams are never the same
+            place = request.group.members.index(request) if request.group else 0
+            parts = bool(request.group and request.group.atomic)
+            step = 1 if parts else len(request.output_token_ids) % 3
+            request.output_token_ids.append(2 + place * step)
+        done = len(request.output_token_ids) >= request.params.max_tokens
+        if done or (stop_early and len(request.output_token_ids) % 5 == 4):
+            self.scheduler.finish(request)
+            del self.requests[request.request_id]
+
+    # ---- what must always hold -----------------------------------------------------------------
+
+    def check(self) -> None:
+        """Nothing is lost, leaked, held twice, or held by who may not."""
+        self.memory.check()
+        self._check_queues()
+        self._check_host()
+        self._check_accounts()
+
+    def _check_queues(self) -> None:
+        running = self.scheduler.running
+        waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
+        assert len(running) <= self.config.max_running
+        assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
+        copies = [
+            planned.child
+            for group in {id(r.group): r.group for r in running if r.group}.values()
+            for planned in group.forks
+        ]
+        units = {id(r.group or r) for r in waiting if r not in copies}
+        assert self.scheduler.num_waiting == len(units)
+        assert sorted(r.row for r in running) == self.memory.live_rows.tolist()
+        assert all(r.row == -1 for r in waiting)
+
+    def _check_host(self) -> None:
+        """What lies on the host is somebody's who will come for it, and counted once."""
+        swapped = {id(r.swapped): r.swapped for r in self.requests.values() if r.swapped}
+        if self.pool is None:
+            assert not swapped
+            return
+        self.pool.check()
+        for request in self.scheduler.running:  # else of a tail, which its head will be put before
+            assert request.swapped is None or request.swapped.keep_from
+        assert self.pool.used_bytes == sum(s.num_bytes for s in swapped.values())
+        if not self.requests:
+            assert not self.pool.used_bytes
+
+    def _check_accounts(self) -> None:
+        """Tenants' accounts add up to what all rows and public prefixes name, each page once."""
+        fairness, running = self.scheduler.fairness, self.scheduler.running
+        fairness.recount(running)
+        if fairness.has_several:
+            held = sum(map(fairness.book.held_bytes, ["a", "b", PUBLIC]))
+            assert held == distinct_bytes(self.memory, [r.row for r in running])
+
+    def drain(self) -> None:
+        """Run to the end: everybody gets there, and nothing is left but cached prefixes."""
+        idle, most = 0, self.num_steps + self._most_steps()
+        while self.scheduler.has_work:
+            idle = 0 if self.step() else idle + 1
+            assert idle < 3, "no progress"
+            assert self.num_steps < most, "thrashing"
+        assert not self.requests
+        self.check()
+        self.scheduler.residency.drop_cached()
+        assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
+        assert not self.memory.loans
+        assert self.pool is None or not self.pool.used_bytes
+
+    def _most_steps(self) -> int:
+        """Steps in which everybody gets through, one after the other, many times over."""
+        return 100 + 20 * sum(request.final_tokens for request in self.requests.values())
+
+
+def _beams_of(requests: Iterable[Request]) -> list[RequestGroup]:
+    groups = {id(r.group): r.group for r in requests if r.group and r.group.atomic}
+    return list(groups.values())
