@@ -41,7 +41,7 @@ class PrefixConfig:
     system_tokens: int = 2_000
     own_tokens: int = 32
     new_tokens: int = 16
-    repeats: int = 3
+    repeats: int = 2
 
     @property
     def shareable_tokens(self) -> int:
