@@ -192,7 +192,7 @@ class Engine:
         """
         for number, request in list(self._replies.unfinished(request_id)):
             if index in (None, number) or request.params.ranked:
-                self.scheduler.finish(request)
+                self.scheduler.finish(request, "cancelled")
                 self._cancelled.append(request)
 
     # ---- a step --------------------------------------------------------------------------------

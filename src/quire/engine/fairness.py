@@ -134,8 +134,16 @@ class Fairness:
             self.meter.served(tenant, output_tokens=tokens)
 
     def entered(self, request: Request, waited_s: float) -> None:
-        """Note an entry, with what the prefix cache gave for nothing."""
-        cached = request.num_computed
-        request.charged_tokens = max(request.charged_tokens, cached)
-        self.waiting.charge(request.tenant, cached_tokens=cached)
-        self.meter.entered(request.tenant, waited_s, cached_tokens=request.cached_tokens)
+        """Note an entry, with what the prefix cache gave for nothing at the first one."""
+        self.settle(request)
+        cached_tokens = request.cached_tokens if request.entries == 1 else 0
+        self.waiting.charge(request.tenant, cached_tokens=cached_tokens)
+        self.meter.entered(request.tenant, waited_s, cached_tokens=cached_tokens)
+
+    def settle(self, request: Request) -> None:
+        """All that a request holds is paid for: read again, it costs its tenant nothing.
+
+        Decoding charges by the step and keeps no account of each request, so this is called
+        whenever KV comes (from a cache, from the host) and before it goes.
+        """
+        request.charged_tokens = max(request.charged_tokens, request.num_computed)

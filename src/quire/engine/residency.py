@@ -205,6 +205,11 @@ class Residency:
         if self.prefix is not None:
             self.prefix.withdraw()
 
+    def borrows_unwritten(self, request: Request) -> bool:
+        """Whether a request shares blocks that the step being planned has yet to write."""
+        prefix, lease = self.prefix, request.lease
+        return prefix is not None and isinstance(lease, PrefixLease) and prefix.is_pending(lease)
+
     def stop_sharing(self, request: Request) -> None:
         """The row's pages are no longer those of its tokens, or no longer needed."""
         lease = request.lease

@@ -29,8 +29,9 @@ from quire.engine.scheduler_parts import SchedulerParts, make_parts
 from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix_node import PrefixLease
 from quire.spec.eviction import EvictionSpec
+
+FINISHED = "finished"  # by themselves: why most requests leave
 
 
 class Scheduler:
@@ -98,13 +99,19 @@ class Scheduler:
         for sequence in sequences:
             self._wait(sequence)
 
-    def finish(self, request: Request, reason: str = "finished") -> None:
-        """End a request wherever it is, and free its pages at once."""
+    def finish(self, request: Request, reason: str = FINISHED) -> None:
+        """End a request wherever it is, and free its pages at once.
+
+        Args:
+            request: any; one that has ended already is left alone.
+            reason: for people; only from requests that ended by themselves is anything learned.
+        """
         queued = request in self.waiting
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
             self.residency.leave(request, reason)
-            self.admission.learn(request)
+            if reason == FINISHED:
+                self.admission.learn(request)
         elif request.state is RequestState.WAITING:
             self.waiting.discard(request)
         self.preempter.forget(request)
@@ -126,6 +133,7 @@ class Scheduler:
         for member in together(request):
             if member.state is RequestState.RUNNING:
                 self.running.remove(member)
+                self.fairness.settle(member)
                 self.residency.leave(member, reason)
 
     def _preempt(self, request: Request, reason: str) -> None:
@@ -136,6 +144,7 @@ class Scheduler:
         leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
         for member in leaving:
             self.running.remove(member)
+            self.fairness.settle(member)
         self.preempter.take_out(leaving, reason)
         self.fairness.meter.preempted(request.tenant)
         self._wait(request)
@@ -172,17 +181,14 @@ class Scheduler:
             The requests of the step.
         """
         failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
-        borrowed = [r for r in self.running if r not in failed and self._borrows_unwritten(r)]
+        unwritten = self.residency.borrows_unwritten
+        borrowed = [r for r in self.running if r not in failed and unwritten(r)]
         self.residency.withdraw()
         for request in failed + borrowed:
             if request.state is RequestState.RUNNING:  # else it went with its group
                 self._leave_all(request, "step failed")
                 self._wait(request)
         return failed
-
-    def _borrows_unwritten(self, request: Request) -> bool:
-        prefix, lease = self.residency.prefix, request.lease
-        return prefix is not None and isinstance(lease, PrefixLease) and prefix.is_pending(lease)
 
     # ---- a step --------------------------------------------------------------------------------
 

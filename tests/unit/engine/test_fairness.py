@@ -1,0 +1,101 @@
+"""What tenants are charged and credited with when their requests leave and come again."""
+
+from quire.engine.request import Request
+from quire.engine.residency import Residency
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler_parts import make_parts
+from quire.engine.step_plan import StepPlan
+from quire.errors import InvariantError
+from quire.kv.memory import KVMemory
+from quire.kv.prefix import PrefixIndex
+from quire.spec.eviction import EvictionSpec
+from unit.engine.test_scheduler_machine import make_layout
+
+PAGE_TOKENS = 2
+
+
+def never(request, keep):
+    raise InvariantError("nothing evicts here")
+
+
+class Service:
+    """A scheduler over room for everybody, with a prefix cache where it is asked for."""
+
+    def __init__(self, *, prefix=False, **schedule):
+        layout = make_layout(PAGE_TOKENS, None, evicting=False)
+        self.memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
+        self.index = PrefixIndex(self.memory) if prefix else None
+        config, residency = ScheduleConfig(**schedule), Residency(self.memory, self.index)
+        parts = make_parts(config, EvictionSpec(), residency)
+        self.scheduler = Scheduler(self.memory, config, EvictionSpec(), never, parts=parts)
+        self.arrivals = 0
+
+    def submit(self, prompt_tokens=6, max_tokens=8, **options) -> Request:
+        self.arrivals += 1
+        request = Request(
+            request_id=f"r{self.arrivals}",
+            prompt_token_ids=list(range(prompt_tokens)),
+            params=SamplingParams(max_tokens=max_tokens),
+            arrival=self.arrivals,
+            **options,
+        )
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.scheduler.commit(plan)
+        for request in plan.requests:
+            if request.num_uncomputed == 0:
+                request.output_token_ids.append(2)
+        return plan
+
+    def numbers(self, tenant):
+        return next(s for s in self.scheduler.fairness.report() if s.tenant == tenant)
+
+
+def test_an_answer_that_is_read_again_is_charged_once():
+    service = Service(tenants="a;b")
+    request = service.submit(tenant="a")
+    for _ in range(4):
+        service.step()
+    before, paid = service.numbers("a"), service.scheduler.waiting.virtual_time("a")
+
+    assert service.scheduler.give_way()  # it is thrown out with three tokens of its answer
+    service.step()  # and read again: one of these tokens has not been processed yet
+
+    after = service.numbers("a")
+    assert request.preemptions == 1
+    assert request.num_computed == 6 + 4
+    assert (before.prompt_tokens, before.output_tokens) == (6, 3)
+    assert (after.prompt_tokens, after.output_tokens) == (7, 3)
+    assert service.scheduler.waiting.virtual_time("a") == paid + 1
+
+
+def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
+    service = Service(prefix=True, tenants="a;b")
+    service.submit(tenant="a")
+    service.step()
+    second = service.submit(tenant="a")
+    service.step()
+    assert second.cached_tokens == 4
+
+    assert service.scheduler.give_way()
+    service.step()
+
+    assert second.entries == 2
+    assert service.numbers("a").cached_tokens == 4
+
+
+def test_only_answers_that_ended_by_themselves_teach_how_long_answers_are():
+    service = Service(admission="estimated")
+    cancelled, ended = service.submit(), service.submit()
+    service.step()
+
+    service.scheduler.finish(cancelled, "cancelled")
+    assert service.scheduler.admission.ratio == 1
+
+    service.scheduler.finish(ended)
+    assert service.scheduler.admission.ratio < 1
