@@ -140,6 +140,12 @@ class Fairness:
         self.waiting.charge(request.tenant, cached_tokens=cached_tokens)
         self.meter.entered(request.tenant, waited_s, cached_tokens=cached_tokens)
 
+    def preempted(self, requests: Sequence[Request]) -> None:
+        """Note that one request, or a group with its first member first, is thrown out."""
+        for request in requests:
+            self.settle(request)
+        self.meter.preempted(requests[0].tenant)
+
     def settle(self, request: Request) -> None:
         """All that a request holds is paid for: read again, it costs its tenant nothing.
 

@@ -102,9 +102,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str = FINISHED) -> None:
         """End a request wherever it is, and free its pages at once.
 
-        Args:
-            request: any; one that has ended already is left alone.
-            reason: for people; only from requests that ended by themselves is anything learned.
+        Admission learns from those that ended by themselves, as FINISHED says.
         """
         queued = request in self.waiting
         if request.state is RequestState.RUNNING:
@@ -144,9 +142,8 @@ class Scheduler:
         leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
         for member in leaving:
             self.running.remove(member)
-            self.fairness.settle(member)
+        self.fairness.preempted(leaving)
         self.preempter.take_out(leaving, reason)
-        self.fairness.meter.preempted(request.tenant)
         self._wait(request)
         self.fairness.recount(self.running)
 

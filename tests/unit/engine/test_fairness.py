@@ -11,7 +11,7 @@ from quire.errors import InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.spec.eviction import EvictionSpec
-from unit.engine.test_scheduler_machine import make_layout
+from unit.engine.scheduler_load import make_layout
 
 PAGE_TOKENS = 2
 
