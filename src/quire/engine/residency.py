@@ -15,6 +15,7 @@ from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
 
+FINISHED = "finished"  # by themselves: why most requests leave
 ONE = np.ones(1, dtype=np.int32)
 
 

@@ -23,15 +23,13 @@ from quire.engine.group import (
 from quire.engine.lane_caps import Evictor, LaneCaps
 from quire.engine.reading import Reading
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.engine.residency import Residency
+from quire.engine.residency import FINISHED, Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler_parts import SchedulerParts, make_parts
 from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
-
-FINISHED = "finished"  # by themselves: why most requests leave
 
 
 class Scheduler:
