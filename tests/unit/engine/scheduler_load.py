@@ -215,9 +215,12 @@ class SchedulerLoad:
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def step(self, *, stop_early: bool = False) -> int:
-        """A step; how much came of it."""
+    def step(self, *, stop_early: bool = False, served: dict[str, float] | None = None) -> int:
+        """A step; how much came of it. Adds tokens to those `served` to each tenant."""
         plan, num_failed = self._planned()
+        for request, tokens in zip(plan.requests, plan.tokens, strict=True):
+            if served is not None:
+                served[request.tenant] += tokens
         copies = [planned.child for planned in self.scheduler.commit(plan)]
         ready = [r for r in [*plan.requests, *copies] if r.num_uncomputed == 0]
         for group in _beams_of(ready):
