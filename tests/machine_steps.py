@@ -1,4 +1,4 @@
-"""How many steps state machines take: 2 x 10^4 in `make test`, 10^6 in the `deep` profile."""
+"""How many steps seeded loads take; `conftest` has the sum over all state machines."""
 
 import os
 

@@ -1,0 +1,111 @@
+"""Faults under pressure: copies and steps that fail, a full host pool, cancelled in the middle.
+
+Nothing is left behind, and whoever goes on gets the logits of its text alone.
+"""
+
+import logging
+import random
+
+import pytest
+
+from pressure import Watched, drive, engine_under, make_jobs, submit
+from reference.test_pressure import TOLERANCE, model_of
+
+
+class Failing:
+    """Stands in for a part of the engine; some calls of one method raise."""
+
+    def __init__(self, part, methods, every, error):
+        self._part, self._methods = part, methods
+        self._every, self._error = every, error
+        self.num_calls = self.num_failed = 0
+
+    def __getattr__(self, name):
+        found = getattr(self._part, name)
+        return self._maybe(found) if name in self._methods else found
+
+    def _maybe(self, method):
+        def call(*arguments, **options):
+            result = method(*arguments, **options)  # what fails late has done most
+            self.num_calls += 1
+            if self.num_calls % self._every == 0:
+                self.num_failed += 1
+                raise self._error
+            return result
+
+        return call
+
+
+def pressed(architecture: str, host_room: float) -> Watched:
+    engine = engine_under(model_of(architecture), 1.5, host_room=host_room, preempt="swap")
+    return Watched(engine)
+
+
+@pytest.mark.parametrize("method", ["save", "load", "wait"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_copies_that_fail_cost_work_and_nothing_else(architecture, method, caplog):
+    caplog.set_level(logging.CRITICAL, "quire.engine.preemption.swapper")
+    watched = pressed(architecture, host_room=4.0)
+    pool = watched.engine.pool.host
+    pool.copies = failing = Failing(pool.copies, [method], 3, OSError("the link is gone"))
+
+    drive(watched, make_jobs(30, seed=2), seed=2)
+
+    assert failing.num_failed
+    assert watched.swapped_out > 2
+    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+
+
+def test_a_full_host_pool_means_that_some_are_read_again():
+    watched = pressed("llama", host_room=0.25)
+
+    drive(watched, make_jobs(40, seed=3), seed=3)
+
+    assert {"swap", "recompute"} <= watched.ways
+    assert watched.seen.worst_difference("llama") <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_steps_that_raise_in_the_middle_are_taken_back(architecture):
+    watched = pressed(architecture, host_room=2.0)
+    runner = watched.seen.runner
+    runner._decoder = failing = Failing(runner._decoder, ["forward"], 5, RuntimeError("a bug"))
+    step = watched.step
+
+    def tried_again():
+        try:
+            step()
+        except RuntimeError:
+            watched.check()
+
+    watched.step = tried_again
+    drive(watched, make_jobs(30, seed=4), seed=4)
+
+    assert failing.num_failed > 5
+    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+
+
+@pytest.mark.parametrize("host_room", [0.0, 4.0])
+def test_cancelled_while_away_or_before_a_fork_nothing_is_left(host_room):
+    engine = engine_under(
+        model_of("llama"), 1.2, host_room=host_room, preempt="swap" if host_room else "recompute"
+    )
+    watched, rng = Watched(engine), random.Random(5)
+    jobs = make_jobs(60, seed=5)
+    away = forked = 0
+    while jobs or engine.has_work:
+        for _ in range(2 if jobs else 0):
+            submit(engine, jobs.pop(), f"r{len(jobs)}")
+        watched.step()
+        for request in list(engine._requests()):
+            waits_for_fork = bool(request.group and request.group.forks)
+            is_away = bool(request.preemptions and request.row < 0)
+            if (waits_for_fork or is_away) and rng.random() < 0.2:
+                engine.cancel(request.request_id.split("#")[0], rng.choice([None, 0, 1]))
+                watched.check()
+                away, forked = away + is_away, forked + waits_for_fork
+
+    watched.assert_nothing_is_held()
+    assert away > 2
+    assert forked > 2
+    assert watched.seen.worst_difference("llama") <= TOLERANCE
