@@ -17,9 +17,12 @@ class ReuseConfig:
     Attributes:
         memories: sizes of bounded KV memories; one that forgets nothing is always there.
         requests: of the trace, at most; None: all.
+        page_tokens: slots in a page; the trace names blocks of 512 tokens, smaller pages find the
+            same and take the simulator 32 times the blocks.
     """
 
     requests: int | None = None
+    page_tokens: int = 512
     memories: tuple[str, ...] = ("64GiB", "256GiB", "1024GiB")
 
 
@@ -27,8 +30,9 @@ def run_reuse(config: ReuseConfig, simulated: SimulatedConfig) -> PartResult:
     """The part: one run of the trace for each size."""
     trace, on = simulated.prefixes(), simulated.run_config()
     trace = replace(trace, requests=trace.requests[: config.requests])
+    kv = replace(on.kv, page_tokens=config.page_tokens)
     found = {
-        size: summarise(simulate(trace, replace(on, kv=replace(on.kv, memory=size))))
+        size: summarise(simulate(trace, replace(on, kv=replace(kv, memory=size))))
         for size in (*config.memories, UNBOUNDED)
     }
     return PartResult(
