@@ -51,6 +51,12 @@ def test_keys_that_cannot_be_are_refused(keys, error, message):
         TenantKeys(keys, parse_tenants("a;b"))
 
 
+@pytest.mark.parametrize("keys", [None, {}, {"a": ()}])
+def test_tenants_nobody_can_speak_for_are_refused(keys):
+    with pytest.raises(ConfigError, match="give --tenant-keys FILE, or name 'default'"):
+        TenantKeys(keys, parse_tenants("a;b"))
+
+
 def test_a_file_of_keys(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text(f'a = ["{KEY_A}", "sk-a-9b2e4410"]\nb = "{KEY_B}"\n')

@@ -68,6 +68,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
     and started again with the same arguments, it goes on where it was. Exit code 1 when OUT.jsonl
     has error records at the end.
     """
+    settings.refuse_other_tenants()
     task = BatchTask(
         source=source,
         form=LineFormat(prompt_key=prompt_key, prefix=prefix),

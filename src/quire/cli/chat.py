@@ -54,6 +54,7 @@ class Conversation:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._sampling = settings.sampling
+        settings.refuse_other_tenants()
         self.llm: LLM = settings.open_llm()
 
     def reset(self) -> None:

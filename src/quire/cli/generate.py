@@ -60,6 +60,7 @@ def _standard_input() -> str:
 
 
 def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
+    settings.refuse_other_tenants()
     llm = settings.open_llm()
     watch.follow(llm)
     from quire.engine.outputs import AnswerBuilder  # with torch, which is loaded by now

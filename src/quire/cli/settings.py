@@ -100,6 +100,22 @@ class Settings:
             typer.echo(llm.engine.pool.explanation, err=True)
         return llm
 
+    def refuse_other_tenants(self) -> None:
+        """Refuse tenants where every request is the default tenant's, before a model is loaded.
+
+        Raises:
+            ConfigError: `schedule.tenants` names others only.
+        """
+        from quire.engine.request import DEFAULT_TENANT
+        from quire.engine.tenants import parse_tenants
+
+        names = [spec.name for spec in parse_tenants(self.schedule.tenants)]
+        if names and DEFAULT_TENANT not in names:
+            raise ConfigError(
+                f"requests of this command are tenant {DEFAULT_TENANT!r}'s, --tenants names "
+                f"{', '.join(names)}: name {DEFAULT_TENANT!r} too, or leave --tenants out"
+            )
+
     def set_threads(self) -> None:
         """Give torch as many threads as was said.
 

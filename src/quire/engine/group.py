@@ -48,11 +48,11 @@ def dissolve(request: Request) -> list[Request]:
 
     Beams cannot: they stay a group.
     """
-    sequences = together(request)
-    if request.group is None or request.group.atomic:
+    sequences, group = together(request), request.group
+    if group is None or group.atomic:
         return [request]
     for sequence in sequences:
-        sequence.group = None
+        sequence.group, sequence.apart = None, group
     return sequences
 
 
@@ -224,7 +224,9 @@ def leave(request: Request) -> bool:
 def note_peak(memory: KVMemory, group: RequestGroup) -> None:
     """Remember the most bytes of a group; call before any of its rows lets pages go."""
     rows = [member.row for member in group.members if member.row >= 0]
-    group.kv_peak_bytes = max(group.kv_peak_bytes, distinct_bytes(memory, rows))
+    shares = memory.placement.shares
+    held = distinct_bytes(memory, rows) if shares else sum(map(memory.row_bytes, rows))
+    group.kv_peak_bytes = max(group.kv_peak_bytes, held)
 
 
 def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:

@@ -141,15 +141,17 @@ def _rank(answer: Delta) -> tuple[bool, float, int]:
 
 def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
     listed = list(sequences)
-    first, group = listed[0], listed[0].group
-    apart_bytes = sum(r.kv_peak_bytes for r in listed)
+    first = listed[0]
+    group = first.group or first.apart
+    # of one alone, or of one whose pages went while it ran on
+    peaks = [r.kv_peak_bytes for r in listed] + ([group.kv_peak_bytes] if group else [])
     started = [r.first_token_s for r in listed if r.output_token_ids]
     return Usage(
         prompt_tokens=len(first.prompt_token_ids),
         completion_tokens=sum(len(r.output_token_ids) for r in listed),
         cached_tokens=max(r.cached_tokens for r in listed),
         preemptions=max(r.preemptions for r in listed),
-        kv_peak_bytes=apart_bytes if group is None else group.kv_peak_bytes,
+        kv_peak_bytes=max(peaks),
         first_token_s=min(started, default=now_s) - first.arrival_s,
         total_s=now_s - first.arrival_s,
     )

@@ -73,6 +73,8 @@ class Request:
         tenant: on whose account it runs.
         cache_salt: what its caller adds to the identity of its cached prefixes.
         group: the sequences it was forked with; None for one alone.
+        apart: the sequences that answer the same prompt, where each runs alone; only the most
+            bytes of all are kept there.
         output_token_ids: the answer so far.
         row: its row of the KV memory while it runs.
         num_computed: tokens whose KV has been computed in this run (logical).
@@ -99,6 +101,7 @@ class Request:
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     group: RequestGroup | None = None
+    apart: RequestGroup | None = None
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     row: int = -1

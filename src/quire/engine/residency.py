@@ -142,8 +142,9 @@ class Residency:
     def note_peak(self, request: Request) -> int:
         """Remember the most bytes of a request that is about to go; return what it refers to."""
         row = request.row
-        if request.group is not None:
-            note_peak(self.memory, request.group)
+        group = request.group or request.apart
+        if group is not None:
+            note_peak(self.memory, group)
         request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
         return self.memory.row_bytes(row)
 

@@ -28,7 +28,8 @@ class TenantKeys:
         specs: the tenants of the engine; without any, every tenant is taken.
 
     Raises:
-        ConfigError: a bad or unknown tenant, a short key, or one that two tenants have.
+        ConfigError: a bad or unknown tenant, a short key, one that two tenants have, or tenants of
+            which nobody could speak for any.
     """
 
     def __init__(
@@ -43,6 +44,12 @@ class TenantKeys:
                 raise UnknownName("tenant with an API key", tenant, known)
             for key in own:
                 self._add(tenant, key)
+        if not self._tenants and not self._takes_anybody:
+            raise ConfigError(
+                f"--tenants names {', '.join(sorted(known))}, and no API key says who is who: "
+                f"give --tenant-keys FILE, or name {DEFAULT_TENANT!r}, whose requests without a "
+                "key are"
+            )
 
     def _add(self, tenant: str, key: str) -> None:
         if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():

@@ -1,19 +1,23 @@
 """A KV memory without bytes, in which a simulation's sequences live."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.errors import ConfigError
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.plan.sizes import parse_size
-from quire.sim.traces.base import Trace
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout, LaneGroup
 
 AUTO = "auto"
+
+MAX_PAGES = 1 << 28
+"""Pages of a simulated memory at most: each takes some bytes of bookkeeping, though it has none."""
 
 
 def folded_layout(
@@ -41,7 +45,11 @@ def _folded(group: LaneGroup) -> LaneGroup:
 
 
 def make_memory(
-    layout: CacheLayout, config: KVConfig, limits: LaneLimits, trace: Trace, max_running: int
+    layout: CacheLayout,
+    config: KVConfig,
+    limits: LaneLimits,
+    lengths: Sequence[int],
+    max_running: int,
 ) -> KVMemory:
     """Bookkeeping over an arena that is not there.
 
@@ -49,37 +57,51 @@ def make_memory(
         layout: lane groups.
         config: how large, in which store; `auto` never runs full.
         limits: of the longest sequence, for stores that reserve.
-        trace: that `auto` has room for.
+        lengths: of the sequences that `auto` has room for, in tokens.
         max_running: sequences at once.
 
     Raises:
-        ConfigError: it would hold no token, or a store that cannot do what is asked.
+        ConfigError: it would hold no token, or more pages than can be kept account of, or a store
+            that cannot do what is asked.
     """
     refuse_unsound(config.store, features_of(layout, prefix_cache=False))
     maker = placement_maker(config.store, limits)
     total_bytes = (
-        bytes_for_all(config, layout, limits, trace)
+        bytes_for_all(config, layout, limits, lengths)
         if config.memory == AUTO
         else parse_size(config.memory)
     )
+    _refuse_too_many_pages(layout, total_bytes)
     return KVMemory(layout, total_bytes, max_running, placement=maker)
 
 
-def bytes_for_all(config: KVConfig, layout: CacheLayout, limits: LaneLimits, trace: Trace) -> int:
+def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
+    smallest = min(page_class.page_bytes for page_class in layout.page_classes)
+    if total_bytes // smallest > MAX_PAGES:
+        raise ConfigError(
+            f"a simulated KV memory of {total_bytes:,} B has {total_bytes // smallest:,} pages, "
+            f"{MAX_PAGES:,} at most can be kept account of; lower --kv-memory, take fewer or "
+            "shorter requests, or raise --page-tokens"
+        )
+
+
+def bytes_for_all(
+    config: KVConfig, layout: CacheLayout, limits: LaneLimits, lengths: Sequence[int]
+) -> int:
     """Bytes of an arena that holds every request of a trace at once: it never runs full.
 
     Args:
         config: which store; one that reserves takes the longest sequence's bytes for each.
         layout: lane groups.
         limits: of the longest sequence.
-        trace: the requests.
+        lengths: of the requests, in tokens.
     """
     reserves = run_lengths(config.store, limits) is not None
     total_bytes = 0
     for group in layout.groups:
-        pages = sum(group.page_class.pages_for(r.tokens) + 1 for r in trace.requests)
+        pages = sum(group.page_class.pages_for(tokens) + 1 for tokens in lengths)
         if reserves:
-            pages = limits.most_pages(group) * len(trace.requests)
+            pages = limits.most_pages(group) * len(lengths)
         total_bytes += pages * group.page_class.page_bytes * group.num_lanes
     sizes = [page_class.page_bytes for page_class in layout.page_classes]
     # slab borders may cut pages, and each class can leave a slab half empty

@@ -86,7 +86,13 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     )
     longest = config.kv.store_tokens or config.model.max_positions
     limits = LaneLimits.of(longest, config.eviction)
-    memory = make_memory(layout, config.kv, limits, trace, config.schedule.max_running)
+    memory = make_memory(
+        layout,
+        config.kv,
+        limits,
+        [min(r.tokens, config.model.max_positions) for r in trace.requests],
+        config.schedule.max_running,
+    )
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
     scheduler = make_scheduler(memory, config, clock, copies)
     return Simulator(trace, scheduler, make_timer(config), clock, copies)

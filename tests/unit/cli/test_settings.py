@@ -133,3 +133,11 @@ def test_settings_become_json_values_without_loss():
 
     assert settings.as_dict()["kv"]["memory"] == "2MiB"
     assert settings.as_dict()["sampling"]["seed"] == 3
+
+
+def test_tenants_none_of_which_a_command_could_ask_for_are_refused():
+    settings_of(look, "--tenants", "a; default:weight=2").refuse_other_tenants()
+    settings_of(look).refuse_other_tenants()
+
+    with pytest.raises(ConfigError, match="--tenants names a, b: name 'default' too"):
+        settings_of(look, "--tenants", "a;b").refuse_other_tenants()

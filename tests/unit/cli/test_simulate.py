@@ -91,6 +91,8 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
         (("--model", "llama-9"), "unknown model shape"),
         (("--machine", "a10"), "unknown machine 'a10'"),
         (("--kv-memory", "1kB"), "holds no page"),
+        (("--kv-memory", "9999999TiB"), "pages, 268,435,456 at most can be kept account of"),
+        (("--max-length", "1"), "(--max-length): raise it"),
         (("--requests", "0"), "requests of 1 or more"),
         (("--trace-format", "azur"), "did you mean azure"),
         (("--trace-tenants", "somebody"), "expected tenants as"),
@@ -142,6 +144,14 @@ def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
 
     assert "refused: 1 longer than the context, 0 larger than the memory" in shown
     assert "left out as too long: 1; answers cut at the context: 1" in shown
+
+
+def test_requests_beyond_the_context_ask_for_no_memory(trace: Path):
+    """`auto` holds what can run: lengths of 10^11 tokens are refused, not reserved for."""
+    result = simulate("--trace", trace, "--length-scale", "1e9")
+
+    assert result.exit_code == 0
+    assert "longer than the context" in result.stdout
 
 
 def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):

@@ -364,7 +364,29 @@ def test_answers_that_cannot_run_together_are_the_same(llama, limit):
 
     expected = [alone(llama, seed).token_ids for seed in range(5, 10)]
     assert [choice.token_ids for choice in together.choices] == expected
-    assert together.usage.kv_peak_bytes > 0
+
+
+@pytest.mark.parametrize("limits", [{"max_running": 1}, {"room": 1.2}, {"max_running": 3}])
+def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama, limits):
+    """Room for 1.2 of them, or for one, is what five can hold at any time."""
+    engine = engine_of(llama, **limits)
+    page_bytes = engine.pool.kv.memory.layout.page_classes[0].page_bytes
+    usage = answer(engine, drawn(n=5)).usage
+    one = answer(engine_of(llama), drawn(n=1)).usage.kv_peak_bytes
+
+    assert one <= usage.kv_peak_bytes <= engine.pool.kv.memory.total_bytes
+    if limits == {"max_running": 1}:
+        assert usage.kv_peak_bytes == one
+    if limits == {"max_running": 3}:
+        assert one + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * one
+
+
+def test_answers_that_share_no_page_count_what_each_of_them_held(llama):
+    engine = engine_of(llama, store="contiguous_growing", prefix_cache=False)
+
+    held = [answer(engine, drawn(n=n)).usage.kv_peak_bytes for n in (1, 3)]
+
+    assert held[1] == 3 * held[0]
 
 
 def test_what_does_not_fit_even_apart_is_refused_whole(llama):

@@ -36,7 +36,7 @@ def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
     if not kept:
         raise TraceError(
             f"{path.name}: all {len(scaled):,} requests are longer than "
-            f"max_tokens={options.max_tokens}: raise it"
+            f"max_tokens={options.max_tokens} (--max-length): raise it"
         )
     timed = _timed(kept, options)
     return Trace(
