@@ -15,7 +15,7 @@ from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.replies import Replies
-from quire.engine.request import DEFAULT_TENANT, Request
+from quire.engine.request import DEFAULT_TENANT, Request, RequestState
 from quire.engine.runner import Runner
 from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
@@ -232,6 +232,9 @@ class Engine:
         for request, error in self.scheduler.failures:
             deltas += self._choosing.fail(request, str(error))
         self.scheduler.failures.clear()
+        if any(request.state is not RequestState.RUNNING for request in plan.requests):
+            self.scheduler.take_back(plan)  # with who failed went others that were planned
+            return StepPlan()
         if not plan.requests and self.scheduler.has_work and not deltas:
             raise InvariantError("requests are running or waiting, but no step can be planned")
         return plan

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quire.engine.request import Request
+from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
 from quire.errors import OutOfPages, PolicyError
 from quire.spec.eviction import EvictionSpec
@@ -37,7 +37,10 @@ class LaneCaps:
             return requests
         full = [r for r in requests if self._held_tokens(r) >= cap]
         failed = [r for r in full if not self._try(r, cap - self._eviction.every)]
-        return [r for r in requests if r not in failed] if failed else requests
+        if not failed:
+            return requests
+        # others of a group leave with the member they were to be copied from
+        return [r for r in requests if r not in failed and r.state is RequestState.RUNNING]
 
     def _try(self, request: Request, keep: int) -> bool:
         """Evict; False where the policy failed, or private copies of shared pages found no room."""

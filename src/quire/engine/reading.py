@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.engine.entrance import Entrance
 from quire.engine.group import readable_tokens
 from quire.engine.lane_caps import LaneCaps
-from quire.engine.request import Request
+from quire.engine.request import Request, RequestState
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.step_plan import StepPlan
 
@@ -47,6 +47,8 @@ class Reading:
             if newcomer is None and not readers:
                 return
             request = newcomer or readers.pop()
+            if request.state is not RequestState.RUNNING:  # its group left: a policy failed
+                continue
             tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
             budget -= tokens
             all_served &= tokens > 0

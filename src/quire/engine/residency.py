@@ -16,7 +16,6 @@ from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
 
 FINISHED = "finished"  # by themselves: why most requests leave
-ONE = np.ones(1, dtype=np.int32)
 
 
 class Residency:

@@ -5,7 +5,9 @@ import torch
 
 import engines
 from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import PolicyError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
@@ -166,3 +168,37 @@ def test_an_id_the_engine_chooses_is_nobody_elses(model):
     engine.submit([3], engines.greedy(), request_id="request-2")
 
     assert engine.submit([3], engines.greedy()) != "request-2"
+
+
+def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_processed(monkeypatch):
+    """The others had been planned: without rows they would be written into somebody else's."""
+    engine = Engine(
+        engines.load("llama"),
+        KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
+        ScheduleConfig(max_running=4),
+    )
+    evict, run, failed = engine.scheduler._caps._evict, engine._runner.run, []
+
+    def break_once(request, keep):
+        if request.request_id.startswith("beams") and not failed:
+            failed.append(request)
+            raise PolicyError("broken on purpose")
+        evict(request, keep)
+
+    def run_rows(plan):
+        assert all(request.row >= 0 for request in plan.requests)
+        return run(plan)
+
+    monkeypatch.setattr(engine.scheduler._caps, "_evict", break_once)
+    monkeypatch.setattr(engine._runner, "run", run_rows)
+    beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
+    engine.submit([3, 4, 5, 6], beams, request_id="beams")
+    engine.submit([7, 8], engines.greedy(12), request_id="other")
+
+    tokens: dict[str, list[int]] = {}
+    errors = finish(engine, tokens)
+
+    assert failed
+    assert errors.keys() == {"beams"}
+    assert len(tokens["other"]) == 12
+    engine.check()
