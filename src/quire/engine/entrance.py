@@ -83,16 +83,12 @@ class Entrance:
 
     def _new_one(self, head: Request) -> Request | None:
         """The first of the same tenant, and no lower priority, that was never in."""
-        return next(
-            (
-                request
-                for request in self._fairness.waiting.ordered()
-                if not request.entries
-                and request.tenant == head.tenant
-                and request.priority <= head.priority
-            ),
-            None,
-        )
+        for request in self._fairness.waiting.of_tenant(head.tenant):
+            if request.priority > head.priority:
+                return None
+            if not request.entries:
+                return request
+        return None
 
     # ---- room ----------------------------------------------------------------------------------
 

@@ -195,7 +195,11 @@ class FairQueue:
         The queue must not change during the walk.
         """
         for first in self.heads():
-            yield from self._lines[first.tenant].ordered()
+            yield from self.of_tenant(first.tenant)
+
+    def of_tenant(self, tenant: str) -> Iterator[Request]:
+        """The requests of a tenant that has some, best first; do not change the queue meanwhile."""
+        return self._lines[tenant].ordered()
 
     def rank(self, request: Request) -> tuple[float, int, int]:
         """What requests compare by, waiting or running: virtual time, priority, arrival."""

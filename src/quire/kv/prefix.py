@@ -54,6 +54,7 @@ class PrefixIndex:
         self._listener = listener
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle: OrderedDict[PrefixNode, None] = OrderedDict()  # longest unused first
+        self._public: dict[PrefixNode, None] = {}  # counted every step, so kept apart
         self._pending: list[PrefixNode] = []  # published in the step that is being planned
         memory.idle_bytes = lambda: self.idle_bytes
 
@@ -74,7 +75,7 @@ class PrefixIndex:
 
     def public_loans(self) -> list[Mapping[str, PageNumbers]]:
         """Pages of blocks that all tenants share, by lane group."""
-        return [node.loan.pages for node in self._nodes.values() if node.is_public]
+        return [node.loan.pages for node in self._public]
 
     # ---- looking up ----------------------------------------------------------------------------
 
@@ -186,6 +187,8 @@ class PrefixIndex:
             parent = lease.nodes[-1] if lease.nodes else None
             node = PrefixNode(block, parent, loan, is_public=is_public)
             self._nodes[block.key] = node
+            if is_public:
+                self._public[node] = None
             self._pending.append(node)
             lease.nodes.append(node)
         return True
@@ -257,6 +260,7 @@ class PrefixIndex:
             if self._nodes.get(node.block.key) is node:
                 del self._nodes[node.block.key]
             self._idle.pop(node, None)
+            self._public.pop(node, None)
             loans += [node.loan] if node.statistics is None else [node.loan, node.statistics]
         return_loans(self.memory, loans)
 
