@@ -69,7 +69,16 @@ class Entrance:
                     self._try(head, may_take=True)
 
     def _right(self, request: Request) -> Right:
-        return self._fairness.right(request, self._known_bytes(request))
+        if self._fairness.has_limit(request):
+            self._fairness.recount(self._running)  # the step has taken pages since it began
+        return self._fairness.right(request, self._promised_bytes(request))
+
+    def _promised_bytes(self, request: Request) -> int:
+        """What its tenant would come to hold more: the promise to it and to those of its own."""
+        if not self._fairness.has_several:
+            return 0
+        own = [other for other in self._running if other.tenant == request.tenant]
+        return self._admission.peaks.num_bytes(self._admission.promised(request, own, 0))
 
     # ---- whose turn ----------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ class Fairness:
             return Right.SHARE
         return self.book.may_take(request.tenant, size_bytes).right
 
+    def has_limit(self, request: Request) -> bool:
+        """Whether its tenant may hold so much and no more."""
+        return self.has_several and self.book.spec(request.tenant).limit_bytes is not None
+
     def debtors(self, request: Request, missing_bytes: int) -> list[str]:
         """Tenants that must give back so that a request gets what is its tenant's own."""
         if not self.has_several:

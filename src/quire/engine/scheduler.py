@@ -21,6 +21,7 @@ from quire.engine.group import (
     whole_groups,
 )
 from quire.engine.lane_caps import Evictor, LaneCaps
+from quire.engine.limits import Limits
 from quire.engine.reading import Reading
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import FINISHED, Residency
@@ -62,6 +63,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
         self._caps = LaneCaps(parts.residency, eviction, evict, self._fail)
+        self._limits = Limits(parts, self.running, self._preempt)
         self._entrance = Entrance(parts, self.running, self._preempt)
         self._reading = Reading(parts, self.running, self._caps, self._entrance)
 
@@ -191,7 +193,7 @@ class Scheduler:
         """Plan a step and make room for it. Rows that decode come first."""
         plan = StepPlan()
         self.fairness.recount(self.running)
-        self._respect_watermark()
+        self._limits.respect()
         self._entrance.claim()
         self._schedule_decoding(plan)
         self._reading.plan(plan, self.config.step_tokens - len(plan.requests))
@@ -257,18 +259,6 @@ class Scheduler:
                 self._preempt(victim, "no page for the next token")
             decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
         return decoding
-
-    def _respect_watermark(self) -> None:
-        """Above the high watermark somebody gives way before memory runs out."""
-        most_bytes = self.config.high_watermark * self.memory.total_bytes
-        while self.config.high_watermark < 1 and len(self.running) > 1:
-            if self.memory.total_bytes - self.residency.available_bytes <= most_bytes:
-                return
-            first = min(self.running, key=self.preempter.order)
-            victim = self.preempter.victim(self.running, first)
-            if victim is None:
-                return
-            self._preempt(victim, "above the high watermark")
 
     # ---- when nobody gets a page ---------------------------------------------------------------
 

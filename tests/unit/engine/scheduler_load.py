@@ -37,7 +37,11 @@ COSTS = Costs(
     prefill=PrefillRates(token_s=1e-4),
     chunk_tokens=16,
 )
-ALLOWED_AT_ONCE = ("nobody could move", "another engine asked for its memory")
+ALLOWED_AT_ONCE = (
+    "nobody could move",
+    "another engine asked for its memory",
+    "its tenant would pass its limit",
+)
 
 
 def make_layout(page_tokens: int, window: int | None, *, evicting: bool) -> CacheLayout:

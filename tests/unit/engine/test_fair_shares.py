@@ -99,3 +99,22 @@ def test_a_load_on_too_small_a_pool_does_not_go_in_circles(pages, host_pages):
     assert load.scheduler.num_preemptions > 3
     assert load.without_progress == 0
     assert load.processed_tokens <= 2 * wanted
+
+
+@pytest.mark.parametrize("admission", ["optimistic", "reserved", "estimated"])
+def test_a_tenant_never_holds_more_than_its_limit(admission):
+    """Its requests fit when they enter and grow from there: the last ones give way in time."""
+    load = SchedulerLoad(
+        Setting(
+            page_tokens=8, pages=24, step_tokens=64, max_running=8, burst=40, admission=admission
+        )
+    )
+    for _ in range(12):
+        send(load, "b", 8, 60)
+    fairness, most = load.scheduler.fairness, 0
+    while load.scheduler.has_work:
+        load.step()
+        fairness.recount(load.scheduler.running)
+        most = max(most, fairness.book.held_bytes("b"))
+
+    assert 0 < most <= fairness.book.spec("b").limit_bytes
