@@ -78,7 +78,10 @@ class Entrance:
         if not self._fairness.has_several:
             return 0
         own = [other for other in self._running if other.tenant == request.tenant]
-        return self._admission.peaks.num_bytes(self._admission.promised(request, own, 0))
+        peaks = self._admission.peaks
+        promised = peaks.num_bytes(self._admission.promised(request, own, 0))
+        known = peaks.owed(own, [other.num_tokens for other in own]).sum(axis=0)
+        return max(promised, peaks.num_bytes(known) + self._known_bytes(request))
 
     # ---- whose turn ----------------------------------------------------------------------------
 

@@ -106,7 +106,13 @@ def test_a_tenant_never_holds_more_than_its_limit(admission):
     """Its requests fit when they enter and grow from there: the last ones give way in time."""
     load = SchedulerLoad(
         Setting(
-            page_tokens=8, pages=24, step_tokens=64, max_running=8, burst=40, admission=admission
+            page_tokens=8,
+            pages=24,
+            step_tokens=64,
+            max_running=8,
+            guaranteed=0,
+            burst=40,
+            admission=admission,
         )
     )
     for _ in range(12):
