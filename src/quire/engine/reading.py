@@ -79,7 +79,7 @@ class Reading:
         budget = self._behind_tail(request, budget)
         tokens = self._chunks.tokens(plan, request, budget)
         atomic = self._chunks.is_atomic(request)
-        if tokens and atomic and not self._caps.bring_down([request]):
+        if tokens and atomic and not self._can_evict(request):
             return 0
         if tokens and not self._residency.can_grow([request], [tokens]):
             tokens = 0 if atomic else self._largest_fitting(request, tokens)
@@ -90,6 +90,11 @@ class Reading:
             self._residency.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
             plan.add(request, tokens)
         return tokens
+
+    def _can_evict(self, request: Request) -> bool:
+        """Bring a request's lanes down, where all that is in them has been written already."""
+        unwritten = self._residency.borrows_unwritten(request)
+        return not unwritten and bool(self._caps.bring_down([request]))
 
     def _behind_tail(self, request: Request, budget: int) -> int:
         """Tokens a request may read where its tail is on the host: up to it, then on from it."""

@@ -165,6 +165,19 @@ def test_nothing_is_published_after_an_eviction():
     assert first == second == other
 
 
+def test_nothing_is_evicted_that_the_same_step_has_yet_to_write():
+    """The second finds 8 tokens, its cap, that the first reads in this step: it waits for them."""
+    model = engines.load("llama")
+    evict = "recent:cap=8,every=2,sinks=2"
+    prompts = [PROMPT, [*PROMPT[:8], 4, 4, 4, 4]]
+    alone = [ask(engine_of(model, kv={"evict": evict}), [prompt])[0][0] for prompt in prompts]
+
+    answers, usages = ask(engine_of(model, kv={"evict": evict}), prompts)
+
+    assert usages[1].cached_tokens == 8
+    assert answers == alone
+
+
 def test_cached_prefixes_give_way_to_whoever_needs_the_room():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=1.0, longest=24, page_tokens=PAGE)
