@@ -281,7 +281,7 @@ class Engine:
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 
     def check(self) -> None:
-        """Prove the memory's bookkeeping; cheap enough for an idle engine.
+        """Prove the books of memory and ledger, page by page: for tests, and for an idle engine.
 
         Raises:
             InvariantError: it does not add up, or an idle engine still holds pages.

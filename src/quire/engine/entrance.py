@@ -18,7 +18,6 @@ from quire.engine.group import (
 from quire.engine.request import Request, RequestState
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.tenant_book import Right
-from quire.kv.prefix_node import PrefixLease
 
 Preempt = Callable[[Request, str], None]  # (request, why)
 
@@ -154,8 +153,10 @@ class Entrance:
                 self._residency.give_back(lease)
                 return None
             self._preempt(victim, f"tenant {request.tenant} asks for what is its own")
+        if not whole:
+            self._residency.enter(first, lease)  # raises before anything has changed
         self._fairness.waiting.pop(request)
-        return self._come_back(request, away) if whole else self._begin(first, lease)
+        return self._come_back(request, away) if whole else self._begin(first)
 
     def _away(self, request: Request) -> Request:
         """Who of a group that waits has its KV on the host: not always the one in its place."""
@@ -199,10 +200,9 @@ class Entrance:
 
     # ---- in ------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, lease: PrefixLease | None) -> Request:
+    def _begin(self, request: Request) -> Request:
         """Let a request in that has something to read."""
-        self._last_returned = bool(request.entries)
-        self._residency.enter(request, lease)
+        self._last_returned = request.entries > 1
         self._join(request)
         return request
 

@@ -64,8 +64,8 @@ class Fairness:
         for request in running:
             rows[request.tenant].append(request.row)
         prefix = self._residency.prefix
-        lent = {} if prefix is None else {PUBLIC: prefix.public_loans()}
-        held = bytes_by_tenant(self._residency.memory, rows, lent)
+        public = [] if prefix is None else prefix.public_loans()
+        held = bytes_by_tenant(self._residency.memory, rows, {PUBLIC: public} if public else {})
         self.book.note(held, self.waiting.backlogged)
 
     def owes(self, request: Request) -> bool:

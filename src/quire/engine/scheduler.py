@@ -227,8 +227,10 @@ class Scheduler:
         """
         for member in group.members:
             self.running.remove(member)
-        branch(group, parents, self._drop, self.residency.copy)
-        self.running.extend(group.members)
+        try:
+            branch(group, parents, self._drop, self.residency.copy)
+        finally:  # whatever it raises, those that hold rows are among those that run
+            self.running.extend(member for member in group.members if member.row >= 0)
 
     def _drop(self, request: Request) -> None:
         self.residency.leave(request, "beam dropped")

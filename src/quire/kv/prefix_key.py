@@ -92,11 +92,10 @@ def blocks_of(
         parent_key: of the block before it; None at position 0.
     """
     key = identity.root if parent_key is None else parent_key
-    packed = np.asarray(token_ids, dtype=np.int64).tobytes()
-    block_bytes = 8 * block_tokens
-    for first in range(0, len(packed) - block_bytes + 1, block_bytes):
-        tokens = packed[first : first + block_bytes]
-        end = start + first // 8 + block_tokens
+    for first in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+        # block by block: who finds the first one missing looks no further
+        tokens = np.array(token_ids[first : first + block_tokens], dtype=np.int64).tobytes()
+        end = start + first + block_tokens
         salt = b"" if end <= identity.public_tokens else identity.salt
         key = hashlib.blake2b(key + salt + tokens, digest_size=KEY_BYTES).digest()
         yield Block(key, tokens, end)

@@ -146,10 +146,11 @@ class Preempter:
         return swapped.keep_from or None if isinstance(swapped, Swapped) else None
 
     def bring_back(self, request: Request) -> list[Request]:
-        """Give a request, and those that left with it, their KV back; none where that failed.
+        """Give a request, and those that left with it, their KV back.
 
-        Raises:
-            OutOfPages: no room; nothing was changed.
+        Returns:
+            Those that have it again; none where a copy failed, and then it is gone from the host
+            too.
         """
         swapped = request.swapped
         assert isinstance(swapped, Swapped)
