@@ -11,6 +11,7 @@ from quire.engine.core import Engine
 from quire.engine.inputs import as_options, as_prompts, as_token_ids
 from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
+from quire.engine.request import DEFAULT_TENANT
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.stats import EngineStats
@@ -104,6 +105,8 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: Progress | None = None,
+        tenant: str = DEFAULT_TENANT,
+        cache_salt: str = "",
     ) -> list[Answer]:
         """Answer prompts, all of them together; answers come in the order of the prompts.
 
@@ -111,6 +114,8 @@ class LLM:
             prompts: one or many, each a string or a list of token ids.
             sampling: one for all, or one for each.
             progress: called after every step with the engine's numbers and the step's deltas.
+            tenant: on whose account, see `ScheduleConfig.tenants`.
+            cache_salt: only requests of the same tenant and salt share KV.
 
         Raises:
             RequestError: a prompt or its options are wrong; nothing has been run then.
@@ -130,7 +135,7 @@ class LLM:
             for index, (prompt, params) in enumerate(zip(many, options, strict=True)):
                 with _named(f"prompt {index}" if len(many) > 1 else ""):
                     ids = self._encode(prompt)
-                    request_id = self._submit(ids, params, take)
+                    request_id = self._submit(ids, params, take, tenant, cache_salt)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
@@ -170,8 +175,15 @@ class LLM:
         """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
         return self.engine.ledger()
 
-    def _submit(self, ids: list[int], params: SamplingParams | None, take: _Taker) -> str:
-        request_id = self.engine.submit(ids, params)
+    def _submit(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        take: _Taker,
+        tenant: str = DEFAULT_TENANT,
+        cache_salt: str = "",
+    ) -> str:
+        request_id = self.engine.submit(ids, params, tenant=tenant, cache_salt=cache_salt)
         self._takers[request_id] = take
         return request_id
 

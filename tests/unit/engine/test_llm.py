@@ -199,3 +199,12 @@ for make in (
         "expected page_tokens to be int",
         "expected max_running to be int",
     ]
+
+
+def test_prompts_run_on_the_account_they_are_given(llm):
+    prompt = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    for tenant, salt, cached in (("a", "", 0), ("b", "", 0), ("a", "x", 0), ("a", "", 8)):
+        [answer] = llm.generate([prompt], GREEDY, tenant=tenant, cache_salt=salt)
+        assert answer.usage.cached_tokens == cached
+
+    assert [stats.tenant for stats in llm.stats().served] == ["a", "b"]

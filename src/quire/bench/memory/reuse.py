@@ -37,7 +37,7 @@ def run_reuse(config: ReuseConfig, simulated: SimulatedConfig) -> PartResult:
     }
     return PartResult(
         claims=claims(found),
-        tables=(_table(found, trace.name, simulated),),
+        tables=(_table(found, trace.name, simulated, config.page_tokens),),
         charts=(_chart(found),),
         raw=found,
     )
@@ -57,7 +57,9 @@ def claims(found: dict[str, Numbers]) -> Numbers:
     return made
 
 
-def _table(found: dict[str, Numbers], name: str, simulated: SimulatedConfig) -> Table:
+def _table(
+    found: dict[str, Numbers], name: str, simulated: SimulatedConfig, page_tokens: int
+) -> Table:
     unbounded = found[UNBOUNDED]
     rows = tuple(
         (
@@ -75,7 +77,7 @@ def _table(found: dict[str, Numbers], name: str, simulated: SimulatedConfig) -> 
         name="reuse",
         caption=(
             f"Prompt tokens found in the cache, {name}, {simulated.model} on a simulated "
-            f"{simulated.machine}. The trace repeats "
+            f"{simulated.machine}, pages of {page_tokens} tokens. The trace repeats "
             f"{unbounded['reusable_token_fraction']:.2%} of its prompt tokens as prefixes, and "
             f"{unbounded['reusable_block_fraction']:.2%} of its blocks of 512 tokens."
         ),
