@@ -192,7 +192,13 @@ def test_serve_hands_the_model_and_the_address_on(quire, monkeypatch):
     result = quire("serve", "--no-verify", "--kv-memory", "2MiB", "--port", "0", "--host", "::1")
 
     assert result.exit_code == 0
-    assert calls == [("quire-tiny", {"host": "::1", "port": 0, "served_model_name": None})]
+    [(model, options)] = calls
+    keys = options.pop("tenant_keys")
+    assert (model, options) == (
+        "quire-tiny",
+        {"host": "::1", "port": 0, "served_model_name": None},
+    )
+    assert not keys.tells_tenants_apart
 
 
 def test_serve_refuses_a_port_that_is_none(quire):
