@@ -105,7 +105,6 @@ def test_keys_of_a_logit_bias_become_token_ids():
 @pytest.mark.parametrize(
     "member",
     [
-        {"n": 1},
         {"stream": False},
         {"echo": False},
         {"logprobs": False},
@@ -124,7 +123,6 @@ def test_members_that_ask_for_nothing_are_accepted(member):
 @pytest.mark.parametrize(
     "member",
     [
-        {"n": 2},
         {"stream": True},
         {"echo": True},
         {"logprobs": 0},

@@ -1,6 +1,7 @@
 """What is written for an answer, in both shapes."""
 
 import json
+from dataclasses import fields
 
 import pytest
 from openai.types import Completion
@@ -8,7 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from quire.cli.batch_io import BatchLine, LineHead
 from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
-from quire.engine.outputs import Answer, Usage
+from quire.engine.outputs import Answer, Choice, Usage
 
 USAGE = Usage(
     prompt_tokens=3,
@@ -26,6 +27,7 @@ def answer(**parts: object) -> Answer:
         "request_id": "r",
         "prompt_token_ids": (1, 2, 3),
         "text": "Hello",
+        "score": None,
         "token_ids": (4, 5),
         "finish_reason": "stop",
         "stop_reason": None,
@@ -34,7 +36,10 @@ def answer(**parts: object) -> Answer:
         "prompt_logprobs": None,
         "usage": USAGE,
     }
-    return Answer(**plain | parts)
+    whole = plain | parts
+    names = {field.name for field in fields(Choice)} - {"index"}
+    choice = Choice(index=0, **{name: whole[name] for name in names})
+    return Answer(**{"choices": (choice,)} | whole)
 
 
 def line(kind: str = "plain", name: str | None = "a") -> BatchLine:

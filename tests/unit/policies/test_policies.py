@@ -91,7 +91,7 @@ def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint)
     model = engines.load("llama")
     config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
     engine = Engine(model, config)
-    engine.scheduler._evict = Evictor(engine.pool.kv, Masked(make_mask))
+    engine.scheduler._caps._evict = Evictor(engine.pool.kv, Masked(make_mask))
     engine.submit([3] * 40, engines.greedy(), request_id="long")
     engine.submit([4] * 5, engines.greedy(), request_id="short")
 
@@ -174,7 +174,7 @@ def test_a_server_goes_on_after_a_policy_that_raises():
 
     config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
     engine = Engine(engines.load("llama"), config)
-    engine.scheduler._evict = Evictor(engine.pool.kv, Masked(broken))
+    engine.scheduler._caps._evict = Evictor(engine.pool.kv, Masked(broken))
 
     async def main():
         async with AsyncLLM(engine) as llm:
