@@ -11,7 +11,6 @@ from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
 
@@ -81,9 +80,7 @@ class QuireArm:
             schedule = ScheduleConfig(
                 step_tokens=step_tokens, chunk_tokens=step_tokens, low_watermark=1.0
             )
-        self.engine = Engine(
-            model, KVConfig(memory=workload.kv_bytes(model.spec), attention=attention), schedule
-        )
+        self.engine = Engine(model, workload.kv_config(model.spec, attention=attention), schedule)
 
     def run(self) -> ArmResult:
         """Submit all prompts, step until they are answered."""

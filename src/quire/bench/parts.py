@@ -18,7 +18,6 @@ from quire.bench.workload import Workload
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, PagedAttention
 from quire.plan.measured import ENGINE, KINDS, StepMeasure
@@ -140,7 +139,7 @@ def measure_parts(
     timed = TimedDecoder(model.decoder)
     engine = Engine(
         replace(model, decoder=timed),
-        KVConfig(memory=workload.kv_bytes(model.spec), attention=attention),
+        workload.kv_config(model.spec, attention=attention),
         ScheduleConfig(low_watermark=1.0),
     )
     runs = [_run(engine, timed, workload) for _ in range(repeats + 1)][1:]

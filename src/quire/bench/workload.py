@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from quire.bench.models import llama_125m, llama_small, llama_tiny
 from quire.errors import ConfigError
+from quire.kv.config import KVConfig
 from quire.spec.model import ModelSpec
 
 SHAPES = {"125m": llama_125m, "small": llama_small, "tiny": llama_tiny}
@@ -57,6 +58,10 @@ class Workload:
         """KV memory that holds all of it at once, in whole pages."""
         slots = -(-self.final_tokens // page_tokens) * page_tokens
         return spec.kv_bytes_per_token(2) * slots * self.prompts
+
+    def kv_config(self, spec: ModelSpec, *, attention: str = "auto") -> KVConfig:
+        """That memory, without a prefix cache: a prompt is read anew in each round."""
+        return KVConfig(memory=self.kv_bytes(spec), attention=attention, prefix_cache=False)
 
 
 QUICK_WORKLOAD = Workload(model="tiny", prompts=4, prompt_tokens=40, new_tokens=8)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.bench.arms import ArmResult
+from quire.bench.arms import ArmResult, QuireArm
 from quire.bench.attention import AttentionShape
-from quire.bench.models import llama_125m, llama_tiny, random_weights
+from quire.bench.models import llama_125m, llama_tiny, random_model, random_weights
 from quire.bench.regret import RegretJudge
 from quire.bench.throughput import (
     QUICK_THROUGHPUT,
@@ -173,3 +173,14 @@ def test_arms_are_named():
 def test_a_workload_over_the_context_is_refused():
     with pytest.raises(ConfigError, match="8193 is over the context"):
         Workload(prompt_tokens=8_000, new_tokens=193)
+
+
+def test_a_round_reads_its_prompts_again() -> None:
+    """Rounds repeat their prompts: with a prefix cache all but the first would read nothing."""
+    workload = QUICK_WORKLOAD
+    arm = QuireArm(random_model(workload.shape(), dtype=torch.bfloat16), workload)
+
+    arm.run()
+    arm.run()
+
+    assert arm.engine.stats().cached_tokens == 0
