@@ -1,10 +1,1 @@
 """Eviction policies: one rule a file, found by being here."""
-
-import importlib
-import pkgutil
-
-
-def load_all() -> None:
-    """Import every module of this package, so that its policies are registered."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")

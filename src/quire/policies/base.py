@@ -1,93 +1,159 @@
 """What an eviction policy is: a frozen dataclass that says which slots of a lane stay.
 
-A policy has no state. It sees one sequence at a time, never its companions; it gets a number of
-slots to keep, never a ratio; and what must stay (sinks, newest tokens) is a mask, never a score.
+A policy has no state. What must be remembered between steps is declared (`statistics`) and kept for
+it in the sequence's own pages. It sees one sequence at a time, never its companions; it gets a
+number of slots to keep, never a ratio; what must stay (sinks, newest tokens) is a mask, never a
+score; and ties keep the lower position.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from quire.errors import PolicyError
+from quire.errors import ConfigError, PolicyError
+from quire.policies.choose import choose_pieces, choose_slots
+from quire.policies.view import KVView
+from quire.spec.statistics import Statistic
 
-
-@dataclass(frozen=True, slots=True)
-class KVView:
-    """What a policy may look at: one sequence, the lanes of one layer group.
-
-    Attributes:
-        positions: logical position of each slot, in any order; -1 where a lane has no slot.
-        next_position: logical position the next token will get.
-    """
-
-    positions: Int[Tensor, "lane slot"]
-    next_position: int
-
-    @property
-    def live(self) -> Bool[Tensor, "lane slot"]:
-        """Slots that hold a token."""
-        return self.positions >= 0
+LANE, LAYER = "lane", "layer"
 
 
 class EvictionPolicy(ABC):
     """Decides which slots stay. Subclasses are frozen dataclasses; their fields are options."""
 
+    grain: ClassVar[str] = LANE
+    """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
+    cost: ClassVar[str] = ""
+    """What it costs beside reading the cache, in a few words: for `quire policies`."""
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """What it has remembered; see `quire.spec.statistics`."""
+        return ()
+
     @property
     def least_cap(self) -> int:
-        """Tokens a lane must be able to hold for this policy to make sense."""
+        """Tokens a lane must be able to hold after an eviction for this policy to make sense."""
         return 1
 
     @abstractmethod
-    def select(self, view: KVView, keep: int) -> Bool[Tensor, "lane slot"]:
+    def select(
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
+    ) -> Bool[Tensor, "lane slot"]:
         """Choose the slots that stay.
 
         Args:
             view: one sequence.
-            keep: slots to keep in every lane; no more than any lane holds.
+            keep: slots to keep in each lane; no more than it holds.
+            piece_tokens: neighbouring slots that stay or go together.
 
         Returns:
-            True where a slot stays; exactly `keep` in each lane.
+            True where a slot stays: exactly `keep` in each lane, or with pieces at most that many.
         """
 
 
 class ScorePolicy(EvictionPolicy):
-    """Keeps protected slots and, of the rest, those that score highest.
-
-    Ties keep the lower position, so that equal scores give one answer on every machine.
-    """
+    """Keeps protected slots and, of the rest, those that score highest."""
 
     @abstractmethod
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         """Importance of each slot, finite where live; higher stays."""
 
-    def protected(self, view: KVView) -> Bool[Tensor, "lane slot"]:
-        """Slots that stay whatever they score; at most `least_cap - 1` a lane."""
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        """Slots that stay whatever they score, given how many may; see `least_cap`."""
+        del keep
         return torch.zeros_like(view.live)
 
-    @final
-    def select(self, view: KVView, keep: int) -> Bool[Tensor, "lane slot"]:
-        """Protected slots first, then by score, then by position."""
-        score, live, protected = self.score(view), view.live, self.protected(view)
-        for given in (score, protected):
-            if given.shape != live.shape:
-                raise PolicyError(
-                    f"{type(self).__name__}: expected {list(live.shape)}, got {list(given.shape)}"
-                )
-        most = int(protected.sum(dim=1).amax())
-        if most > keep:
-            raise PolicyError(
-                f"{type(self).__name__} protects {most} slots of a lane, but {keep} may stay; "
-                "least_cap must say so"
-            )
-        if not torch.isfinite(score[live]).all():
+    def select(
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
+    ) -> Bool[Tensor, "lane slot"]:
+        return self.choose(
+            view, self.checked_score(view), self.checked_protected(view, keep), keep, piece_tokens
+        )
+
+    def choose(
+        self,
+        view: KVView,
+        score: Float[Tensor, "lane slot"],
+        protected: Bool[Tensor, "lane slot"],
+        keep: Int[Tensor, " lane"],
+        piece_tokens: int = 1,
+    ) -> Bool[Tensor, "lane slot"]:
+        """Turn scores into a kept set, as the grain says; for rules around rules."""
+        if self.grain == LAYER:
+            score = _mean_over_heads(score, view)
+        if piece_tokens > 1:
+            return choose_pieces(score, view.live, protected, keep, piece_tokens)
+        return choose_slots(score, view.live, protected, keep)
+
+    def checked_score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        """The score, proved to be one.
+
+        Raises:
+            PolicyError: another shape, or a number that is not finite.
+        """
+        score = self._shaped(self.score(view), view)
+        if not torch.isfinite(score[view.live]).all():
             raise PolicyError(f"{type(self).__name__} gave a score that is not finite")
-        by_position = view.positions.argsort(dim=1, stable=True)
-        ranked = torch.where(live, score, float("-inf")).gather(1, by_position)
-        by_score = by_position.gather(1, ranked.argsort(dim=1, descending=True, stable=True))
-        first = protected.gather(1, by_score).int().argsort(dim=1, descending=True, stable=True)
-        order = by_score.gather(1, first)
-        return torch.zeros_like(live).scatter_(1, order[:, :keep], value=True)
+        return score
+
+    def checked_protected(
+        self, view: KVView, keep: Int[Tensor, " lane"]
+    ) -> Bool[Tensor, "lane slot"]:
+        """The protected slots, proved to fit.
+
+        Raises:
+            PolicyError: another shape, or more than may stay.
+        """
+        protected = self._shaped(self.protected(view, keep), view)
+        over = protected.sum(dim=1) - keep
+        if bool((over > 0).any()):
+            lane = int(over.argmax())
+            raise PolicyError(
+                f"{type(self).__name__} protects {int(protected[lane].sum())} slots of a lane, but "
+                f"{int(keep[lane])} may stay; least_cap must say so"
+            )
+        return protected
+
+    def _shaped(self, given: Tensor, view: KVView) -> Tensor:
+        if given.shape != view.live.shape:
+            raise PolicyError(
+                f"{type(self).__name__}: expected {list(view.live.shape)}, got {list(given.shape)}"
+            )
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class SinksAndRecent(ScorePolicy):
+    """A score rule that protects the first tokens of a sequence and the newest cached ones.
+
+    Attributes:
+        sinks: tokens at logical positions below this never leave.
+        recent: so many of the newest cached tokens do not leave.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"expected {name} >= 0, got {getattr(self, name)}")
+
+    @property
+    def least_cap(self) -> int:
+        return self.sinks + self.recent + 1
+
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        del keep
+        return view.oldest_positions(self.sinks) | view.newest(self.recent)
+
+
+def _mean_over_heads(score: Float[Tensor, "lane slot"], view: KVView) -> Float[Tensor, "lane slot"]:
+    """One score for the heads of a layer, whose slots hold the same tokens."""
+    by_layer = view.by_layer(score)
+    return by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)

@@ -6,12 +6,13 @@ the kept tokens are the true ones.
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.policies.base import KVView, ScorePolicy
+from quire.policies.base import ScorePolicy
 from quire.policies.registry import register
+from quire.policies.view import KVView
 
 
 @register("recent")
@@ -36,5 +37,6 @@ class Recent(ScorePolicy):
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return view.positions.double()  # exact for every position
 
-    def protected(self, view: KVView) -> Bool[Tensor, "lane slot"]:
-        return view.live & (view.positions < self.sinks)
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        del keep
+        return view.oldest_positions(self.sinks)

@@ -1,20 +1,31 @@
-"""Names of policies, and how a policy text becomes a policy."""
+"""Names of policies and budgets, and how a text becomes one.
 
+A policy is found by standing in `quire.policies`, a budget in `quire.policies.budgets`; packages of
+others name their modules under the entry-point groups `quire.policies` and `quire.budgets`.
+"""
+
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields
-from typing import Any, TypeVar
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import TypeVar
 
 from quire import policies
 from quire.errors import ConfigError, UnknownName
+from quire.policies import budgets
 from quire.policies.base import EvictionPolicy
-from quire.spec.eviction import DEFAULT_EVERY_TOKENS, EvictionSpec, parse_policy
+from quire.policies.budgets.base import Budget, Uniform
+from quire.policies.options import Nested, check_options, make_with_options
+from quire.spec.eviction import parse_policy
 
 FULL = "full"
-SCHEDULE_OPTIONS = ("cap", "every")
-_KINDS = (bool, int, float, str)  # an option's type is its default's
-_BOOLEANS = {"true": True, "false": False}
+SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")
 P = TypeVar("P", bound=EvictionPolicy)
+B = TypeVar("B", bound=Budget)
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
+_BUDGETS: dict[str, type[Budget]] = {"uniform": Uniform}
+_loaded: set[str] = set()
 
 
 def register(name: str) -> Callable[[type[P]], type[P]]:
@@ -27,115 +38,93 @@ def register(name: str) -> Callable[[type[P]], type[P]]:
     def put(policy: type[P]) -> type[P]:
         if name in (FULL, *_POLICIES) and _POLICIES.get(name) is not policy:
             raise ConfigError(f"two policies are called {name!r}")
-        _check_options(name, policy)
+        check_options(f"policy {name!r}", policy, taken=SCHEDULE_OPTIONS, nested=_nested())
         _POLICIES[name] = policy
         return policy
 
     return put
 
 
-def _check_options(name: str, policy: type[EvictionPolicy]) -> None:
-    if "__dataclass_fields__" not in vars(policy):
-        raise ConfigError(f"policy {name!r} is no dataclass: write @register above @dataclass")
-    for declared in fields(policy):  # type: ignore[arg-type]
-        if declared.name in SCHEDULE_OPTIONS:
-            raise ConfigError(f"option {declared.name!r} of policy {name!r} is the schedule's own")
-        if type(declared.default) not in _KINDS:
-            kinds = ", ".join(kind.__name__ for kind in _KINDS)
-            raise ConfigError(
-                f"option {declared.name!r} of policy {name!r} needs a default of type {kinds}"
-            )
+def register_budget(name: str) -> Callable[[type[B]], type[B]]:
+    """Give a budget class its name.
+
+    Raises:
+        ConfigError: the name is taken, or the class is no dataclass whose fields have defaults.
+    """
+
+    def put(budget: type[B]) -> type[B]:
+        if _BUDGETS.get(name, budget) is not budget:
+            raise ConfigError(f"two budgets are called {name!r}")
+        check_options(f"budget {name!r}", budget, taken=(), nested={})
+        _BUDGETS[name] = budget
+        return budget
+
+    return put
 
 
 def registered() -> Mapping[str, type[EvictionPolicy]]:
     """All policies by name; `full` (keep everything) is not a rule and not among them."""
-    policies.load_all()
+    _load(policies, "quire.policies")
     return dict(sorted(_POLICIES.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """A policy with its schedule.
-
-    Attributes:
-        policy: None keeps everything.
-        spec: how many tokens, when.
-    """
-
-    policy: EvictionPolicy | None
-    spec: EvictionSpec
+def registered_budgets() -> Mapping[str, type[Budget]]:
+    """All budgets by name."""
+    _load(budgets, "quire.budgets")
+    return dict(sorted(_BUDGETS.items()))
 
 
-def make_eviction(text: str) -> Eviction:
-    """Build a policy and its schedule from a policy text.
+def make_policy(text: str) -> EvictionPolicy:
+    """Build a rule from a text without schedule options, as one nested in another is written.
 
     Raises:
         UnknownName: the policy or one of its options is not known; offers the nearest names.
-        ConfigError: a missing cap, a value of the wrong type, a cap below what the rule protects.
+        ConfigError: a value of the wrong type, or one that the rule refuses.
     """
     parsed = parse_policy(text)
-    if parsed.name == FULL:
-        if parsed.options:
-            raise ConfigError(f"'full' keeps everything and has no options, got {text!r}")
-        return Eviction(None, EvictionSpec())
+    return policy_of(parsed.name, parsed.options)
+
+
+def policy_of(name: str, options: Mapping[str, str]) -> EvictionPolicy:
+    """Build a rule from its name and its own options; see `make_policy`."""
     known = registered()
+    if name not in known:
+        raise UnknownName("eviction policy", name, (FULL, *known))
+    return make_with_options(
+        f"policy {name!r}", known[name], options, others=SCHEDULE_OPTIONS, nested=_nested()
+    )
+
+
+def make_budget(text: str) -> Budget:
+    """Build a budget from a text such as `pyramid:beta=20`.
+
+    Raises:
+        UnknownName: the budget or one of its options is not known; offers the nearest names.
+        ConfigError: a value of the wrong type, or one that the budget refuses.
+    """
+    parsed, known = parse_policy(text), registered_budgets()
     if parsed.name not in known:
-        raise UnknownName("eviction policy", parsed.name, (FULL, *known))
-    options = dict(parsed.options)
-    if "cap" not in options:
-        raise ConfigError(f"policy {text!r} needs a cap in tokens, such as cap=512")
-    cap, every = _integer("cap", options.pop("cap")), options.pop("every", None)
-    if every is not None:
-        spec = EvictionSpec(cap=cap, every=_integer("every", every))
-        policy = _make_policy(parsed.name, known[parsed.name], options)
-        _check_cap(text, policy, spec)
-        return Eviction(policy, spec)
-    policy = _make_policy(parsed.name, known[parsed.name], options)
-    least = DEFAULT_EVERY_TOKENS + max(1, policy.least_cap)
-    if cap < least:
-        raise ConfigError(
-            f"{text!r}: expected a cap of {least} tokens or more, of which {DEFAULT_EVERY_TOKENS} "
-            f"leave at a time, got {cap}"
-        )
-    return Eviction(policy, EvictionSpec(cap=cap))
+        raise UnknownName("eviction budget", parsed.name, known)
+    what = f"budget {parsed.name!r}"
+    return make_with_options(what, known[parsed.name], parsed.options, others=(), nested={})
 
 
-def _check_cap(text: str, policy: EvictionPolicy, spec: EvictionSpec) -> None:
-    assert spec.cap is not None
-    if spec.cap - spec.every < policy.least_cap:
-        raise ConfigError(
-            f"{text!r} leaves {spec.cap - spec.every} tokens after an eviction "
-            f"(cap {spec.cap} - every {spec.every}), but the rule needs {policy.least_cap}; "
-            "raise cap or lower every"
-        )
+def _nested() -> Nested:
+    return {EvictionPolicy: make_policy}
 
 
-def _make_policy(
-    name: str, policy: type[EvictionPolicy], options: Mapping[str, str]
-) -> EvictionPolicy:
-    declared: dict[str, Field[Any]] = {f.name: f for f in fields(policy)}  # type: ignore[arg-type]
-    values = {}
-    for key, value in options.items():
-        if key not in declared:
-            raise UnknownName(f"option of policy {name!r}", key, (*declared, *SCHEDULE_OPTIONS))
-        values[key] = _convert(key, value, declared[key])
-    return policy(**values)
-
-
-def _convert(key: str, value: str, declared: Field[Any]) -> object:
-    kind: type[Any] = type(declared.default)
-    if kind is bool:
-        if value not in _BOOLEANS:
-            raise ConfigError(f"option {key} needs true or false, got {value!r}")
-        return _BOOLEANS[value]
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"option {key} needs a {kind.__name__}, got {value!r}") from None
-
-
-def _integer(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f"option {key} needs a whole number of tokens, got {value!r}") from None
+def _load(package: ModuleType, group: str) -> None:
+    """Import every module of a package and every entry point of its group, once."""
+    if group in _loaded:
+        return
+    _loaded.add(group)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    for entry in entry_points(group=group):
+        try:
+            entry.load()
+        except Exception as error:
+            raise ConfigError(
+                f"the eviction rules of {entry.value!r} (entry point {entry.name!r}, group "
+                f"{group}) cannot be loaded: {type(error).__name__}: {error}"
+            ) from error

@@ -1,17 +1,31 @@
-"""How an eviction policy is written: `name:option=value,option=value`, parentheses nest.
+"""How an eviction policy is written, and when and to what it runs.
 
-The same text works on the command line, in TOML, in a request body and in Python:
+`name:option=value,option=value`, parentheses nest. The same text works on the command line, in
+TOML, in a request body and in Python:
 
-    full                                  keep everything
-    recent:cap=512,every=64,sinks=4       at most 512 tokens a lane, 64 leave at a time
+    full                                          keep everything
+    recent:cap=512,every=64,sinks=4               at most 512 tokens a lane, 64 leave at a time
+    h2o:cap=25%,when=prefill_end,recent=64        a quarter of the prompt, once, when it is read
+    snapkv:cap=2MiB,budget=(pyramid:beta=20)      bytes of a sequence, more for the first layers
 
-`cap` and `every` say how much stays and when the rule runs; all else belongs to the rule.
+`cap`, `every`, `when`, `budget` and `granularity` say how much stays and when the rule runs; all
+else belongs to the rule.
+
+when                  prompt                                  answer
+prefill_and_decode    first block up to the cap, then `every` tokens leave before `every` are read
+                                                              `every` leave before one is too many
+prefill_end           read whole, then down to the cap        grows
+decode                read whole                              down to cap - every, as above
+pressure              as prefill_and_decode, but only while the pool is above its watermark
+
+Source: Batch-Max (Metel et al. 2025), Algorithm 1 for prefill_and_decode.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
+from quire.spec.statistics import Statistic
 
 DEFAULT_EVERY_TOKENS = 64
 
@@ -59,31 +73,78 @@ def _split_outside_parentheses(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
+PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE = (
+    "prefill_and_decode",
+    "prefill_end",
+    "decode",
+    "pressure",
+)
+SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionSpec:
-    """How many tokens a lane may hold and how many leave at a time, while prompts are read too.
-
-    A lane that holds `cap` tokens gives up `every` of them before the next token is processed; a
-    prompt's first chunk goes up to the cap, the following chunks are `every` tokens or the rest.
-    So no lane ever holds more than `cap`. Source: Batch-Max, Algorithm 1.
+    """What an eviction means to who plans memory and steps: numbers only, for one request.
 
     Attributes:
-        cap: most tokens of a lane, everything counted; None keeps all (no eviction).
+        cap: most tokens of a lane on average, everything counted; None keeps all (no eviction).
         every: tokens that leave at a time, p in the paper.
+        when: one of SCHEDULES.
+        lane_caps: the cap of each lane (layer-major, then KV head) where a budget splits the total
+            unequally and knows how before anything is read; None: `cap` for each.
+        ragged: whether a budget may move slots between the heads of a layer while it runs.
+        statistics: what the policy has remembered.
     """
 
     cap: int | None = None
     every: int = DEFAULT_EVERY_TOKENS
+    when: str = PREFILL_AND_DECODE
+    lane_caps: tuple[int, ...] | None = None
+    ragged: bool = False
+    statistics: tuple[Statistic, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.when not in SCHEDULES:
+            raise UnknownName("eviction schedule", self.when, SCHEDULES)
         if self.cap is None:
             return
-        if not 1 <= self.every < self.cap:
+        if self.when != PREFILL_END and not 1 <= self.every < self.least_cap:
             raise ConfigError(
-                f"expected 1 <= every < cap, got every={self.every}, cap={self.cap}; "
+                f"expected 1 <= every < cap, got every={self.every}, cap={self.least_cap}; "
                 "`every` tokens leave a lane at a time and some must stay"
             )
 
-    def peak_tokens(self, tokens: int) -> int:
-        """Most tokens a lane holds while a sequence grows to `tokens`."""
-        return tokens if self.cap is None else min(tokens, self.cap)
+    @property
+    def least_cap(self) -> int:
+        """Cap of the smallest lane; 0 where there is none."""
+        return min(self.lane_caps, default=0) if self.lane_caps else self.cap or 0
+
+    @property
+    def leaving(self) -> int:
+        """Tokens by which a lane is under its cap after an eviction."""
+        return 0 if self.when == PREFILL_END else self.every
+
+    @property
+    def reads_in_blocks(self) -> bool:
+        """Whether a prompt over the cap is read block by block, each behind an eviction."""
+        return self.cap is not None and self.when == PREFILL_AND_DECODE
+
+    def peak_tokens(self, tokens: int, prompt_tokens: int | None = None) -> int:
+        """Most tokens a lane of the common cap holds while a sequence grows to `tokens`.
+
+        Args:
+            tokens: of the sequence at its end.
+            prompt_tokens: of which so many are its prompt; None: all.
+        """
+        return self.lane_peak_tokens(self.cap, tokens, prompt_tokens)
+
+    def lane_peak_tokens(self, cap: int | None, tokens: int, prompt_tokens: int | None) -> int:
+        """The same for a lane with a cap of its own."""
+        if cap is None:
+            return tokens
+        prompt = tokens if prompt_tokens is None else min(prompt_tokens, tokens)
+        if self.when in (PREFILL_AND_DECODE, PRESSURE):
+            return min(tokens, cap)
+        if self.when == DECODE:
+            return max(prompt, min(tokens, cap))
+        return max(prompt, min(prompt, cap) + tokens - prompt)

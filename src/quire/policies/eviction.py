@@ -1,0 +1,285 @@
+"""What `--evict` says, as a whole: a rule, a budget, a cap and a schedule; for a request, numbers.
+
+text  --make_eviction-->  EvictionRule  --for_request-->  Eviction (with an EvictionSpec)
+      once                              at admission: caps become tokens of each lane
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
+from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
+from quire.policies.budgets.base import Budget, Shape, Uniform
+from quire.policies.options import without_parentheses
+from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
+from quire.policies.view import KVView
+from quire.spec.cap import Cap
+from quire.spec.eviction import (
+    DEFAULT_EVERY_TOKENS,
+    PREFILL_AND_DECODE,
+    PREFILL_END,
+    PRESSURE,
+    SCHEDULES,
+    EvictionSpec,
+    parse_policy,
+)
+from quire.spec.statistics import Statistic
+
+TOKEN, CHUNK, PAGE = "token", "chunk", "page"
+GRANULARITIES = (TOKEN, CHUNK, PAGE)
+DEFAULT_CHUNK_TOKENS = 20  # ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """What of a model evicts: the layers without a sliding window.
+
+    Attributes:
+        num_layers: how many.
+        heads: KV heads of each.
+        token_bytes: bytes of one token in all of these lanes, statistics included.
+        page_tokens: slots of a page.
+    """
+
+    num_layers: int
+    heads: int
+    token_bytes: int
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """A rule with numbers, for one request.
+
+    Attributes:
+        policy: None keeps everything.
+        budget: how the cap is divided.
+        spec: how many tokens, when.
+        piece_tokens: neighbouring slots that stay or go together; 1 for single ones.
+        by_page: pieces are pages, and leave by an edit of the table.
+        text: as it was written; equal texts and prompts of equal length give equal evictions.
+    """
+
+    policy: EvictionPolicy | None = None
+    budget: Budget = field(default_factory=Uniform)
+    spec: EvictionSpec = field(default_factory=EvictionSpec)
+    piece_tokens: int = 1
+    by_page: bool = False
+    text: str = FULL
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether slots stay in the order of positions: pieces need that, single slots do not."""
+        return self.piece_tokens > 1
+
+    def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        """Which slots stay.
+
+        Args:
+            view: one sequence, whole layers of it.
+            keep: of each lane, before a ragged budget moves some.
+
+        Raises:
+            PolicyError: the rule broke its contract.
+        """
+        policy = self.policy
+        if policy is None:
+            raise PolicyError("full keeps everything and selects nothing")
+        if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
+            return policy.select(view, keep, self.piece_tokens)
+        score, protected = policy.checked_score(view), policy.checked_protected(view, keep)
+        keep = self.budget.divide(view, score, protected, keep)
+        return policy.choose(view, score, protected, keep, self.piece_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionRule:
+    """What was written, checked as far as that goes without a request.
+
+    Attributes:
+        text: as written.
+        policy: None keeps everything.
+        budget: how the cap is divided.
+        cap: None where everything is kept.
+        every, when: see `quire.spec.eviction`.
+        granularity: one of GRANULARITIES.
+        chunk_tokens: of a chunk.
+    """
+
+    text: str = FULL
+    policy: EvictionPolicy | None = None
+    budget: Budget = field(default_factory=Uniform)
+    cap: Cap | None = None
+    every: int = DEFAULT_EVERY_TOKENS
+    when: str = PREFILL_AND_DECODE
+    granularity: str = TOKEN
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+
+    @property
+    def evicts(self) -> bool:
+        """Whether anything ever leaves."""
+        return self.policy is not None
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """What must be remembered for it, each once."""
+        own = () if self.policy is None else self.policy.statistics
+        return tuple(dict.fromkeys((*own, *self.budget.statistics)))
+
+    def for_request(self, prompt_tokens: int, lanes: LaneShape) -> Eviction:
+        """Resolve the cap, and divide it.
+
+        Raises:
+            ConfigError: the cap leaves less than the rule protects; says what it came to.
+        """
+        if self.policy is None or self.cap is None:
+            return Eviction()
+        cap = self.cap.resolve(prompt_tokens, lanes.token_bytes)
+        pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
+        shape = self._shape(cap, prompt_tokens, lanes, pieces)
+        spec = EvictionSpec(
+            cap=cap,
+            every=self.every,
+            when=self.when,
+            lane_caps=self.budget.lane_caps(shape),
+            ragged=self.budget.ragged,
+            statistics=self.statistics,
+        )
+        if spec.least_cap < shape.least:
+            raise ConfigError(
+                f"{self.text!r} leaves {spec.least_cap - self.leaving} tokens in a lane after an "
+                f"eviction (cap {spec.least_cap}, {self.leaving} leave), but the rule needs "
+                f"{shape.least - self.leaving}; raise cap or lower every"
+            )
+        return Eviction(
+            policy=self.policy,
+            budget=self.budget,
+            spec=spec,
+            piece_tokens=pieces,
+            by_page=self.granularity == PAGE,
+            text=self.text,
+        )
+
+    def _shape(self, cap: int, prompt_tokens: int, lanes: LaneShape, pieces: int) -> Shape:
+        assert self.policy is not None, "asked for rules that evict"
+        protected = self.policy.least_cap - 1
+        # pieces that hold a protected slot stay whole, at both ends
+        edges = 0 if pieces == 1 else 2 * pieces
+        return Shape(
+            cap=cap,
+            every=self.every,
+            num_layers=lanes.num_layers,
+            heads=lanes.heads,
+            prompt_tokens=prompt_tokens,
+            least=max(1, self.policy.least_cap) + self.leaving + edges,
+            protected=protected,
+        )
+
+    @property
+    def leaving(self) -> int:
+        """Tokens by which a lane is under its cap after an eviction."""
+        return 0 if self.when == PREFILL_END else self.every
+
+    def settle(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
+        """Divide the cap of a request whose whole prompt is in the cache.
+
+        Raises:
+            PolicyError: the rule broke its contract.
+        """
+        if not self.budget.needs_prompt or eviction.spec.cap is None:
+            return eviction
+        assert isinstance(self.policy, ScorePolicy), "checked when the rule was made"
+        shape = self._shape(eviction.spec.cap, view.prompt_tokens, lanes, eviction.piece_tokens)
+        caps = self.budget.settle(view, self.policy, shape)
+        return replace(eviction, spec=replace(eviction.spec, lane_caps=caps))
+
+
+def make_eviction(text: str) -> EvictionRule:
+    """Read what `--evict` says.
+
+    Raises:
+        UnknownName: the policy, the budget, the schedule or an option is not known; offers the
+            nearest names.
+        ConfigError: a missing cap, a value of the wrong type, a cap below what the rule protects.
+        UnsoundCombination: parts that exclude each other; says why and what to use instead.
+    """
+    parsed = parse_policy(text)
+    if parsed.name == FULL:
+        if parsed.options:
+            raise ConfigError(f"'full' keeps everything and has no options, got {text!r}")
+        return EvictionRule()
+    options = dict(parsed.options)
+    own = {k: v for k, v in options.items() if k not in SCHEDULE_OPTIONS}
+    policy = policy_of(parsed.name, own)
+    if "cap" not in options:
+        raise ConfigError(f"policy {text!r} needs a cap, such as cap=512, cap=25% or cap=2MiB")
+    when = options.get("when", PREFILL_AND_DECODE)
+    if when not in SCHEDULES:
+        raise UnknownName("eviction schedule", when, SCHEDULES)
+    granularity = options.get("granularity", TOKEN)
+    if granularity not in GRANULARITIES:
+        raise UnknownName("eviction granularity", granularity, GRANULARITIES)
+    rule = EvictionRule(
+        text=text,
+        policy=policy,
+        budget=make_budget(without_parentheses(options.get("budget", "uniform"))),
+        cap=Cap.parse(options["cap"]),
+        every=_integer("every", options, DEFAULT_EVERY_TOKENS),
+        when=when,
+        granularity=granularity,
+        chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
+    )
+    _refuse_unsound(rule, policy)
+    if rule.cap is not None and rule.cap.tokens is not None:
+        _check_cap(rule, rule.cap.tokens, policy)
+    return rule
+
+
+def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy) -> None:
+    budget = type(rule.budget).__name__.lower()
+    if rule.budget.needs_prompt and rule.when in (PREFILL_AND_DECODE, PRESSURE):
+        raise UnsoundCombination(
+            f"{rule.text!r}: budget {budget} looks at the whole prompt's cache, which "
+            f"when={rule.when} never holds; use when=prefill_end or when=decode, or a budget that "
+            "needs no look, such as pyramid"
+        )
+    if (rule.budget.needs_prompt or rule.budget.ragged) and not isinstance(policy, ScorePolicy):
+        raise UnsoundCombination(
+            f"{rule.text!r}: budget {budget} compares scores, and this rule gives none; use "
+            "budget=uniform, or a rule that scores"
+        )
+    if rule.budget.ragged and policy.grain == LAYER:
+        raise UnsoundCombination(
+            f"{rule.text!r}: budget {budget} divides a layer over its heads, and this rule keeps "
+            "one set for all heads of a layer; use a rule whose heads choose for themselves, such "
+            "as h2o"
+        )
+
+
+def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:
+    if rule.leaving >= cap:
+        raise ConfigError(
+            f"{rule.text!r}: expected 1 <= every < cap, got every={rule.every}, cap={cap}; `every` "
+            "tokens leave a lane at a time and some must stay"
+        )
+    if cap - rule.leaving < policy.least_cap:
+        raise ConfigError(
+            f"{rule.text!r} leaves {cap - rule.leaving} tokens after an eviction (cap {cap}, "
+            f"{rule.leaving} leave), but the rule needs {policy.least_cap}; raise cap or lower "
+            "every"
+        )
+
+
+def _integer(key: str, options: Mapping[str, str], default: int) -> int:
+    try:
+        number = int(options.get(key, default))
+    except ValueError:
+        raise ConfigError(
+            f"option {key} needs a whole number of tokens, got {options[key]!r}"
+        ) from None
+    if number < 1:
+        raise ConfigError(f"option {key} needs 1 or more, got {number}")
+    return number

@@ -1,0 +1,96 @@
+"""What a policy may look at: one sequence, whole layers of it, slots in the order of positions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from quire.errors import PolicyError
+
+
+class SlotReader(Protocol):
+    """Gathers what the slots of a view hold, when a rule asks for it."""
+
+    def keys(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Keys as stored (after RoPE), float32, in the view's order; zeros where no slot is."""
+        ...
+
+    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Values, likewise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """One sequence, the lanes of some whole layers. A lane is one KV head of one layer.
+
+    Lanes are layer-major: those of a layer stand side by side, `heads_per_layer` of them. In every
+    lane slots are in the order of their positions, holes closed; a lane with fewer slots than the
+    longest has -1 behind its last one.
+
+    Attributes:
+        positions: logical position of each slot, ascending; -1 where a lane has no slot.
+        next_position: logical position the next token will get: tokens the sequence has had.
+        heads_per_layer: KV heads, and so lanes, of a layer.
+        layers: the model's layers, in order.
+        prompt_tokens: tokens of the request's prompt.
+        statistics: by the name of the declared statistic; per slot [lane, slot] (0 where no slot
+            is), else [lane, record, number]. Only those that the policy or its budget declared.
+        slots: reads keys and values.
+        head_dim: numbers of a key.
+        scale: factor on products of queries and keys.
+    """
+
+    positions: Int[Tensor, "lane slot"]
+    next_position: int
+    heads_per_layer: int = 1
+    layers: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    statistics: Mapping[str, Shaped[Tensor, "..."]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    slots: SlotReader | None = None
+    head_dim: int = 0
+    scale: float = 1.0
+
+    @property
+    def live(self) -> Bool[Tensor, "lane slot"]:
+        """Slots that hold a token."""
+        return self.positions >= 0
+
+    @property
+    def num_slots(self) -> Int[Tensor, "lane 1"]:
+        """Tokens of each lane."""
+        return self.live.sum(dim=1, keepdim=True)
+
+    @property
+    def keys(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Keys as stored, after RoPE, float32."""
+        return self._reader.keys()
+
+    @property
+    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Values, float32."""
+        return self._reader.values()
+
+    @property
+    def _reader(self) -> SlotReader:
+        if self.slots is None:
+            raise PolicyError("this view was made without keys and values")
+        return self.slots
+
+    def by_layer(self, numbers: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "layer head ..."]:
+        """[lane, ...] as [layer, KV head, ...], the same memory."""
+        return numbers.unflatten(0, (-1, self.heads_per_layer))
+
+    def newest(self, tokens: int) -> Bool[Tensor, "lane slot"]:
+        """The last `tokens` cached tokens of each lane."""
+        place = self.live.cumsum(dim=1)
+        return self.live & (place > self.num_slots - tokens)
+
+    def oldest_positions(self, sinks: int) -> Bool[Tensor, "lane slot"]:
+        """Tokens at logical positions below `sinks`."""
+        return self.live & (self.positions < sinks)

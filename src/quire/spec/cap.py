@@ -1,0 +1,71 @@
+"""A cap as a user writes it: tokens, a share of the prompt, or bytes; resolved at admission."""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """One of three.
+
+    Attributes:
+        tokens: of a lane.
+        share: of the prompt's tokens, above 0.
+        num_bytes: of a whole sequence, statistics included.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+    num_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Cap":
+        """Read `512`, `25%`, `0.25` or `2MiB`.
+
+        Raises:
+            ConfigError: neither.
+        """
+        text = text.strip()
+        try:
+            if text.endswith("%"):
+                return cls._of_share(float(text[:-1]) / 100, text)
+            for unit, factor in _UNITS.items():
+                if text.endswith(unit):
+                    return cls(num_bytes=_positive(int(float(text[: -len(unit)]) * factor), text))
+            if "." in text:
+                return cls._of_share(float(text), text)
+            return cls(tokens=_positive(int(text), text))
+        except ValueError:
+            raise ConfigError(
+                f"expected a cap such as 512 (tokens), 25% or 0.25 (of the prompt) or 2MiB, got "
+                f"{text!r}"
+            ) from None
+
+    @classmethod
+    def _of_share(cls, share: float, text: str) -> "Cap":
+        if not 0 < share <= 1:
+            raise ConfigError(f"a cap of {text} is no part of the prompt: expected up to 100%")
+        return cls(share=share)
+
+    def resolve(self, prompt_tokens: int, token_bytes: int) -> int:
+        """Tokens of a lane.
+
+        Args:
+            prompt_tokens: of the request.
+            token_bytes: bytes of one token in all lanes that evict, statistics included.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        if self.share is not None:
+            return max(1, int(self.share * prompt_tokens))
+        assert self.num_bytes is not None, "a cap is one of three"
+        return max(1, self.num_bytes // token_bytes)
+
+
+def _positive(number: int, text: str) -> int:
+    if number < 1:
+        raise ConfigError(f"expected a cap of 1 or more, got {text}")
+    return number
