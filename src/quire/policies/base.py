@@ -25,10 +25,13 @@ LANE, LAYER = "lane", "layer"
 class EvictionPolicy(ABC):
     """Decides which slots stay. Subclasses are frozen dataclasses; their fields are options."""
 
-    grain: ClassVar[str] = LANE
-    """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
     cost: ClassVar[str] = ""
     """What it costs beside reading the cache, in a few words: for `quire policies`."""
+
+    @property
+    def grain(self) -> str:
+        """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
+        return LANE
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -71,9 +74,9 @@ class ScorePolicy(EvictionPolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        return self.choose(
-            view, self.checked_score(view), self.checked_protected(view, keep), keep, piece_tokens
-        )
+        # each end of what is protected may widen to a whole piece
+        protected = self.checked_protected(view, keep - 2 * (piece_tokens - 1))
+        return self.choose(view, self.checked_score(view), protected, keep, piece_tokens)
 
     def choose(
         self,

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.policies.base import ScorePolicy
+from quire.policies.base import LAYER, ScorePolicy
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
@@ -24,11 +24,17 @@ class Recent(ScorePolicy):
         sinks: tokens at the start of the sequence that never leave.
     """
 
+    cost = "none: positions alone"
+
     sinks: int = 0
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise ConfigError(f"expected sinks >= 0, got {self.sinks}")
+
+    @property
+    def grain(self) -> str:
+        return LAYER
 
     @property
     def least_cap(self) -> int:

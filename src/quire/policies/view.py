@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.spec.statistics import Statistic
 
 
+@runtime_checkable
 class SlotReader(Protocol):
     """Gathers what the slots of a view hold, when a rule asks for it."""
 
@@ -20,6 +23,26 @@ class SlotReader(Protocol):
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, likewise."""
+        ...
+
+
+@runtime_checkable
+class Rotation(Protocol):
+    """What RoPE does to a query, for rules that ask about queries to come."""
+
+    def mean_rotation(
+        self, layer: int, start: int, tokens: int
+    ) -> Float[Tensor, "head_dim head_dim"]:
+        """The matrix R for which R @ q is the mean of a query q rotated to many positions.
+
+        float32, with the factor on cosines and sines where a model has one. The identity for a
+        layer without RoPE.
+
+        Args:
+            layer: number of the layer in the model.
+            start: first position.
+            tokens: positions, one behind the other.
+        """
         ...
 
 
@@ -42,6 +65,7 @@ class KVView:
         slots: reads keys and values.
         head_dim: numbers of a key.
         scale: factor on products of queries and keys.
+        rotation: what RoPE does to queries; only for rules that ask (expected_attention).
     """
 
     positions: Int[Tensor, "lane slot"]
@@ -55,6 +79,15 @@ class KVView:
     slots: SlotReader | None = None
     head_dim: int = 0
     scale: float = 1.0
+    rotation: Rotation | None = None
+
+    @property
+    def lane_layers(self) -> Int[Tensor, " lane"]:
+        """Number of each lane's layer in the model; counted from 0 where the view names none."""
+        lanes = self.positions.shape[0]
+        layers = self.layers or tuple(range(lanes // self.heads_per_layer))
+        numbers = torch.tensor(layers, device=self.positions.device)
+        return numbers.repeat_interleave(self.heads_per_layer)
 
     @property
     def live(self) -> Bool[Tensor, "lane slot"]:
@@ -76,6 +109,16 @@ class KVView:
         """Values, float32."""
         return self._reader.values()
 
+    def remembered(self, statistic: Statistic) -> Float[Tensor, "..."]:
+        """What was written for a declared statistic.
+
+        Raises:
+            PolicyError: it was not declared, or the view was made without it.
+        """
+        if statistic.name not in self.statistics:
+            raise PolicyError(f"this view was made without the statistic {statistic.name}")
+        return self.statistics[statistic.name]
+
     @property
     def _reader(self) -> SlotReader:
         if self.slots is None:
@@ -84,10 +127,10 @@ class KVView:
 
     def by_layer(self, numbers: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "layer head ..."]:
         """[lane, ...] as [layer, KV head, ...], the same memory."""
-        return numbers.unflatten(0, (-1, self.heads_per_layer))
+        return numbers.view(-1, self.heads_per_layer, *numbers.shape[1:])
 
-    def newest(self, tokens: int) -> Bool[Tensor, "lane slot"]:
-        """The last `tokens` cached tokens of each lane."""
+    def newest(self, tokens: int | Int[Tensor, "lane 1"]) -> Bool[Tensor, "lane slot"]:
+        """The last `tokens` cached tokens of each lane, or of each its own number."""
         place = self.live.cumsum(dim=1)
         return self.live & (place > self.num_slots - tokens)
 
