@@ -1,13 +1,24 @@
-"""From a model's shape to the lane groups of its sequences."""
+"""From a model's shape, and what is to be remembered of it, to the lane groups of its sequences."""
+
+from collections.abc import Collection, Iterator
 
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.statistics import Statistic
+
+STATISTICS_CODEC = "float32"
 
 
 def layout_for(
-    model: ModelSpec, *, codec: str, page_tokens: int, evicting: bool = False
+    model: ModelSpec,
+    *,
+    codec: str,
+    page_tokens: int,
+    evicting: bool = False,
+    heads_apart: bool = False,
+    statistics: Collection[Statistic] = (),
 ) -> CacheLayout:
-    """One group for all layers with full attention, one for each sliding window.
+    """One group for all layers with full attention, one for each sliding window, and statistics.
 
     Args:
         model: heads, dims and windows.
@@ -15,30 +26,93 @@ def layout_for(
         page_tokens: slots in a page.
         evicting: lanes of full attention will lose tokens one by one: they give up slot order and
             carry positions. Window lanes stay ordered; they are bounded by their window already.
+        heads_apart: the KV heads of an evicting layer keep sets of tokens of their own, so each
+            gets a lane of one-head pages.
+        statistics: what is remembered of layers with full attention, for the sequences whose
+            policy asks for it; a private group each.
     """
-    numbers = codec_spec(codec)
-    windows = sorted({layer.window for layer in model.layers if layer.window is not None})
     groups = []
-    for window in (None, *windows):
+    for window in (None, *sorted({x.window for x in model.layers if x.window is not None})):
         layers = tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
-        loses_order = evicting and window is None
-        page_class = PageClass(
+        if layers:
+            loses_order = evicting and window is None
+            group = _kv_group(
+                model,
+                layers,
+                page=(codec, page_tokens),
+                window=window,
+                lanes_per_layer=model.num_kv_heads if heads_apart and loses_order else 1,
+                loses_order=loses_order,
+            )
+            groups.append(group)
+            if window is None:
+                groups.extend(_statistics_groups(model, group, statistics))
+    return CacheLayout(tuple(groups))
+
+
+def _kv_group(
+    model: ModelSpec,
+    layers: tuple[int, ...],
+    *,
+    page: tuple[str, int],
+    window: int | None,
+    lanes_per_layer: int,
+    loses_order: bool,
+) -> LaneGroup:
+    codec, page_tokens = page
+    numbers = codec_spec(codec)
+    return LaneGroup(
+        name="full" if window is None else f"window_{window}",
+        page_class=PageClass(
             key=numbers,
             value=numbers,
             head_dim=model.head_dim,
-            heads=model.num_kv_heads,
+            heads=model.num_kv_heads // lanes_per_layer,
             tokens=page_tokens,
             positions=loses_order,
+        ),
+        layers=layers,
+        lanes_per_layer=lanes_per_layer,
+        window=window,
+        ordered=not loses_order,
+    )
+
+
+def _statistics_groups(
+    model: ModelSpec, group: LaneGroup, statistics: Collection[Statistic]
+) -> Iterator[LaneGroup]:
+    for statistic in dict.fromkeys(statistics):
+        slots = None if statistic.per_slot else statistic.num_slots(model)
+        yield LaneGroup(
+            name=statistics_name(group.name, statistic),
+            page_class=PageClass(
+                key=codec_spec(STATISTICS_CODEC),
+                value=None,
+                head_dim=statistic.width(model),
+                heads=group.page_class.heads,
+                tokens=group.page_class.tokens if slots is None else slots,
+            ),
+            layers=group.layers,
+            lanes_per_layer=group.lanes_per_layer,
+            mirrors=group.name if slots is None else None,
+            fixed_slots=slots,
         )
-        if layers:
-            name = "full" if window is None else f"window_{window}"
-            groups.append(
-                LaneGroup(
-                    name=name,
-                    page_class=page_class,
-                    layers=layers,
-                    window=window,
-                    ordered=not loses_order,
-                )
-            )
-    return CacheLayout(tuple(groups))
+
+
+def statistics_name(group: str, statistic: Statistic) -> str:
+    """Name of the lane group that holds a statistic of a group of KV."""
+    return f"{group}.{statistic.name}"
+
+
+def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
+    """Names of the private groups of a sequence for which these are remembered.
+
+    What `KVMemory.start` is told. A layout without layers to evict from has none.
+    """
+    wanted = {
+        statistics_name(group.name, statistic)
+        for group in layout.groups
+        if not group.private
+        for statistic in statistics
+    }
+    return frozenset(wanted & {group.name for group in layout.groups if group.private})

@@ -117,11 +117,12 @@ class PageClass:
 
     @property
     def alignment_bytes(self) -> int:
-        """What page_bytes is a multiple of: a cache line and, for plain numbers, a vector.
+        """What page_bytes is a multiple of: a cache line and, for plain keys, a vector.
 
         So the arena, seen as vectors of head_dim numbers, has one at the start of every page.
+        One-plane pages have none that are read so: there a wide record would only waste room.
         """
-        if self.key.metadata_bytes:
+        if self.key.metadata_bytes or self.value is None:
             return PAGE_ALIGNMENT_BYTES
         return math.lcm(PAGE_ALIGNMENT_BYTES, self.key.block_bytes(1, self.head_dim))
 
@@ -150,7 +151,12 @@ class LaneGroup:
         lanes_per_layer: 1 for layer pages, the number of KV heads for one-head pages.
         window: tokens a query can look back, itself included; None for all. Pages behind it return.
         ordered: slots stay in position order (dropping whole pages, never moving slots).
-        private: never shared: copied on fork, absent from lent prefixes (statistics).
+        private: never shared: copied on fork, absent from lent prefixes (statistics). A row can
+            do without such a group.
+        mirrors: name of the group whose slots these describe one to one: same lanes, same slots,
+            moved and freed with them. Such a group is private.
+        fixed_slots: records of a lane, there from the row's first token on and never more. Such a
+            group is private and has no order.
     """
 
     name: str
@@ -160,8 +166,14 @@ class LaneGroup:
     window: int | None = None
     ordered: bool = True
     private: bool = False
+    mirrors: str | None = None
+    fixed_slots: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mirrors is not None or self.fixed_slots is not None:
+            object.__setattr__(self, "private", True)
+            object.__setattr__(self, "ordered", False)
+            self._check_statistics()
         if self.window is not None and (self.window < 1 or not self.ordered):
             raise ConfigError(
                 f"lane group {self.name!r}: a window needs ordered lanes and at least 1 token, "
@@ -173,10 +185,24 @@ class LaneGroup:
                 "set PageClass(positions=True)"
             )
 
+    def _check_statistics(self) -> None:
+        both = self.mirrors is not None and self.fixed_slots is not None
+        no_slots = self.fixed_slots is not None and self.fixed_slots < 1
+        if both or no_slots or self.window is not None:
+            raise ConfigError(
+                f"lane group {self.name!r} mirrors slots or has 1 or more fixed ones, and has no "
+                f"window; got mirrors={self.mirrors!r}, fixed_slots={self.fixed_slots}, "
+                f"window={self.window}"
+            )
+
     @property
     def num_lanes(self) -> int:
         """Lanes of one sequence in this group."""
         return len(self.layers) * self.lanes_per_layer
+
+    def slots_of(self, tokens: int) -> int:
+        """Slots of a lane that has taken `tokens` tokens and lost none."""
+        return tokens if self.fixed_slots is None else min(tokens, 1) * self.fixed_slots
 
     def slots_at_most(self, tokens: int, chunk_tokens: int) -> int:
         """Slots a lane holds at its peak while `tokens` tokens pass in chunks of `chunk_tokens`.
@@ -185,7 +211,7 @@ class LaneGroup:
         and up to a page of tokens that have left the window but share a page with one that has not.
         """
         if self.window is None:
-            return tokens
+            return self.slots_of(tokens)
         return min(tokens, self.window - 1 + chunk_tokens + self.page_class.tokens - 1)
 
     def bytes_at_most(self, tokens: int, chunk_tokens: int) -> int:
@@ -208,6 +234,14 @@ class CacheLayout:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names) or not names:
             raise ConfigError(f"lane groups need unique names, got {names}")
+        by_name = {group.name: group for group in self.groups}
+        for group in self.groups:
+            if group.mirrors is not None:
+                _check_mirror(group, by_name.get(group.mirrors))
+
+    def mirrors_of(self, name: str) -> tuple[LaneGroup, ...]:
+        """The groups that hold statistics of a group's slots."""
+        return tuple(group for group in self.groups if group.mirrors == name)
 
     @property
     def page_classes(self) -> tuple[PageClass, ...]:
@@ -216,5 +250,20 @@ class CacheLayout:
 
     @property
     def smallest_sequence_bytes(self) -> int:
-        """Bytes of a sequence of one token: a page for every lane."""
-        return sum(group.page_class.page_bytes * group.num_lanes for group in self.groups)
+        """Bytes of a sequence of one token with all statistics there are."""
+        return sum(group.bytes_at_most(1, 1) for group in self.groups)
+
+
+def _check_mirror(group: LaneGroup, mirrored: LaneGroup | None) -> None:
+    if (
+        mirrored is None
+        or mirrored.private
+        or mirrored.window is not None
+        or group.num_lanes != mirrored.num_lanes
+        or group.page_class.tokens != mirrored.page_class.tokens
+    ):
+        raise ConfigError(
+            f"lane group {group.name!r} mirrors {group.mirrors!r}: expected a group of KV without "
+            f"a window, {group.num_lanes} lanes and {group.page_class.tokens} slots a page, got "
+            f"{mirrored}"
+        )

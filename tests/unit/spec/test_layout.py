@@ -1,0 +1,188 @@
+"""Lane groups of a model: which there are, and how many bytes their pages take."""
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.spec.layout import layout_for, statistics_used
+from quire.spec.model import LayerSpec, ModelSpec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing, SquareSum
+
+
+def model_of(*windows):
+    return ModelSpec(
+        architecture="x",
+        num_layers=len(windows),
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=32,
+        hidden_size=256,
+        intermediate_size=128,
+        vocab_size=100,
+        max_positions=1000,
+        tied_embeddings=True,
+        gated_mlp=True,
+        layers=tuple(LayerSpec(window=window) for window in windows),
+    )
+
+
+STATISTICS = (AttentionSum(), QueryRing(window=8), QueryMoments(), AttentionShift())
+
+
+def layout_of(*windows, **options):
+    return layout_for(model_of(*windows), codec="bfloat16", page_tokens=16, **options)
+
+
+def bytes_by_name(layout):
+    return {group.name: group.page_class.page_bytes for group in layout.groups}
+
+
+def test_without_eviction_a_page_holds_all_heads_of_a_layer():
+    layout = layout_of(None, None)
+
+    assert bytes_by_name(layout) == {"full": 2 * 2 * 16 * 32 * 2}
+    assert layout.groups[0].num_lanes == 2
+    assert layout.groups[0].ordered
+
+
+def test_evicting_layers_carry_positions_and_those_with_a_window_stay_as_they_are():
+    layout = layout_of(None, 64, None, evicting=True)
+
+    assert bytes_by_name(layout) == {"full": 4096 + 64, "window_64": 4096}
+    assert [group.ordered for group in layout.groups] == [False, True]
+
+
+def test_heads_apart_have_a_lane_each_in_layers_that_evict_only():
+    layout = layout_of(None, 64, None, evicting=True, heads_apart=True)
+    full, window = layout.groups
+
+    assert bytes_by_name(layout) == {"full": 2048 + 64, "window_64": 4096}
+    assert (full.num_lanes, full.lanes_per_layer, full.page_class.heads) == (4, 2, 1)
+    assert (window.num_lanes, window.page_class.heads) == (1, 2)
+    assert layout_of(None, heads_apart=True) == layout_of(None)
+
+
+def test_statistics_have_pages_of_float32_in_one_plane_a_record_for_each_head():
+    """A slot of an attention sum is 4 bytes; a ring of 8 holds 4 queries of 32 and a position."""
+    layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
+
+    assert bytes_by_name(layout) == {
+        "full": 4096 + 64,
+        "full.attention_sum.mean": 2 * 16 * 4,
+        "full.query_ring.8": 2 * 8 * (4 * 32 + 1) * 4,
+        "full.query_moments.4": 2 * 4 * (1 + 32 + 32 * 32) * 4 + 32,  # whole cache lines
+        "full.attention_shift": 64,
+        "window_64": 4096,
+    }
+
+
+def test_with_heads_apart_statistics_have_a_lane_for_each_head_too():
+    layout = layout_of(None, None, evicting=True, heads_apart=True, statistics=STATISTICS)
+
+    assert [group.num_lanes for group in layout.groups] == [4] * 5
+    assert bytes_by_name(layout) == {
+        "full": 2048 + 64,
+        "full.attention_sum.mean": 64,
+        "full.query_ring.8": 8 * (4 * 32 + 1) * 4 + 32,
+        "full.query_moments.4": 4 * (1 + 32 + 32 * 32) * 4 + 48,
+        "full.attention_shift": 64,
+    }
+
+
+def test_records_of_slots_mirror_their_group_and_others_are_of_fixed_number():
+    layout = layout_of(None, evicting=True, statistics=STATISTICS)
+    sums, ring, moments, shift = layout.groups[1:]
+
+    assert layout.mirrors_of("full") == (sums,)
+    assert sums.page_class.tokens == layout.groups[0].page_class.tokens
+    assert [group.fixed_slots for group in (sums, ring, moments, shift)] == [None, 8, 1, 1]
+    assert [group.page_class.tokens for group in (ring, moments, shift)] == [8, 1, 1]
+    assert all(group.private and not group.ordered for group in layout.groups[1:])
+
+
+def test_statistics_of_one_shape_share_a_pool():
+    layout = layout_of(
+        None, evicting=True, statistics=(AttentionSum(), SquareSum(), AttentionSum())
+    )
+
+    assert [group.name for group in layout.groups[1:]] == [
+        "full.attention_sum.mean",
+        "full.square_sum.mean",
+    ]
+    assert len(layout.page_classes) == 2
+
+
+def test_a_sequence_of_one_token_takes_all_records_of_fixed_number():
+    layout = layout_of(None, None, evicting=True, statistics=(QueryRing(window=8),))
+    ring = layout.groups[1]
+
+    assert layout.smallest_sequence_bytes == 2 * (4160 + 8256)
+    assert [ring.bytes_at_most(tokens, 1) for tokens in (0, 1, 1000)] == [0, 2 * 8256, 2 * 8256]
+
+
+def test_a_sequence_uses_the_groups_of_its_own_statistics():
+    layout = layout_of(None, 64, evicting=True, statistics=STATISTICS)
+
+    assert statistics_used(layout, ()) == frozenset()
+    assert statistics_used(layout, (AttentionShift(), SquareSum(), AttentionSum())) == {
+        "full.attention_sum.mean",
+        "full.attention_shift",
+    }
+    assert statistics_used(layout_of(64), STATISTICS) == frozenset()
+
+
+def test_layers_with_windows_only_have_no_statistics():
+    assert bytes_by_name(layout_of(64, 64, evicting=True, statistics=STATISTICS)) == {
+        "window_64": 4096
+    }
+
+
+def page_class(*, tokens=4, value=True, positions=False):
+    numbers = codec_spec("float32")
+    return PageClass(
+        key=numbers,
+        value=numbers if value else None,
+        head_dim=4,
+        heads=1,
+        tokens=tokens,
+        positions=positions,
+    )
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"mirrors": "kv", "fixed_slots": 1},
+        {"fixed_slots": 0},
+        {"fixed_slots": -1},
+        {"mirrors": "kv", "window": 8},
+        {"fixed_slots": 3, "window": 8},
+    ],
+)
+def test_a_group_of_statistics_is_of_one_kind(rules):
+    with pytest.raises(ConfigError, match="mirrors slots or has 1 or more fixed ones"):
+        LaneGroup(name="x", page_class=page_class(value=False), layers=(0,), **rules)
+
+
+KV = LaneGroup(name="kv", page_class=page_class(), layers=(0, 1))
+WINDOW = LaneGroup(name="window", page_class=page_class(), layers=(2, 3), window=8)
+SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1), mirrors="kv")
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "layers", "tokens"),
+    [
+        ("nothing", (0, 1), 4),
+        ("window", (2, 3), 4),
+        ("sums", (0, 1), 4),
+        ("kv", (0,), 4),
+        ("kv", (0, 1), 8),
+    ],
+)
+def test_a_mirror_has_the_lanes_and_the_pages_of_what_it_mirrors(mirrors, layers, tokens):
+    page = page_class(tokens=tokens, value=False)
+    mirror = LaneGroup(name="x", page_class=page, layers=layers, mirrors=mirrors)
+
+    assert CacheLayout((KV, WINDOW, SUMS)).mirrors_of("kv") == (SUMS,)
+    with pytest.raises(ConfigError, match=f"'x' mirrors '{mirrors}'"):
+        CacheLayout((KV, WINDOW, SUMS, mirror))
