@@ -204,7 +204,7 @@ def test_what_a_policy_text_gets_wrong_is_said(model):
         "recent:cap=9,every=9": "every < cap",
         "recent:cap=9,every=4,sinks=5": "the rule needs 6",
         "recent:cap=9,every=4,sink=5": "sinks",
-        "recent:cap=many": "whole number",
+        "recent:cap=many": "expected a cap such as 512",
         "recent:cap=100,every=90": "step of 64 tokens",
         "full:cap=3": "no options",
     }.items():

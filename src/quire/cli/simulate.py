@@ -19,11 +19,13 @@ from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
+from quire.spec.dtypes import dtype_bytes
 from quire.spec.eviction import EvictionSpec, parse_policy
 
 if TYPE_CHECKING:
     from quire.sim.run import SimConfig
     from quire.sim.simulator import SimResult
+    from quire.spec.model import ModelSpec
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
@@ -91,13 +93,14 @@ def sim_config(settings: Settings) -> "SimConfig":
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
+    model = model_shape(settings.model)
     return SimConfig(
-        model=model_shape(settings.model),
+        model=model,
         rates=_rates(settings.machine),
         kv=settings.kv,
         schedule=settings.schedule,
         dtype=DTYPE,
-        eviction=_eviction(settings.kv.evict),
+        eviction=_eviction(settings, model),
     )
 
 
@@ -112,12 +115,20 @@ def _rates(machine: MachineConfig) -> Rates:
     return machine.rates(measured_rates(found, DTYPE))
 
 
-def _eviction(text: str) -> EvictionSpec:
-    if parse_policy(text).name == "full":
+def _eviction(settings: Settings, model: "ModelSpec") -> EvictionSpec:
+    if parse_policy(settings.kv.evict).name == "full":
         return EvictionSpec()
-    from quire.policies.registry import make_eviction  # loads torch, which `full` does not need
+    # loads torch, which `full` does not need
+    from quire.policies.eviction import LaneShape, make_eviction
 
-    return make_eviction(text).spec
+    num_layers = sum(layer.window is None for layer in model.layers)
+    lanes = LaneShape(
+        num_layers=num_layers,
+        heads=model.num_kv_heads,
+        token_bytes=2 * num_layers * model.num_kv_heads * model.head_dim * dtype_bytes(DTYPE),
+        page_tokens=settings.kv.page_tokens,
+    )
+    return make_eviction(settings.kv.evict).for_request(model.max_positions, lanes).spec
 
 
 def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, object]:

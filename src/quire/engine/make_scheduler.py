@@ -60,7 +60,7 @@ def make_scheduler(
         identities=PrefixIdentities((model.name, pool.codec, kv.evict, str(kv.page_tokens))),
         events=events,
     )
-    evictor = Evictor(pool.kv, eviction.policy) if eviction.policy else _never
+    evictor = Evictor(pool.kv, eviction, model.spec.num_kv_heads) if eviction.policy else _never
     parts = make_parts(schedule, eviction.spec, residency, _swapper(pool, schedule, model))
     return Scheduler(memory, schedule, eviction.spec, evictor, parts=parts)
 

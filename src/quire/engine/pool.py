@@ -30,7 +30,7 @@ from quire.kv.stores.run_lengths import LaneLimits
 from quire.models.loader import LoadedModel
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
-from quire.policies.registry import Eviction, make_eviction
+from quire.policies.eviction import Eviction, LaneShape, make_eviction
 from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import layout_for
 from quire.spec.pages import CacheLayout, PageClass
@@ -91,7 +91,9 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
-    eviction = make_eviction(config.evict)
+    eviction = make_eviction(config.evict).for_request(
+        model.spec.max_positions, _lane_shape(model, config)
+    )
     _check_chunks(eviction, schedule)
     if eviction.policy is not None and all(layer.window for layer in model.spec.layers):
         raise UnsoundCombination(
@@ -122,6 +124,18 @@ def build_pool(
     kv = PagedKV(memory, store, choice.backend)
     host = _host_pool(store, layout, host_bytes) if host_bytes else None
     return KVPool(kv, eviction, codec, choice.reason, config.store, host)
+
+
+def _lane_shape(model: LoadedModel, config: KVConfig) -> LaneShape:
+    spec = model.spec
+    num_layers = sum(layer.window is None for layer in spec.layers)
+    number_bytes = model.decoder.dtype.itemsize
+    return LaneShape(
+        num_layers=num_layers,
+        heads=spec.num_kv_heads,
+        token_bytes=2 * num_layers * spec.num_kv_heads * spec.head_dim * number_bytes,
+        page_tokens=config.page_tokens,
+    )
 
 
 def _own_memory(
