@@ -8,18 +8,12 @@ What is kept, without its repeats, is docs/results/memory.json; with no file giv
 again from that.
 """
 
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from quire.bench.memory.charts import svg
-from quire.bench.memory.result import PartResult
-from quire.bench.memory.tables import markdown
+from quire.bench.measured_page import MeasuredPage, Run, program
 
 DOCS = Path(__file__).resolve().parent
-HEADER = "<!-- Written by docs/make_memory.py. Run it again, do not change this file. -->\n\n"
 TITLES = {
     "waste": "Waste, by store",
     "pages": "The size of pages",
@@ -52,67 +46,28 @@ TARGETS = {
 }
 
 
+def about(run: Run) -> str:
+    """What was run."""
+    return (
+        f"`quire bench memory`, {program(run)}. Simulated parts (waste, watermarks, prefixes of a "
+        "trace, tenants) run the engine's scheduler and memory with a timing model; the others run "
+        "the engine."
+    )
+
+
+PAGE = MeasuredPage(
+    name="memory",
+    heading="KV memory, measured",
+    script="docs/make_memory.py",
+    about=about,
+    titles=TITLES,
+    targets=TARGETS,
+)
+
+
 def main(arguments: list[str], docs: Path = DOCS) -> None:
     """Keep the numbers of runs, if any are given, and write the page."""
-    kept = docs / "results" / "memory.json"
-    if arguments:
-        runs = [_last_line(Path(name)) for name in arguments]
-        kept.write_text(json.dumps(merged(runs), indent=2) + "\n", encoding="utf-8")
-    run = json.loads(kept.read_text(encoding="utf-8"))
-    parts = {
-        name: PartResult.from_json(run["arms"][name]) for name in TITLES if name in run["arms"]
-    }
-    for part in parts.values():
-        for chart in part.charts:
-            (docs / "images" / f"measured-{chart.name}.svg").write_bytes(svg(chart))
-    (docs / "memory-measured.md").write_text(document(run, parts), encoding="utf-8")
-
-
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run with the parts of all, the last one's where several have it; without repeats."""
-    arms: dict[str, Any] = {}
-    claims: dict[str, Any] = {}
-    for run in runs:
-        for name, part in run["arms"].items():
-            arms[name] = {key: value for key, value in part.items() if key != "raw"}
-            claims |= part["claims"]
-    return runs[-1] | {"claims": claims, "arms": arms}
-
-
-def document(run: dict[str, Any], parts: dict[str, PartResult]) -> str:
-    """The page as Markdown."""
-    return "".join(
-        (HEADER, "# KV memory, measured\n\n", _about(run), *_claims(run), *_parts(parts))
-    )
-
-
-def _about(run: dict[str, Any]) -> str:
-    return (
-        f"`quire bench memory`, Quire {run['versions']['quire']} at commit {run['commit']}, torch "
-        f"{run['versions']['torch']}, {run['hardware']['cpu']}, {run['config']['threads']} "
-        "threads. Simulated parts (waste, watermarks, prefixes of a trace, tenants) run the "
-        "engine's scheduler and memory with a timing model; the others run the engine.\n\n"
-    )
-
-
-def _claims(run: dict[str, Any]) -> Iterator[str]:
-    yield "| claim | reached | wanted |\n| --- | ---: | --- |\n"
-    for name, wanted in TARGETS.items():
-        if name in run["claims"]:
-            yield f"| `{name}` | {run['claims'][name]:.4g} | {wanted} |\n"
-
-
-def _parts(parts: dict[str, PartResult]) -> Iterator[str]:
-    for name, part in parts.items():
-        yield f"\n## {TITLES[name]}\n\n"
-        yield "\n".join(markdown(table) for table in part.tables)
-        for chart in part.charts:
-            yield f"\n![{chart.title}](images/measured-{chart.name}.svg)\n"
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-    return run
+    PAGE.make(arguments, docs)
 
 
 if __name__ == "__main__":

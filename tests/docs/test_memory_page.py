@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.bench.memory.parts import PARTS
-from quire.bench.memory.result import Chart, PartResult, Table
+from quire.bench.result import Chart, PartResult, Table
 from snippets import ROOT
 
 

@@ -1,20 +1,18 @@
 """`quire bench memory`: what KV memory costs and saves, one table after the other."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.bench_parts import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
-from quire.cli.report import envelope
+from quire.cli.out_folder import prepare_folder, require_matplotlib
 
 if TYPE_CHECKING:
     from quire.bench.memory.config import MemoryBenchConfig
-    from quire.bench.memory.result import PartResult
 
 
 def memory(
@@ -55,7 +53,6 @@ def memory(
     import torch
 
     from quire.bench.memory.parts import parts_of, run_parts
-    from quire.bench.memory.tables import plain
 
     names = parts_of(parts)
     if out is not None:
@@ -63,18 +60,8 @@ def memory(
         prepare_folder(out)
     use_threads(threads)
     config = _config(trace, prefix_trace, quick=quick)
-    results: dict[str, PartResult] = {}
-    claims: dict[str, int | float] = {}
-    for name, result in run_parts(names, config):
-        results[name] = result
-        claims |= result.claims
-        typer.echo("\n\n".join(plain(table) for table in result.tables))
-        typer.echo(f"({name}: {result.seconds:.1f} s)\n")
-    arms = {name: result.to_json() for name, result in results.items()}
-    run = envelope("bench memory", claims, arms, _used(config, torch.get_num_threads()))
-    if out is not None:
-        write_files(out, _files(results, run))
-        typer.echo(f"written: {out}")
+    results, claims = show_parts(run_parts(names, config))
+    run = finish("memory", results, claims, _used(config, torch.get_num_threads()), out)
     if as_json:
         typer.echo(json.dumps(run))
 
@@ -96,15 +83,3 @@ def _used(config: "MemoryBenchConfig", threads: int) -> dict[str, object]:
     for name in ("trace", "prefix_trace"):
         simulated[name] = Path(simulated[name]).name
     return used | {"simulated": simulated, "threads": threads}
-
-
-def _files(results: Mapping[str, "PartResult"], run: Mapping[str, object]) -> dict[str, bytes]:
-    from quire.bench.memory.charts import svg
-    from quire.bench.memory.tables import as_csv, markdown
-
-    tables = [table for result in results.values() for table in result.tables]
-    charts = [chart for result in results.values() for chart in result.charts]
-    page = "# KV memory, measured\n\n" + "\n".join(markdown(table) for table in tables)
-    files = {"memory.json": (json.dumps(run, indent=2) + "\n").encode(), "memory.md": page.encode()}
-    files |= {f"{table.name}.csv": as_csv(table).encode() for table in tables}
-    return files | {f"{chart.name}.svg": svg(chart) for chart in charts}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from quire.bench.charts import svg
 from quire.bench.memory import parts
-from quire.bench.memory.charts import svg
-from quire.bench.memory.result import Chart, PartResult, Table
-from quire.bench.memory.tables import as_csv, markdown, plain, shown
+from quire.bench.result import Chart, PartResult, Table
+from quire.bench.tables import as_csv, markdown, plain, shown
 from quire.cli.main import app
 
 TABLE = Table(

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.models import llama_125m
 from quire.bench.overhead import OverheadConfig, measure_overhead
+from quire.bench.result import Numbers, PartResult, Table
 from quire.bench.timing import seconds
 from quire.kv.memory import KVMemory
 from quire.spec.layout import layout_for

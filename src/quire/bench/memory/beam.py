@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.models import random_model
+from quire.bench.result import Numbers, PartResult, Table
 from quire.bench.workload import SHAPES
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.bench.result import Numbers, PartResult, Table
 from quire.errors import ConfigError
 from quire.sim.fairness import jain_index
 from quire.sim.metrics import by_tenant, percentiles

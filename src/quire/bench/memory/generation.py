@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.models import random_model
 from quire.bench.prefill_rates import kv_memory_for, random_prompt
+from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.bench.timing import seconds
 from quire.bench.workload import SHAPES
 from quire.engine.core import Engine

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
 from quire.bench.models import random_model
+from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.bench.timing import seconds
 from quire.bench.workload import SHAPES
 from quire.engine.core import Engine

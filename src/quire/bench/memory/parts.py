@@ -1,8 +1,6 @@
 """The parts of the memory bench by name, in the order in which they run and are read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from time import perf_counter
 
 from quire.bench.memory.allocator import run_allocator
 from quire.bench.memory.beam import run_beam
@@ -11,12 +9,12 @@ from quire.bench.memory.fairness import run_fairness
 from quire.bench.memory.generation import run_generation
 from quire.bench.memory.page_sizes import run_page_sizes
 from quire.bench.memory.prefix import run_prefix
-from quire.bench.memory.result import PartResult
 from quire.bench.memory.reuse import run_reuse
 from quire.bench.memory.swapping import run_swap
 from quire.bench.memory.waste import run_waste
 from quire.bench.memory.watermarks import run_watermarks
-from quire.errors import ConfigError, UnknownName
+from quire.bench.named_parts import names_of, run_named
+from quire.bench.result import PartResult
 
 Part = Callable[[MemoryBenchConfig], PartResult]
 
@@ -41,15 +39,7 @@ def parts_of(names: str) -> tuple[str, ...]:
         UnknownName: no part has this name.
         ConfigError: a part is named twice.
     """
-    if not names.strip():
-        return tuple(PARTS)
-    asked = [name.strip() for name in names.split(",")]
-    for name in asked:
-        if name not in PARTS:
-            raise UnknownName("part", name, PARTS)
-    if len(set(asked)) != len(asked):
-        raise ConfigError(f"expected each part once, got {names!r}")
-    return tuple(name for name in PARTS if name in asked)
+    return names_of(names, PARTS)
 
 
 def run_parts(names: Sequence[str], config: MemoryBenchConfig) -> Iterator[tuple[str, PartResult]]:
@@ -59,7 +49,4 @@ def run_parts(names: Sequence[str], config: MemoryBenchConfig) -> Iterator[tuple
         names: of PARTS.
         config: of all of them.
     """
-    for name in names:
-        started_s = perf_counter()
-        result = PARTS[name](config)
-        yield name, replace(result, seconds=perf_counter() - started_s)
+    return run_named(names, PARTS, config)

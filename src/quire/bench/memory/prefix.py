@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from quire.bench.memory.result import Numbers, PartResult, Table
 from quire.bench.models import random_model
+from quire.bench.result import Numbers, PartResult, Table
 from quire.bench.timing import seconds
 from quire.bench.workload import SHAPES
 from quire.engine.core import Engine

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.sim.metrics import summarise
 from quire.sim.run import simulate
 

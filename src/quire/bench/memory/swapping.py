@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from quire.bench.memory.result import Chart, PartResult, Table
 from quire.bench.models import random_model
+from quire.bench.result import Chart, PartResult, Table
 from quire.bench.swap import SwapConfig, SwapTime, measure_swap, summarise
 from quire.bench.workload import SHAPES
 

@@ -7,8 +7,8 @@ counted over time: slots without a token, over slots that running sequences hold
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.sim.contiguous import STORE, longest_tokens, request_waste
 from quire.sim.run import SimConfig, make_simulator
 from quire.sim.traces.base import Trace

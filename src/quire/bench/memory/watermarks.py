@@ -11,8 +11,8 @@ Source: papers call the mark at which admission stops the watermark; its table i
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.bench.memory.result import Chart, Numbers, PartResult, Table
 from quire.bench.memory.simulated import SimulatedConfig
+from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.sim.metrics import percentiles, summarise
 from quire.sim.run import SimConfig, simulate
 from quire.sim.traces.base import Trace

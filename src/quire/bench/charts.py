@@ -1,20 +1,22 @@
-"""Draws the pictures of the memory bench."""
+"""Draws the pictures of benches: lines, bars, heat maps."""
 
 import io
 from typing import TYPE_CHECKING
 
-from quire.bench.memory.result import Chart
+from quire.bench.result import Chart, HeatMap
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SIZE_INCHES = (8, 4)
+_PANELS_ACROSS, _PANEL_INCHES = 3, 2.4
 _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
 
-def svg(chart: Chart) -> bytes:
-    """A chart as an SVG file.
+def svg(chart: Chart | HeatMap) -> bytes:
+    """A chart or a heat map as an SVG file.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -29,11 +31,27 @@ def svg(chart: Chart) -> bytes:
         ) from error
     with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, chart)
+        if isinstance(chart, Chart):
+            _draw(figure.add_subplot(), chart)
+        else:
+            _draw_map(figure, chart)
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
     return file.getvalue()
+
+
+def _draw_map(figure: "Figure", found: HeatMap) -> None:
+    across = min(_PANELS_ACROSS, len(found.panels))
+    down = -(-len(found.panels) // across)
+    figure.set_size_inches(_SIZE_INCHES[0], _PANEL_INCHES * down + 0.6)
+    for i, (label, rows) in enumerate(found.panels.items()):
+        axes = figure.add_subplot(down, across, i + 1)
+        axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=False)
+        axes.invert_yaxis()
+        axes.set_title(label, fontsize="medium")
+    figure.suptitle(found.title)
+    figure.supxlabel(found.x_label)
+    figure.supylabel(found.y_label)
 
 
 def _draw(axes: "Axes", chart: Chart) -> None:

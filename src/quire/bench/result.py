@@ -1,4 +1,4 @@
-"""What a part of the memory bench hands back: claims, tables, pictures, and what was measured."""
+"""What a part of a bench hands back: claims, tables, pictures, and what was measured."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -46,6 +46,23 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """One picture of shares from 0 (white) to 1: a panel for each of several matrices.
+
+    Attributes:
+        name: of its file.
+        title, x_label, y_label: what is drawn, with units.
+        panels: label to a matrix; rows from the top, columns from the left.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    panels: Mapping[str, tuple[tuple[float, ...], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
     """One part.
 
@@ -53,6 +70,7 @@ class PartResult:
         claims: flat numbers.
         tables: in the order of reading.
         charts: pictures of them.
+        maps: pictures of matrices.
         raw: every repeat, JSON values.
         seconds: it took.
     """
@@ -60,6 +78,7 @@ class PartResult:
     claims: Numbers
     tables: tuple[Table, ...]
     charts: tuple[Chart, ...] = ()
+    maps: tuple[HeatMap, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
     seconds: int | float = 0
 
@@ -74,6 +93,7 @@ class PartResult:
             claims=stored["claims"],
             tables=tuple(_table(found) for found in stored["tables"]),
             charts=tuple(_chart(found) for found in stored["charts"]),
+            maps=tuple(_map(found) for found in stored.get("maps", ())),
             raw=stored.get("raw", {}),
             seconds=stored["seconds"],
         )
@@ -87,6 +107,11 @@ def _table(stored: Mapping[str, Any]) -> Table:
 def _chart(stored: Mapping[str, Any]) -> Chart:
     lines = {label: _points(points) for label, points in stored["lines"].items()}
     return Chart(**{**stored, "lines": lines})
+
+
+def _map(stored: Mapping[str, Any]) -> HeatMap:
+    panels = {label: tuple(map(tuple, rows)) for label, rows in stored["panels"].items()}
+    return HeatMap(**{**stored, "panels": panels})
 
 
 def _points(stored: Iterable[Any]) -> tuple[tuple[str | int | float, int | float], ...]:

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from quire.bench.memory.result import Cell, Table
+from quire.bench.result import Cell, Table
 
 
 def shown(cell: Cell) -> str:

@@ -1,0 +1,103 @@
+"""Pages of measured results: from runs of a bench to Markdown and pictures, and again from JSON.
+
+The last line of a file is a run. Of several, later ones replace the parts they hold. What is kept,
+without its repeats, is results/NAME.json; the page is made of that and of nothing else.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.bench.charts import svg
+from quire.bench.result import PartResult
+from quire.bench.tables import markdown
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPage:
+    """One page.
+
+    Attributes:
+        name: of the kept numbers, results/NAME.json, and of the page, NAME-measured.md.
+        heading: its first line.
+        script: that writes it, named in the page.
+        about: says under the heading what was run.
+        titles: part to its heading, in the order of reading.
+        targets: claim to what is wanted of it, "" for nothing; others are not listed.
+    """
+
+    name: str
+    heading: str
+    script: str
+    about: Callable[[Run], str]
+    titles: Mapping[str, str]
+    targets: Mapping[str, str]
+
+    def make(self, arguments: Sequence[str], docs: Path) -> None:
+        """Keep the numbers of runs, if any are given, and write the page.
+
+        Args:
+            arguments: names of files with runs.
+            docs: folder of the page.
+        """
+        kept = docs / "results" / f"{self.name}.json"
+        if arguments:
+            runs = [_last_line(Path(name)) for name in arguments]
+            kept.write_text(json.dumps(merged(runs), indent=2) + "\n", encoding="utf-8")
+        run = json.loads(kept.read_text(encoding="utf-8"))
+        parts = {
+            name: PartResult.from_json(run["arms"][name])
+            for name in self.titles
+            if name in run["arms"]
+        }
+        for part in parts.values():
+            for picture in (*part.charts, *part.maps):
+                (docs / "images" / f"measured-{picture.name}.svg").write_bytes(svg(picture))
+        (docs / f"{self.name}-measured.md").write_text(self.document(run, parts), encoding="utf-8")
+
+    def document(self, run: Run, parts: Mapping[str, PartResult]) -> str:
+        """The page as Markdown."""
+        header = f"<!-- Written by {self.script}. Run it again, do not change this file. -->"
+        top = f"{header}\n\n# {self.heading}\n\n{self.about(run)}\n\n"
+        return "".join((top, *self._claims(run), *self._parts(parts)))
+
+    def _claims(self, run: Run) -> Iterator[str]:
+        yield "| claim | reached | wanted |\n| --- | ---: | --- |\n"
+        for name, wanted in self.targets.items():
+            if name in run["claims"]:
+                yield f"| `{name}` | {run['claims'][name]:.4g} | {wanted} |\n"
+
+    def _parts(self, parts: Mapping[str, PartResult]) -> Iterator[str]:
+        for name, part in parts.items():
+            yield f"\n## {self.titles[name]}\n\n"
+            yield "\n".join(markdown(table) for table in part.tables)
+            for picture in (*part.charts, *part.maps):
+                yield f"\n![{picture.title}](images/measured-{picture.name}.svg)\n"
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """One run with the parts of all, the last one's where several have it; without repeats."""
+    arms: Run = {}
+    claims: Run = {}
+    for run in runs:
+        for name, part in run["arms"].items():
+            arms[name] = {key: value for key, value in part.items() if key != "raw"}
+            claims |= part["claims"]
+    return runs[-1] | {"claims": claims, "arms": arms}
+
+
+def program(run: Run) -> str:
+    """Which Quire, on what: for the words under a heading."""
+    return (
+        f"Quire {run['versions']['quire']} at commit {run['commit']}, torch "
+        f"{run['versions']['torch']}, {run['hardware']['cpu']}, {run['config']['threads']} threads"
+    )
+
+
+def _last_line(path: Path) -> Run:
+    run: Run = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    return run
