@@ -6,9 +6,11 @@ These functions only look; `KVMemory.grow` acts.
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.errors import ConfigError
 from quire.kv.pages import CountedPages
-from quire.kv.stores.base import Demand
+from quire.kv.stores.base import Demand, Placement
 from quire.kv.tables import LaneTable, Rows
+from quire.spec.pages import CacheLayout
 
 
 def grow_demand(
@@ -20,10 +22,21 @@ def grow_demand(
     )
 
 
+def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Slots [rows, lanes] once row `rows[i]` has taken `tokens[i]` more tokens."""
+    held: NDArray[np.int32] = table.num_slots[rows]
+    if not table.group.private:
+        return held + tokens[:, None]
+    grows = table.active[rows] & (tokens > 0)
+    if table.group.fixed_slots is not None:
+        return np.where(grows[:, None], np.int32(table.group.fixed_slots), held)
+    return held + np.where(grows, tokens, np.int32(0))[:, None]
+
+
 def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Pages [rows, lanes] to append before row `rows[i]` can take `tokens[i]` more tokens."""
     per_page = table.group.page_class.tokens
-    slots = table.num_slots[rows] + tokens[:, None]
+    slots = grown_slots(table, rows, tokens)
     new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
     return new
 
@@ -37,7 +50,7 @@ def shared_ends(
     """
     slots = table.num_slots[rows]
     shared = np.zeros(slots.shape, dtype=bool)
-    if not pool.num_shared:
+    if table.group.private or not pool.num_shared:
         return shared
     per_page = table.group.page_class.tokens
     index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
@@ -51,3 +64,23 @@ def shared_ends(
     keep = first[times == pool.ref_counts[pages]]
     shared[index[keep], lane[keep]] = False
     return shared
+
+
+def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_bytes: int) -> None:
+    """Refuse an arena that does not hold one sequence of one token, all statistics among it.
+
+    Raises:
+        ConfigError: with the bytes asked for and those needed.
+    """
+    pages = dict.fromkeys(layout.page_classes, 0)
+    for group in layout.groups:
+        lane_pages = group.page_class.pages_for(group.slots_of(1))
+        pages[group.page_class] += lane_pages * group.num_lanes
+    slabs = sum(placement.pools[c].slabs_needed(n) for c, n in pages.items())
+    if slabs > placement.arena.num_slabs:
+        raise ConfigError(
+            f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
+            f"{slabs * placement.arena.slab_bytes:,} B are needed (pages of "
+            f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
+            "raise --kv-memory or lower --page-tokens"
+        )

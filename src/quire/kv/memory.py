@@ -9,16 +9,16 @@ Two lengths are never mixed up: `lengths[row]` is logical (the position the next
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.growth import grow_demand
+from quire.kv.growth import grow_demand, grown_slots, require_room_for_one_token
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
-from quire.kv.proof import prove_references, prove_slabs
+from quire.kv.proof import prove_lanes, prove_references, prove_slabs
 from quire.kv.shrinking import cut_slots, drop_behind_window, drop_full_pages, slots_below
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
@@ -59,7 +59,7 @@ class KVMemory:
         self.store: PageBytes = store or NoBytes()
         self.placement = placement(layout, total_bytes, max_rows)
         self.arena, self.pools = self.placement.arena, self.placement.pools
-        self._require_room_for_one_token(total_bytes)
+        require_room_for_one_token(layout, self.placement, total_bytes)
         self.tables = {
             group.name: LaneTable(group, max_rows, track_changes=track_changes)
             for group in layout.groups
@@ -72,19 +72,6 @@ class KVMemory:
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
-
-    def _require_room_for_one_token(self, total_bytes: int) -> None:
-        pages = dict.fromkeys(self.layout.page_classes, 0)
-        for group in self.layout.groups:
-            pages[group.page_class] += group.num_lanes
-        slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
-        if slabs > self.arena.num_slabs:
-            raise ConfigError(
-                f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
-                f"{slabs * self.arena.slab_bytes:,} B are needed (pages of "
-                f"{self.layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
-                "raise --kv-memory or lower --page-tokens"
-            )
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -133,19 +120,33 @@ class KVMemory:
 
     # ---- life of a row -------------------------------------------------------------------------
 
-    def start(self) -> int:
+    def start(self, statistics: Collection[str] | None = None) -> int:
         """Open an empty sequence; return its row.
+
+        Args:
+            statistics: names of the private groups it uses; None: all. It has nothing in others.
 
         Raises:
             OutOfPages: all rows are taken.
+            ConfigError: a name is not that of a private group.
         """
+        private = {name for name, table in self.tables.items() if table.group.private}
+        used = private if statistics is None else frozenset(statistics)
+        if not used <= private:
+            raise ConfigError(f"no statistics {sorted(used - private)}; has {sorted(private)}")
         if not self._free_rows:
             raise OutOfPages(f"all {len(self.lengths)} rows are taken")
         row = self._free_rows.pop()
+        for name in private:
+            self.tables[name].active[row] = name in used
         self._live[row] = True
         self.lengths[row] = 0
         self.peak_bytes[row] = 0
         return row
+
+    def statistics_of(self, row: int) -> frozenset[str]:
+        """Names of the private groups a row uses."""
+        return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
 
     def release(self, rows: Rows | Sequence[int]) -> None:
         """Close sequences and give their pages back.
@@ -196,7 +197,7 @@ class KVMemory:
 
     def _grow_table(self, demand: Demand, tokens: Counts) -> None:
         table, rows = demand.table, demand.rows
-        page_class = table.group.page_class
+        page_class, slots = table.group.page_class, grown_slots(table, rows, tokens)
         if demand.shared.any():
             index, lane = np.nonzero(demand.shared)
             row = rows[index]
@@ -210,7 +211,7 @@ class KVMemory:
                 table.page_positions[row, lane, column] = first + column * page_class.tokens
             if table.group.private:
                 self.store.clear_pages(page_class, added)
-        table.num_slots[rows] += tokens[:, None]
+        table.num_slots[rows] = slots
 
     def note_peaks(self, rows: Rows) -> None:
         """Remember the most bytes that `rows` and the arena have held; call after taking pages."""
@@ -269,6 +270,8 @@ class KVMemory:
             raise ConfigError(f"cannot truncate a row of {held} tokens to {length}")
         kept = {name: slots_below(t, row, held, length) for name, t in self.tables.items()}
         for name, table in self.tables.items():
+            if table.group.mirrors is not None and table.active[row]:
+                kept[name] = kept[table.group.mirrors]
             self.placement.take_back(table, cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
@@ -290,10 +293,7 @@ class KVMemory:
         for table in self.tables.values():
             table.check()
             self.placement.check(table)
-            if table.num_slots[~self._live].any():
-                raise InvariantError(f"group {table.group.name!r}: a closed row still has slots")
-            if (table.num_slots > self.lengths[:, None]).any():
-                raise InvariantError(f"group {table.group.name!r}: more slots than tokens")
+        prove_lanes(self.tables, self.lengths, self._live)
         if self.used_bytes + self.free_bytes != self.total_bytes:
             raise InvariantError(
                 f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"

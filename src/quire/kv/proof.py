@@ -6,6 +6,7 @@ What a part can prove alone it proves in its own `check`.
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import InvariantError
 from quire.kv.arena import Arena
@@ -36,6 +37,39 @@ def prove_references(
     if (expected != pool.ref_counts).any():
         wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
         raise InvariantError(f"pages {wrong} are referenced otherwise than counted")
+
+
+def prove_lanes(
+    tables: Mapping[str, LaneTable], lengths: NDArray[np.int64], live: NDArray[np.bool_]
+) -> None:
+    """Prove that lanes have as many slots as their kind says.
+
+    Args:
+        tables: of all groups, by name.
+        lengths: [rows] tokens that each has had.
+        live: [rows] which are in use.
+
+    Raises:
+        InvariantError: a closed row has slots, or one that does not use the group; a mirror has
+            others than what it mirrors; fixed records are not all there from the first token on;
+            or there are more slots than tokens.
+    """
+    for table in tables.values():
+        group, slots = table.group, table.num_slots
+        used = live & table.active
+        if slots[~live].any():
+            raise InvariantError(f"group {group.name!r}: a closed row still has slots")
+        if slots[~used].any():
+            raise InvariantError(f"group {group.name!r}: slots of a row that does not use it")
+        if group.mirrors is not None:
+            if (slots != tables[group.mirrors].num_slots)[used].any():
+                raise InvariantError(f"group {group.name!r}: other slots than {group.mirrors!r}")
+        elif group.fixed_slots is not None:
+            records = np.where(used & (lengths > 0), group.fixed_slots, 0)
+            if (slots != records[:, None]).any():
+                raise InvariantError(f"group {group.name!r}: not {group.fixed_slots} records")
+        elif (slots > lengths[:, None]).any():
+            raise InvariantError(f"group {group.name!r}: more slots than tokens")
 
 
 def prove_slabs(arena: Arena, pools: Iterable[CountedPages]) -> None:

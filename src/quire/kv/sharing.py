@@ -4,7 +4,7 @@ A shared page has more than one reference and is never written; `KVMemory.grow` 
 it must write. Private groups (statistics) are copied at once: two futures, two memories.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ def fork(memory: KVMemory, row: int) -> int:
         needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
     if not memory.fits(needed):
         raise OutOfPages("no pages for the statistics of a fork")
-    child = memory.start()
+    child = memory.start(memory.statistics_of(row))
     for table in memory.tables.values():
         table.copy_row(row, child)
         memory.pools[table.group.page_class].retain(table.row_pages(row))
@@ -127,16 +127,27 @@ def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
     """Copy the private pages of a row, as they are now; None where there is no room or no need.
 
     The copies belong to the loan: they are what a sequence that borrows up to here begins with.
+    It holds those groups that the row uses.
+
+    Raises:
+        ConfigError: the row has lost tokens, so that no sequence could begin with these.
     """
-    private = [table for table in memory.tables.values() if table.group.private]
+    private = [table for table in _private_tables(memory) if table.active[row]]
     needed: dict[PageClass, int] = {}
     for table in private:
         page_class = table.group.page_class
         needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
     if not private or not memory.fits(needed):
         return None
+    length = int(memory.lengths[row])
+    if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
+        raise ConfigError(f"row {row} has lost some of its {length} tokens, and what is remembered")
     pages = {table.group.name: _copied(memory, table, table.row_pages(row)) for table in private}
-    return _registered(memory, 0, int(memory.lengths[row]), pages)
+    return _registered(memory, 0, length, pages)
+
+
+def _private_tables(memory: KVMemory) -> list[LaneTable]:
+    return [table for table in memory.tables.values() if table.group.private]
 
 
 def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:
@@ -146,28 +157,38 @@ def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbe
     return copies.reshape(table.group.num_lanes, -1)
 
 
-def borrow(memory: KVMemory, loans: Sequence[Loan], statistics: Loan | None = None) -> int:
+def borrow(
+    memory: KVMemory,
+    loans: Sequence[Loan],
+    statistics: Loan | None = None,
+    *,
+    used: Collection[str] | None = None,
+) -> int:
     """Start a sequence from loans that follow each other from position 0 on.
 
     Args:
         memory: where they are.
         loans: one or more.
-        statistics: what its private groups begin with; without it they begin with zeroed pages.
+        statistics: what its private groups begin with; those it has not begin with zeroed pages.
+        used: names of the private groups of the sequence, as for `KVMemory.start`.
 
     Raises:
         OutOfPages: no row, or no pages for the private groups; nothing was changed.
         InvariantError: a loan has been returned, or they do not follow each other.
     """
-    _require_chain(memory, loans)
+    _require_chain(memory, loans, statistics)
     length = loans[-1].end
     needed: dict[PageClass, int] = {}
-    for group in (t.group for t in memory.tables.values() if t.group.private):
-        pages = group.page_class.pages_for(length) * group.num_lanes
-        needed[group.page_class] = needed.get(group.page_class, 0) + pages
+    for group in (table.group for table in _private_tables(memory)):
+        if used is None or group.name in used:
+            pages = group.page_class.pages_for(group.slots_of(length)) * group.num_lanes
+            needed[group.page_class] = needed.get(group.page_class, 0) + pages
     if not memory.fits(needed):
         raise OutOfPages("no pages for the statistics of a borrowed prefix")
-    row = memory.start()
+    row = memory.start(used)
     for table in memory.tables.values():
+        if not table.active[row]:
+            continue
         if table.group.private:
             lanes = _private_pages(memory, table, length, statistics)
         else:
@@ -179,24 +200,25 @@ def borrow(memory: KVMemory, loans: Sequence[Loan], statistics: Loan | None = No
     return row
 
 
-def _require_chain(memory: KVMemory, loans: Sequence[Loan]) -> None:
-    for loan in loans:
+def _require_chain(memory: KVMemory, loans: Sequence[Loan], statistics: Loan | None) -> None:
+    for loan in (*loans, *filter(None, [statistics])):
         _require_lent(memory, loan)
     starts = [0, *(loan.end for loan in loans[:-1])]
     if not loans or starts != [loan.start for loan in loans]:
         raise InvariantError(f"loans of {[(x.start, x.end) for x in loans]} are no prefix")
+    if statistics is not None and statistics.end != loans[-1].end:
+        raise InvariantError(
+            f"statistics at {statistics.end} for a prefix of {loans[-1].end} tokens"
+        )
 
 
 def _private_pages(
     memory: KVMemory, table: LaneTable, length: int, statistics: Loan | None
 ) -> PageNumbers:
     group, pool = table.group, memory.pools[table.group.page_class]
-    if statistics is not None:
-        _require_lent(memory, statistics)
-        if statistics.end != length:
-            raise InvariantError(f"statistics at {statistics.end} for a prefix of {length} tokens")
+    if statistics is not None and group.name in statistics.pages:
         return _copied(memory, table, statistics.pages[group.name].reshape(-1))
-    pages = pool.allocate(group.page_class.pages_for(length) * group.num_lanes)
+    pages = pool.allocate(group.page_class.pages_for(group.slots_of(length)) * group.num_lanes)
     memory.store.clear_pages(group.page_class, pages)
     return pages.reshape(group.num_lanes, -1)
 
@@ -206,7 +228,7 @@ def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) ->
     lanes, columns = pages.shape
     counts = np.full((1, lanes), columns, dtype=np.int32)
     table.append(np.array([row]), counts, pages.reshape(-1))
-    table.num_slots[row] = length
+    table.num_slots[row] = table.group.slots_of(length)
     table.page_positions[row, :, :columns] = np.arange(columns) * table.group.page_class.tokens
 
 

@@ -61,11 +61,18 @@ def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> Page
 def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDArray[np.int32]:
     """Slots [lanes] at positions below `length`, all of them at the front of their lanes.
 
+    Of lanes that mirror others this is no answer: they keep as many slots as those. Records of
+    fixed number stay while there is a token.
+
     Raises:
         ConfigError: some lane has lost its order, or a window lane has already dropped pages that
             a row of `length` tokens would look back to.
     """
     slots: NDArray[np.int32] = table.num_slots[row]
+    if not table.active[row] or table.group.mirrors is not None:
+        return slots.copy()
+    if table.group.fixed_slots is not None:
+        return np.full_like(slots, table.group.slots_of(length))
     if not table.group.ordered:
         if (slots != row_length).any():
             raise ConfigError("a lane that has evicted tokens cannot be truncated by position")

@@ -82,7 +82,7 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
     pages = _copy_in(memory, swapped)
     rows = []
     for sequence in swapped.sequences:
-        rows.append(memory.start())
+        rows.append(memory.start(sequence.statistics))
         _attach(memory, rows[-1], sequence, pages)
     _retain_shared(memory, swapped, pages)
     memory.note_peaks(np.array(rows))
@@ -93,8 +93,8 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
 def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
     """Whether a tail from this token on can be kept without what comes before it.
 
-    Every lane must be in order and hold all tokens, nothing may be private (statistics sum over
-    the head), and the border must be one of pages in every group.
+    Every lane must be in order and hold all tokens, nothing may be remembered of them (statistics
+    sum over the head), and the border must be one of pages in every group.
     """
     if not 0 < keep_from < memory.lengths[row]:
         return False
@@ -103,13 +103,17 @@ def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
         and not table.group.private
         and keep_from % table.group.page_class.tokens == 0
         and bool((table.num_slots[row] == memory.lengths[row]).all())
-        for table in memory.tables.values()
+        for table in _used_tables(memory, row)
     )
+
+
+def _used_tables(memory: KVMemory, row: int) -> list[LaneTable]:
+    return [table for table in memory.tables.values() if table.active[row]]
 
 
 def split_border(memory: KVMemory, row: int) -> int:
     """Tokens between the borders at which a row can be split now; 0 where there are none."""
-    tokens = math.lcm(*(table.group.page_class.tokens for table in memory.tables.values()))
+    tokens = math.lcm(*(t.group.page_class.tokens for t in _used_tables(memory, row)))
     return tokens if can_split(memory, row, tokens) else 0
 
 
@@ -118,9 +122,11 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
 
     Raises:
         OutOfPages: no pages; nothing was changed.
-        ConfigError: the row does not hold exactly the head.
+        ConfigError: the row does not hold exactly the head, or has statistics.
     """
-    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in memory.tables.values())]
+    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _used_tables(memory, row))]
+    if memory.statistics_of(row):
+        raise ConfigError(f"row {row} would have no statistics of the tail that was kept")
     if any(np.any(count != swapped.keep_from) for count in held):
         raise ConfigError(
             f"the tail follows {swapped.keep_from} tokens, row {row} holds {held[0]}, or some "
@@ -180,7 +186,8 @@ def _gather(
         for name, table in memory.tables.items():
             lanes[name] = _take_lanes(table, int(row), keep_from, seen[table.group.page_class])
         length, peak_bytes = int(memory.lengths[row]), int(memory.peak_bytes[row])
-        sequences.append(SwappedSequence(length, peak_bytes, lanes))
+        statistics = memory.statistics_of(int(row))
+        sequences.append(SwappedSequence(length, peak_bytes, lanes, statistics))
     return tuple(sequences), {page_class: found.pages for page_class, found in seen.items()}
 
 
@@ -211,6 +218,8 @@ class _FirstSeen:
 
 
 def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
+    if not table.active[row]:
+        keep_from = 0  # there is no head to leave out either
     head = keep_from // table.group.page_class.tokens
     column = np.arange(table.capacity)
     kept = (column >= head) & (column < table.num_pages[row][:, None])

@@ -43,11 +43,13 @@ class SwappedSequence:
         length: logical, with the head where that was left out.
         peak_bytes: the most bytes it has held.
         lanes: by name of the group.
+        statistics: names of the private groups it uses.
     """
 
     length: int
     peak_bytes: int
     lanes: Mapping[str, SwappedLanes]
+    statistics: frozenset[str]
 
 
 @runtime_checkable

@@ -27,6 +27,8 @@ class LaneTable:
             ordered lanes; lanes without order keep positions in their pages.
         num_pages: int32 [rows, lanes].
         num_slots: int32 [rows, lanes], live slots, the physical length.
+        active: bool [rows], whether a row uses this group; where not, it never has a slot. Only
+            private groups can be left out.
         version: grows when the arrays move to larger memory; holders of views look again.
     """
 
@@ -37,6 +39,7 @@ class LaneTable:
         self.page_positions = np.zeros(shape, dtype=np.int32)
         self.num_pages = np.zeros(shape[:2], dtype=np.int32)
         self.num_slots = np.zeros(shape[:2], dtype=np.int32)
+        self.active = np.ones(max_rows, dtype=bool)
         self.version = 0
         self._track_changes = track_changes
         self._changed: list[NDArray[np.int64]] = []
@@ -114,7 +117,7 @@ class LaneTable:
         return dropped
 
     def copy_row(self, source: int, target: int) -> None:
-        """Let the empty row `target` name the same pages as row `source`."""
+        """Let the empty row `target`, which uses the group alike, name the pages of `source`."""
         for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):
             array[target] = array[source]
         self._note_mask(target, self.pages[target] != NO_PAGE)

@@ -172,6 +172,7 @@ def _beginnings(memory: KVMemory, rows: Rows, tokens: int) -> list[Demand]:
     demands = []
     for table in memory.tables.values():
         shape = (len(rows), table.group.num_lanes)
-        pages = np.full(shape, table.group.page_class.pages_for(tokens), dtype=np.int32)
+        slots = table.group.slots_of(tokens)
+        pages = np.full(shape, table.group.page_class.pages_for(slots), dtype=np.int32)
         demands.append(Demand(table, rows, pages, np.zeros(shape, dtype=bool)))
     return demands

@@ -53,7 +53,7 @@ def copy_row(memory: KVMemory, row: int) -> int:
     Raises:
         OutOfPages: no row, or no pages for the copy; nothing was changed.
     """
-    copy = memory.start()
+    copy = memory.start(memory.statistics_of(row))
     rows = np.array([copy])
     try:
         counts = {name: table.num_pages[[row]] for name, table in memory.tables.items()}
@@ -76,7 +76,7 @@ def bring_back(memory: KVMemory, swapped: Swapped) -> list[int]:
     Raises:
         OutOfPages: no rows or no pages; nothing was changed.
     """
-    rows = np.array([memory.start() for _ in swapped.sequences])
+    rows = np.array([memory.start(sequence.statistics) for sequence in swapped.sequences])
     try:
         add_stored(memory, rows, swapped)
     except BaseException:

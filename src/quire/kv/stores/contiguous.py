@@ -84,10 +84,10 @@ class Contiguous(Placement):
         self._require_room_for_one_sequence(layout)
 
     def _require_room_for_one_sequence(self, layout: CacheLayout) -> None:
-        one_token = np.ones(1, dtype=np.int64)
         pages = dict.fromkeys(layout.page_classes, 0)
         for group in layout.groups:
-            lane_pages = int(self._lengths.run_pages(group, one_token)[0])
+            needed = np.array([group.page_class.pages_for(group.slots_of(1))])
+            lane_pages = int(self._lengths.run_pages(group, needed)[0])
             pages[group.page_class] += lane_pages * group.num_lanes
         if not self.fits(pages):
             needed_bytes = sum(c.page_bytes * n for c, n in pages.items())

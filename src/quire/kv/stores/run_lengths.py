@@ -33,10 +33,10 @@ class LaneLimits:
 
     def most_pages(self, group: LaneGroup) -> int:
         """Pages of the longest lane of a group. A window changes nothing: a run has no holes."""
-        slots = self.max_tokens
-        return group.page_class.pages_for(
-            slots if group.ordered else min(slots, self.evicting_slots)
-        )
+        slots = group.slots_of(self.max_tokens)
+        if not group.ordered and group.fixed_slots is None:
+            slots = min(slots, self.evicting_slots)
+        return group.page_class.pages_for(slots)
 
 
 class RunLengths(ABC):

@@ -1,0 +1,326 @@
+"""Rows that remember things: which private groups they use, and how many records those have."""
+
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.ledger import extents_of
+from quire.kv.ledger_proof import prove_extents
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import borrow, fork, lend, lend_statistics, return_loan
+from quire.kv.stores.registry import STORES, placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in, swap_out
+from quire.kv.waste import measure_waste, sequences_that_fit
+from quire.spec.pages import CacheLayout, LaneGroup
+from unit.kv.host_bytes import HostBytes
+from unit.kv.small_memory import grow, keys, plain_class, used_pages, with_groups, write_lane
+
+KV = LaneGroup(name="kv", page_class=plain_class(positions=True), layers=(0, 1), ordered=False)
+SUMS = LaneGroup(name="kv.sums", page_class=plain_class(value=False), layers=(0, 1), mirrors="kv")
+RING = LaneGroup(
+    name="kv.ring", page_class=plain_class(tokens=2, value=False), layers=(0, 1), fixed_slots=3
+)
+WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(2,), window=9)
+GROUPS = (KV, SUMS, RING, WINDOW)
+NAMES = frozenset({"kv.sums", "kv.ring"})
+
+
+def started(memory, tokens, statistics=None):
+    row = memory.start(statistics)
+    grow(memory, row, tokens)
+    write(memory, row)
+    return row
+
+
+def write(memory, row):
+    for name, table in memory.tables.items():
+        for lane in range(table.group.num_lanes):
+            write_lane(memory, row, lane, name=name)
+
+
+def slots(memory, row, name):
+    return memory.tables[name].num_slots[row].tolist()
+
+
+def expected(tokens, lane=0):
+    return [token + 100 * lane for token in range(tokens)]
+
+
+@pytest.fixture(params=STORES)
+def memory(request):
+    limits = LaneLimits(max_tokens=40, evicting_slots=40)
+    return KVMemory(
+        CacheLayout(GROUPS),
+        64 * 1024,
+        4,
+        store=HostBytes(64 * 1024),
+        placement=placement_maker(request.param, limits),
+    )
+
+
+def test_a_row_has_pages_of_the_statistics_it_uses_only(memory):
+    rows = [started(memory, 6, used) for used in (NAMES, {"kv.sums"}, {"kv.ring"}, ())]
+
+    assert [slots(memory, row, "kv") for row in rows] == [[6, 6]] * 4
+    assert [slots(memory, row, "kv.sums") for row in rows] == [[6, 6], [6, 6], [0, 0], [0, 0]]
+    assert [slots(memory, row, "kv.ring") for row in rows] == [[3, 3], [0, 0], [3, 3], [0, 0]]
+    assert [memory.statistics_of(row) for row in rows] == [NAMES, {"kv.sums"}, {"kv.ring"}, set()]
+    memory.check()
+
+
+def test_a_row_uses_all_groups_where_nothing_is_said(memory):
+    assert memory.statistics_of(memory.start()) == NAMES
+
+
+def test_a_name_that_is_not_that_of_statistics_is_refused(memory):
+    with pytest.raises(ConfigError, match=r"no statistics \['kv'\]; has \['kv.ring', 'kv.sums'\]"):
+        memory.start({"kv"})
+
+    assert memory.num_free_rows == 4
+
+
+def test_a_row_that_follows_another_uses_its_own_groups(memory):
+    memory.release([started(memory, 6, ())])
+
+    assert slots(memory, started(memory, 6), "kv.ring") == [3, 3]
+
+
+def test_records_of_fixed_number_come_with_the_first_token_and_never_again(memory):
+    row = memory.start()
+    grow(memory, row, 0)
+    assert slots(memory, row, "kv.ring") == [0, 0]
+
+    for tokens in (1, 0, 30):
+        grow(memory, row, tokens)
+        assert slots(memory, row, "kv.ring") == [3, 3]
+        assert memory.tables["kv.ring"].num_pages[row].tolist() == [2, 2]
+    memory.check()
+
+
+def test_bytes_of_a_row_are_those_of_the_groups_it_uses():
+    memory = with_groups(*GROUPS)
+    kv_bytes = 2 * (2 * KV.page_class.page_bytes + WINDOW.page_class.page_bytes)
+    sums_bytes, ring_bytes = 4 * SUMS.page_class.page_bytes, 4 * RING.page_class.page_bytes
+    sizes = {(): 0, ("kv.sums",): sums_bytes, ("kv.ring",): ring_bytes}
+
+    for used, more in sizes.items():
+        row = started(memory, 5, used)
+        assert memory.row_bytes(row) == memory.peak_bytes[row] == kv_bytes + more
+    prove_extents(memory, extents_of(memory))
+
+
+def test_new_records_are_zero_and_old_ones_stay(memory):
+    memory.release([started(memory, 20)])
+
+    row = memory.start()
+    grow(memory, row, 3)
+    assert keys(memory, row, name="kv.ring") == keys(memory, row, name="kv.sums") == [0] * 3
+    write(memory, row)
+    grow(memory, row, 12)
+
+    assert keys(memory, row, 1, name="kv.ring") == expected(3, 1)
+    assert keys(memory, row, 1, name="kv.sums")[:3] == expected(3, 1)
+    assert not any(keys(memory, row, name="kv.sums")[4:])
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
+def test_a_fork_uses_what_its_parent_uses_and_has_copies_of_it(memory, used):
+    row = started(memory, 6, used)
+
+    child = fork(memory, row)
+    for name in used:
+        memory.store.clear_pages(
+            memory.tables[name].group.page_class, memory.tables[name].row_pages(row)
+        )
+
+    assert memory.statistics_of(child) == used
+    for name in used:
+        assert keys(memory, child, 1, name=name) == expected(6 if name == "kv.sums" else 3, 1)
+    grow(memory, child, 5)
+    memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
+def test_statistics_come_back_from_outside_with_their_row(memory, used):
+    rows = [started(memory, 6, used), started(memory, 9)]
+    swapped = swap_out(memory, rows)
+    memory.store.poison_free(memory)
+
+    row, other = swap_in(memory, swapped)
+
+    assert (memory.statistics_of(row), memory.statistics_of(other)) == (used, NAMES)
+    for name in used:
+        assert keys(memory, row, 1, name=name) == expected(6 if name == "kv.sums" else 3, 1)
+    assert keys(memory, other, name="kv.sums") == expected(9)
+    grow(memory, row, 5)
+    memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, frozenset()])
+def test_a_row_alone_is_packed_with_its_statistics(memory, used):
+    first, row = started(memory, 20), started(memory, 11, used)
+    memory.release([first])
+
+    repack(memory, row)
+    grow(memory, row, 3)
+
+    for name in used:
+        assert keys(memory, row, name=name)[:3] == expected(3)
+    memory.check()
+
+
+def test_a_row_is_cut_with_its_statistics(memory):
+    row = started(memory, 8)
+
+    memory.truncate(row, 5)
+    assert [slots(memory, row, name) for name in ("kv.sums", "kv.ring")] == [[5, 5], [3, 3]]
+    memory.check()
+    memory.truncate(row, 0)
+
+    assert [slots(memory, row, name) for name in ("kv.sums", "kv.ring")] == [[0, 0], [0, 0]]
+    memory.check()
+
+
+def test_records_that_do_not_fit_are_no_growth():
+    memory = with_groups(*GROUPS, total_bytes=4 * 1024)
+    rows = [memory.start(), memory.start(())]
+    tokens = next(n for n in range(100) if not can_grow(memory, rows[0], n))
+
+    assert can_grow(memory, rows[1], tokens)
+    with pytest.raises(OutOfPages):
+        grow(memory, rows[0], tokens)
+    assert used_pages(memory) == 0
+    memory.check()
+
+
+def can_grow(memory, row, tokens):
+    return memory.can_grow(np.array([row]), np.array([tokens], dtype=np.int32))
+
+
+def test_room_is_that_of_sequences_with_all_statistics(memory):
+    fits = sequences_that_fit(memory, 5)
+    assert fits == 4
+
+    started(memory, 5)
+
+    waste = measure_waste(memory)
+    held = [(t.group.page_class.slot_bytes, int(t.num_slots.sum())) for t in memory.tables.values()]
+    assert waste.live_bytes + waste.hidden_bytes == sum(size * count for size, count in held)
+
+
+# ---- loans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
+def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
+    memory = with_groups(*GROUPS[:3])
+    row = started(memory, 8, used)
+    loan, statistics = lend(memory, row, 0, 8), lend_statistics(memory, row)
+    assert statistics.pages.keys() == used
+    memory.release([row])
+    memory.store.poison_free(memory)
+
+    borrower = borrow(memory, [loan], statistics)
+
+    assert memory.statistics_of(borrower) == NAMES
+    for name, count in (("kv.sums", 8), ("kv.ring", 3)):
+        zeros = [0] * count
+        assert keys(memory, borrower, name=name) == (expected(count) if name in used else zeros)
+    return_loan(memory, statistics)
+    grow(memory, borrower, 3)
+    memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
+def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
+    memory = with_groups(*GROUPS[:3])
+    row = started(memory, 8)
+    loan, statistics = lend(memory, row, 0, 8), lend_statistics(memory, row)
+    pages = used_pages(memory)
+
+    borrower = borrow(memory, [loan], statistics, used=used)
+
+    assert memory.statistics_of(borrower) == used
+    for name in used:
+        assert keys(memory, borrower, 1, name=name) == expected(8 if name == "kv.sums" else 3, 1)
+    assert used_pages(memory) - pages == 4 * len(used)
+    grow(memory, borrower, 3)
+    memory.check()
+
+
+def test_a_row_without_statistics_lends_none():
+    memory = with_groups(*GROUPS[:3])
+
+    assert lend_statistics(memory, started(memory, 8, ())) is None
+
+
+def test_statistics_of_another_length_are_no_beginning():
+    memory = with_groups(*GROUPS[:3])
+    row = started(memory, 8)
+    loan, statistics = lend(memory, row, 0, 4), lend_statistics(memory, row)
+
+    with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
+        borrow(memory, [loan], statistics)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+# ---- tails ---------------------------------------------------------------------------------------
+
+
+def ordered_memory():
+    kv = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))
+    return with_groups(kv, SUMS, RING)
+
+
+def test_a_row_without_statistics_can_be_split_where_its_pages_end():
+    memory = ordered_memory()
+    row, other = started(memory, 10, ()), started(memory, 10)
+    assert (split_border(memory, row), split_border(memory, other)) == (4, 0)
+    assert not can_split(memory, other, 4)
+
+    swapped = swap_out(memory, [row], keep_from=4)
+    row = started(memory, 4, ())
+    append_tail(memory, row, swapped)
+
+    assert keys(memory, row) == expected(10)
+    memory.check()
+
+
+def test_a_tail_is_not_put_behind_a_head_with_statistics():
+    memory = ordered_memory()
+    swapped = swap_out(memory, [started(memory, 10, ())], keep_from=4)
+    row = started(memory, 4)
+
+    with pytest.raises(ConfigError, match="no statistics of the tail"):
+        append_tail(memory, row, swapped)
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("kv.sums", -1, "other slots than 'kv'"),
+        ("kv.ring", 1, "not 3 records"),
+    ],
+)
+def test_records_that_are_not_there_are_noticed(name, change, message):
+    memory = with_groups(*GROUPS)
+    row = started(memory, 6)
+    memory.tables[name].num_slots[row, 1] += change
+
+    with pytest.raises(InvariantError, match=message):
+        memory.check()
+
+
+def test_records_of_a_row_that_uses_none_are_noticed():
+    memory = with_groups(*GROUPS)
+    row = started(memory, 6)
+    memory.tables["kv.ring"].active[row] = False
+
+    with pytest.raises(InvariantError, match="slots of a row that does not use it"):
+        memory.check()
