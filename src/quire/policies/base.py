@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from quire.errors import ConfigError, PolicyError
+from quire.errors import PolicyError
 from quire.policies.choose import choose_pieces, choose_slots
+from quire.policies.options import check_at_least
 from quire.policies.view import KVView
 from quire.spec.statistics import Statistic
 
@@ -143,9 +144,7 @@ class SinksAndRecent(ScorePolicy):
     recent: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "recent"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"expected {name} >= 0, got {getattr(self, name)}")
+        check_at_least(0, sinks=self.sinks, recent=self.recent)
 
     @property
     def least_cap(self) -> int:

@@ -69,6 +69,17 @@ def _convert(key: str, value: str, default: object, nested: Nested) -> object:
         raise ConfigError(f"option {key} needs a {kind.__name__}, got {value!r}") from None
 
 
+def check_at_least(least: int, **options: int | float) -> None:
+    """Refuse options that are below what they may be.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name, value in options.items():
+        if value < least:
+            raise ConfigError(f"expected {name} >= {least}, got {value}")
+
+
 def without_parentheses(value: str) -> str:
     """A nested rule without what stands around it."""
     value = value.strip()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from quire.errors import ConfigError
 from quire.policies.base import LAYER, ScorePolicy
+from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
@@ -29,8 +29,7 @@ class Recent(ScorePolicy):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ConfigError(f"expected sinks >= 0, got {self.sinks}")
+        check_at_least(0, sinks=self.sinks)
 
     @property
     def grain(self) -> str:

@@ -95,6 +95,11 @@ class KVView:
         return self.positions >= 0
 
     @property
+    def looks(self) -> Int[Tensor, "lane slot"]:
+        """Queries that have seen each slot, its own among them: at least 1."""
+        return torch.where(self.live, self.next_position - self.positions, 1)
+
+    @property
     def num_slots(self) -> Int[Tensor, "lane 1"]:
         """Tokens of each lane."""
         return self.live.sum(dim=1, keepdim=True)

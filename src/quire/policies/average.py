@@ -1,0 +1,48 @@
+"""Average attention (Batch-Max, Metel et al. 2025, section 3.2).
+
+score(token) = sum_weights / (curr_id + 1 - kv_id)
+
+where curr_id is the last processed position: so many queries have seen the token, its own among
+them. H2O's bare sum favours tokens that have been there for longer.
+
+Differs from the paper: the divisor of a decode step is the same as in prefill (the paper's counts
+one query more, which has not been processed when tokens leave); positions count a request's own
+tokens, never pads; query heads that share a KV head are reduced in each query's row.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.policies.base import SinksAndRecent
+from quire.policies.registry import register
+from quire.policies.view import KVView
+from quire.spec.statistics import MEAN, AttentionSum, Statistic
+
+
+@register("average")
+@dataclass(frozen=True, slots=True)
+class Average(SinksAndRecent):
+    """Keep the tokens with the largest mean attention weight per query that saw them.
+
+    Attributes:
+        sinks: tokens at the start of the sequence that never leave.
+        recent: so many of the newest cached tokens do not leave.
+        heads: how the query heads of a KV head are reduced: mean, max or sum.
+    """
+
+    cost = "column sums of the attention weights"
+
+    heads: str = MEAN
+
+    def __post_init__(self) -> None:
+        SinksAndRecent.__post_init__(self)
+        _ = self.statistics  # refuses a reduction that is none
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (AttentionSum(self.heads),)
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return view.remembered(self.statistics[0]) / view.looks

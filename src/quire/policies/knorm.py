@@ -1,0 +1,30 @@
+"""Key norms (Devoto et al. 2024, arXiv 2406.11430): score(token) = -|key|.
+
+Differs from the paper: nothing; the first layers, which the paper may leave whole, are a matter of
+budgets.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.policies.base import SinksAndRecent
+from quire.policies.registry import register
+from quire.policies.view import KVView
+
+
+@register("knorm")
+@dataclass(frozen=True, slots=True)
+class KNorm(SinksAndRecent):
+    """Keep the tokens with the shortest keys.
+
+    Attributes:
+        sinks: tokens at the start of the sequence that never leave.
+        recent: so many of the newest cached tokens do not leave.
+    """
+
+    cost = "a read of the keys at an eviction"
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return -view.keys.square().sum(dim=2).sqrt()

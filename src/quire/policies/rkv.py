@@ -1,0 +1,97 @@
+"""R-KV (Cai et al. 2025, arXiv 2505.24133): important to the last queries, and not said twice.
+
+importance = max pooling of the mean over the window's queries of softmax(max over the group of
+logits), over the tokens before the window; redundancy = softmax over all cached tokens of the mean
+cosine between a token's key and the others', the newest alike one of each forgiven
+
+    score(token) = mix_lambda * importance - (1 - mix_lambda) * redundancy
+
+Differs from the paper: a key to which none is alike forgives none (the published code then
+forgives the oldest token by accident). With `block` keys are compared among neighbours only, as in
+Zipage (arXiv 2603.08743), which costs n * block instead of n * n products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.policies.base import ScorePolicy
+from quire.policies.options import check_at_least
+from quire.policies.pooling import MAXIMUM, check_pooling, pool
+from quire.policies.redundancy import mean_similarity
+from quire.policies.registry import register
+from quire.policies.scratch import slices
+from quire.policies.view import KVView
+from quire.policies.windows import recorded, softmax_over, visible
+from quire.spec.statistics import QueryRing, Statistic
+
+
+@register("rkv")
+@dataclass(frozen=True, slots=True)
+class RKV(ScorePolicy):
+    """Keep the newest tokens and, of the rest, those looked at whose keys are unlike the others.
+
+    Attributes:
+        window: newest tokens, whose queries are asked, and which stay; part of what is kept.
+        kernel: tokens whose largest importance counts, odd.
+        mix_lambda: weight of importance; the rest is redundancy's.
+        threshold: cosine above which two keys are alike.
+        block: neighbouring tokens among which keys are compared; 0: all.
+        sinks: tokens at the start of the sequence that never leave.
+    """
+
+    cost = "`window` rows of attention and all products of keys at an eviction"
+
+    window: int = 8
+    kernel: int = 7
+    mix_lambda: float = 0.1
+    threshold: float = 0.5
+    block: int = 0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(0, threshold=self.threshold, block=self.block, sinks=self.sinks)
+        check_pooling(self.kernel, MAXIMUM)
+        if not 0 <= self.mix_lambda <= 1:
+            raise ConfigError(f"expected 0 <= mix_lambda <= 1, got {self.mix_lambda}")
+        _ = self._ring  # refuses a window of none
+
+    @property
+    def _ring(self) -> QueryRing:
+        return QueryRing(self.window)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (self._ring,)
+
+    @property
+    def least_cap(self) -> int:
+        return self.sinks + self.window + 1
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        keys = view.keys
+        alike = mean_similarity(keys, view.live, threshold=self.threshold, block_tokens=self.block)
+        redundancy = softmax_over(alike[:, None], view.live[:, None])[:, 0]
+        importance = self._importance(view, keys)
+        return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
+
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        del keep
+        return view.oldest_positions(self.sinks) | view.newest(self.window)
+
+    def _importance(
+        self, view: KVView, keys: Float[Tensor, "lane slot head_dim"]
+    ) -> Float[Tensor, "lane slot"]:
+        queries, asked = recorded(view, self._ring)
+        lanes, group, window, _ = queries.shape
+        before: Bool[Tensor, "lane 1 slot"] = ~view.newest(self.window)[:, None]
+        seen = visible(view, asked) & before
+        sums = torch.zeros(keys.shape[:2], device=keys.device)
+        for part in slices(lanes, group * window * keys.shape[1]):
+            logits = queries[part] @ keys[part, None].transpose(2, 3) * view.scale
+            sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
+        mean = sums / (asked >= 0).sum(dim=1, keepdim=True)
+        return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]

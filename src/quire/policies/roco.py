@@ -1,0 +1,76 @@
+"""RoCo (EasyKV, Ren and Zhu 2024, arXiv 2402.06262): mean attention, but tokens it varies on stay.
+
+With n = queries that saw a token: mean = sum / n, std = sqrt(squares / n - mean ** 2). The
+`keep - protected` tokens of smallest std may leave, and of them those of smallest mean do. A token
+whose weights vary is one that some queries need.
+
+Differs from the paper: where more tokens leave at a time than that, as many as leave may leave. The
+number of newest tokens that stay is fixed, not a share of the cap.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.policies.base import ScorePolicy, SinksAndRecent
+from quire.policies.choose import choose_slots
+from quire.policies.registry import register
+from quire.policies.view import KVView
+from quire.spec.statistics import MEAN, AttentionSum, SquareSum, Statistic
+
+
+@register("roco")
+@dataclass(frozen=True, slots=True)
+class RoCo(SinksAndRecent):
+    """Keep the tokens whose attention weights vary most, then those of the largest mean weight.
+
+    Attributes:
+        sinks: tokens at the start of the sequence that never leave.
+        recent: so many of the newest cached tokens do not leave.
+        heads: how the query heads of a KV head are reduced: mean, max or sum.
+    """
+
+    cost = "column sums of the attention weights and of their squares"
+
+    sinks: int = 4
+    recent: int = 10
+    heads: str = MEAN
+
+    def __post_init__(self) -> None:
+        SinksAndRecent.__post_init__(self)
+        _ = self.statistics  # refuses a reduction that is none
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return AttentionSum(self.heads), SquareSum(self.heads)
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return view.remembered(self.statistics[0]) / view.looks
+
+    def choose(
+        self,
+        view: KVView,
+        score: Float[Tensor, "lane slot"],
+        protected: Bool[Tensor, "lane slot"],
+        keep: Int[Tensor, " lane"],
+        piece_tokens: int = 1,
+    ) -> Bool[Tensor, "lane slot"]:
+        # no mask: in pieces these would hold on to their neighbours, and more than `keep` stay
+        varied = self._varied(view, protected, keep)
+        lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
+        return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)
+
+    def _varied(
+        self, view: KVView, protected: Bool[Tensor, "lane slot"], keep: Int[Tensor, " lane"]
+    ) -> Bool[Tensor, "lane slot"]:
+        """Slots of so large a std that they may not leave, the protected ones among them."""
+        held, fixed = view.num_slots[:, 0], protected.sum(dim=1)
+        may_leave = torch.maximum(keep - fixed, held - keep)
+        return choose_slots(self._std(view), view.live, protected, held - may_leave)
+
+    def _std(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        sums, squares = (view.remembered(statistic) for statistic in self.statistics)
+        mean = sums / view.looks
+        return (squares / view.looks - mean.square()).clamp_min(0).sqrt()

@@ -1,0 +1,71 @@
+"""SnapKV (Li et al. 2024, arXiv 2404.14469): what the last queries look at, neighbours pooled.
+
+score(token) = reduce over the group of pool(sum over the window's queries of the weight)
+
+Differs from the paper: the paper cuts once, when the prompt is read, which is `when=prefill_end`;
+with other schedules the window is the last queries before each eviction, kept in a ring. The paper
+keeps tokens for each query head; here query heads that share a KV head are reduced after pooling.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.policies.base import ScorePolicy
+from quire.policies.groups import reduce_group
+from quire.policies.options import check_at_least
+from quire.policies.pooling import AVERAGE, check_pooling, pool
+from quire.policies.registry import register
+from quire.policies.view import KVView
+from quire.policies.windows import column_sums
+from quire.spec.statistics import MEAN, QueryRing, Statistic, check_reduction
+
+
+@register("snapkv")
+@dataclass(frozen=True, slots=True)
+class SnapKV(ScorePolicy):
+    """Keep the newest tokens and, of the rest, those that the newest tokens' queries look at.
+
+    Attributes:
+        window: newest tokens, whose queries are asked, and which stay; part of what is kept.
+        kernel: tokens that are pooled, odd; 1 pools nothing.
+        pooling: avg, or max.
+        heads: how the query heads of a KV head are reduced, after pooling: mean, max or sum.
+        sinks: tokens at the start of the sequence that never leave.
+    """
+
+    cost = "`window` rows of attention at an eviction"
+
+    window: int = 32
+    kernel: int = 5
+    pooling: str = AVERAGE
+    heads: str = MEAN
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(0, sinks=self.sinks)
+        check_pooling(self.kernel, self.pooling)
+        check_reduction(self.heads)
+        _ = self._ring  # refuses a window of none
+
+    @property
+    def _ring(self) -> QueryRing:
+        return QueryRing(self.window)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (self._ring,)
+
+    @property
+    def least_cap(self) -> int:
+        return self.sinks + self.window + 1
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        sums = column_sums(view, self._ring)
+        sums = sums.masked_fill(view.newest(self.window)[:, None, :], 0.0)  # not pooled with
+        return reduce_group(pool(sums, self.kernel, self.pooling), self.heads)
+
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        del keep
+        return view.oldest_positions(self.sinks) | view.newest(self.window)

@@ -1,0 +1,51 @@
+"""TOVA (Oren et al. 2024, arXiv 2401.06104): the attention of the last query alone.
+
+score(token) = mean over the query heads of a layer of the last query's weights
+
+Differs from the paper: with `grain=lane` each KV head keeps its own tokens, by the mean over its
+own query heads. The newest token may leave, as in the paper, unless `recent` protects it. The row
+is computed over what is cached when tokens leave; that is the row the query saw.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.errors import UnknownName
+from quire.policies.base import LANE, LAYER, SinksAndRecent
+from quire.policies.groups import reduce_group
+from quire.policies.registry import register
+from quire.policies.view import KVView
+from quire.policies.windows import column_sums
+from quire.spec.statistics import MEAN, QueryRing, Statistic
+
+_LAST = QueryRing(window=1)
+
+
+@register("tova")
+@dataclass(frozen=True, slots=True)
+class TOVA(SinksAndRecent):
+    """Keep the tokens the last query attends to most, the same ones for every head of a layer.
+
+    Attributes:
+        sinks: tokens at the start of the sequence that never leave.
+        recent: so many of the newest cached tokens do not leave.
+        grain: layer, or lane for a set of each KV head's own.
+    """
+
+    cost = "one row of attention at an eviction"
+
+    grain: str = LAYER
+
+    def __post_init__(self) -> None:
+        SinksAndRecent.__post_init__(self)
+        if self.grain not in (LANE, LAYER):
+            raise UnknownName("grain of a kept set", self.grain, (LANE, LAYER))
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (_LAST,)
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return reduce_group(column_sums(view, _LAST), MEAN)

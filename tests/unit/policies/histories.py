@@ -1,0 +1,255 @@
+"""A sequence with evictions behind it, and plainly computed all that a rule may look at.
+
+Tokens come one at a time; each is cached, then asks all that is cached; now and then some leave.
+All is float64 and written as the definitions read, so that rules can be compared with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from quire.policies.view import KVView
+from quire.spec import statistics as remembered
+from quire.spec.statistics import Statistic
+
+REDUCE = {"mean": np.mean, "max": np.max, "sum": np.sum}
+
+
+@dataclass
+class History:
+    """One sequence; lane = layer * heads + KV head.
+
+    Attributes:
+        heads: KV heads of a layer.
+        layers: numbers of the layers.
+        cached: positions each lane holds, ascending.
+        keys, values: [lane, token, dim], of all tokens there were; keys after RoPE.
+        raw: queries before RoPE, [lane, group, token, dim].
+        weights: [lane, group, query, token]; 0 where a token was not cached when a query asked.
+        asked: keys each query saw, [lane, query].
+    """
+
+    heads: int
+    layers: tuple[int, ...]
+    cached: list[list[int]]
+    keys: np.ndarray
+    values: np.ndarray
+    raw: np.ndarray
+    weights: np.ndarray
+    asked: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    def query(self, lane: int, head: int, position: int) -> np.ndarray:
+        """After RoPE."""
+        return rotation(position, self.dim) @ self.raw[lane, head, position]
+
+    def record(self, statistic: Statistic) -> np.ndarray:
+        """What a statistic has remembered, as `quire.spec.statistics` describes it."""
+        lanes = range(len(self.cached))
+        if isinstance(statistic, remembered.QueryRing):
+            return np.stack([self._ring(lane, statistic.window) for lane in lanes])
+        if isinstance(statistic, remembered.QueryMoments):
+            return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
+        if not statistic.per_slot:
+            return np.ones((len(self.cached), 1, 2))
+        padded = np.zeros((len(self.cached), max(map(len, self.cached))))
+        for lane, cached in enumerate(self.cached):
+            for slot, token in enumerate(cached):
+                padded[lane, slot] = self._of_weights(statistic, lane, token)
+        return padded
+
+    def _of_weights(self, statistic: Statistic, lane: int, token: int) -> float:
+        total = 0.0
+        for query in range(token, self.tokens):
+            weight = REDUCE[statistic.heads](self.weights[lane, :, query, token])
+            if isinstance(statistic, remembered.AttentionSum):
+                total += weight
+            elif isinstance(statistic, remembered.SquareSum):
+                total += weight**2
+            else:
+                total += weight < 1 / self.asked[lane, query]
+        return total
+
+    def _ring(self, lane: int, window: int) -> np.ndarray:
+        group = self.raw.shape[1]
+        ring = np.zeros((window, group * self.dim + 1))
+        for position in range(max(0, self.tokens - window), self.tokens):
+            heads = [self.query(lane, head, position) for head in range(group)]
+            ring[position % window] = [*np.concatenate(heads), position + 1]
+        return ring
+
+    def _moments(self, lane: int, skip: int) -> np.ndarray:
+        numbers = []
+        for queries in self.raw[lane, :, skip:]:
+            products = sum((np.outer(q, q) for q in queries), np.zeros((self.dim, self.dim)))
+            numbers += [len(queries), *queries.sum(axis=0), *products.ravel()]
+        return np.array([numbers])
+
+    def view(self, statistics: Iterable[Statistic] = ()) -> KVView:
+        """What a rule that declared these sees: float32."""
+        longest = max(map(len, self.cached))
+        positions = [[*lane, *[-1] * (longest - len(lane))] for lane in self.cached]
+        return KVView(
+            positions=torch.tensor(positions),
+            next_position=self.tokens,
+            heads_per_layer=self.heads,
+            layers=self.layers,
+            prompt_tokens=self.tokens,
+            statistics={s.name: torch.tensor(self.record(s)).float() for s in statistics},
+            slots=Slots(self._slots(self.keys, longest), self._slots(self.values, longest)),
+            head_dim=self.dim,
+            scale=self.scale,
+            rotation=Rotations(self.dim),
+        )
+
+    def _slots(self, numbers: np.ndarray, longest: int) -> torch.Tensor:
+        slots = torch.zeros(len(self.cached), longest, self.dim)
+        for lane, cached in enumerate(self.cached):
+            slots[lane, : len(cached)] = torch.tensor(numbers[lane, cached]).float()
+        return slots
+
+
+@dataclass
+class Slots:
+    """Keys and values that a view reads."""
+
+    of_keys: torch.Tensor
+    of_values: torch.Tensor
+
+    def keys(self) -> torch.Tensor:
+        return self.of_keys
+
+    def values(self) -> torch.Tensor:
+        return self.of_values
+
+
+@dataclass
+class Rotations:
+    """RoPE by whole matrices, averaged one by one; odd layers have none."""
+
+    dim: int
+
+    def mean_rotation(self, layer: int, start: int, tokens: int) -> torch.Tensor:
+        if layer % 2:
+            return torch.eye(self.dim)
+        turns = [rotation(position, self.dim) for position in range(start, start + tokens)]
+        return torch.tensor(np.mean(turns, axis=0)).float()
+
+
+def rotation(position: int, dim: int) -> np.ndarray:
+    """The matrix that turns a query at a position: halves paired, base 50."""
+    half = dim // 2
+    angle = position * 50.0 ** (-np.arange(half) / half)
+    cosine, sine = np.diag(np.cos(angle)), np.diag(np.sin(angle))
+    return np.block([[cosine, -sine], [sine, cosine]])
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def make_history(
+    *,
+    tokens: int = 40,
+    layers: tuple[int, ...] = (0, 2),
+    heads: int = 2,
+    group: int = 3,
+    dim: int = 6,
+    evictions: int = 3,
+    seed: int = 0,
+    ragged: bool = True,
+    fixed: int = 4,
+) -> History:
+    """Draw one.
+
+    Args:
+        tokens: of the sequence.
+        layers: numbers of the layers.
+        heads: KV heads of each.
+        group: query heads of a KV head.
+        dim: of a head.
+        evictions: times at which a few tokens leave, at random.
+        seed: of the draw.
+        ragged: lanes lose different tokens, and unequally many; else the lanes of a layer the same.
+        fixed: so many first and last tokens of the sequence never leave.
+    """
+    random = np.random.default_rng(seed)
+    lanes = len(layers) * heads
+    shape = (lanes, tokens, dim)
+    history = History(
+        heads=heads,
+        layers=layers,
+        cached=[[] for _ in range(lanes)],
+        keys=random.normal(size=shape),
+        values=random.normal(size=shape),
+        raw=random.normal(size=(lanes, group, tokens, dim)) + 0.5,
+        weights=np.zeros((lanes, group, tokens, tokens)),
+        asked=np.zeros((lanes, tokens), dtype=int),
+    )
+    times = set(random.choice(np.arange(fixed + 4, tokens), evictions, replace=False).tolist())
+    for position in range(tokens):
+        for lane in range(lanes):
+            _ask(history, lane, position)
+        if position in times:
+            _lose(history, random, tokens - fixed, fixed, ragged=ragged)
+    return history
+
+
+def _ask(history: History, lane: int, position: int) -> None:
+    cached = history.cached[lane]
+    cached.append(position)
+    history.asked[lane, position] = len(cached)
+    for head in range(history.raw.shape[1]):
+        logits = history.keys[lane, cached] @ history.query(lane, head, position) * history.scale
+        history.weights[lane, head, position, cached] = softmax(logits)
+
+
+def _lose(
+    history: History, random: np.random.Generator, before: int, fixed: int, *, ragged: bool
+) -> None:
+    for lane, cached in enumerate(history.cached):
+        if not ragged and lane % history.heads:
+            history.cached[lane] = list(history.cached[lane - 1])
+            continue
+        free = [token for token in cached if fixed <= token < before]
+        count = min(2 + (lane if ragged else 0), len(free))
+        gone = set(random.choice(free, count, replace=False).tolist()) if free else set()
+        history.cached[lane] = [token for token in cached if token not in gone]
+
+
+def best(scores: dict[int, float], protected: Iterable[int], keep: int) -> list[int]:
+    """The protected tokens and the best of the rest, ties to the lower position; ascending."""
+    protected = set(protected)
+    rest = sorted((p for p in scores if p not in protected), key=lambda p: (-scores[p], p))
+    return sorted([*protected, *rest[: keep - len(protected)]])
+
+
+def kept_positions(view: KVView, kept: torch.Tensor) -> list[list[int]]:
+    """Positions that stay, by lane."""
+    return [lane[mask].tolist() for lane, mask in zip(view.positions, kept, strict=True)]
+
+
+def keep_of(view: KVView, share: float, least: int = 1) -> torch.Tensor:
+    """So large a part of each lane, but no fewer than `least`."""
+    held = view.num_slots[:, 0]
+    return torch.minimum(held, (held * share).long().clamp_min(least))
+
+
+def changed(view: KVView, **changes: object) -> KVView:
+    """The view with other fields."""
+    return replace(view, **changes)

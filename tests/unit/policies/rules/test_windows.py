@@ -1,0 +1,214 @@
+"""Rules that ask the last queries again, against plain ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import PolicyError
+from quire.policies import scratch
+from quire.policies.redundancy import mean_similarity
+from quire.policies.rkv import RKV
+from quire.policies.snapkv import SnapKV
+from quire.policies.tova import TOVA
+from quire.policies.windows import column_sums
+from quire.spec.statistics import QueryRing
+from unit.policies.histories import (
+    REDUCE,
+    best,
+    changed,
+    keep_of,
+    kept_positions,
+    make_history,
+    softmax,
+)
+
+GROUPS = [1, 3]
+
+
+def window_rows(history, lane, head, window):
+    """Weights of the last queries over what is cached now: {query: {token: weight}}."""
+    rows = {}
+    for query in range(max(0, history.tokens - window), history.tokens):
+        seen = [t for t in history.cached[lane] if t <= query]
+        logits = history.keys[lane, seen] @ history.query(lane, head, query) * history.scale
+        rows[query] = dict(zip(seen, softmax(logits), strict=True))
+    return rows
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
+    history = make_history(group=group, ragged=False)
+    policy = TOVA()
+    view = history.view(policy.statistics)
+    keep = keep_of(view, 0.5)
+
+    kept = kept_positions(view, policy.select(view, keep))
+
+    for lane, tokens in enumerate(kept):
+        layer = range(lane // 2 * 2, lane // 2 * 2 + 2)
+        last = [
+            window_rows(history, of, head, 1)[history.tokens - 1]
+            for of in layer
+            for head in range(group)
+        ]
+        scores = {t: np.mean([row[t] for row in last]) for t in history.cached[lane]}
+        assert tokens == best(scores, (), int(keep[lane]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_tova_can_keep_a_set_for_each_kv_head(group):
+    history = make_history(group=group, seed=1)
+    policy = TOVA(grain="lane", sinks=1)
+    view = history.view(policy.statistics)
+    keep = keep_of(view, 0.5)
+
+    kept = kept_positions(view, policy.select(view, keep))
+
+    for lane, tokens in enumerate(kept):
+        last = [window_rows(history, lane, h, 1)[history.tokens - 1] for h in range(group)]
+        scores = {t: np.mean([row[t] for row in last]) for t in history.cached[lane]}
+        assert tokens == best(scores, {0}, int(keep[lane]))
+
+
+def pooled(numbers, kernel, pooling):
+    half = kernel // 2
+    padded = [0.0] * half + list(numbers) + [0.0] * half
+    parts = [padded[i : i + kernel] for i in range(len(numbers))]
+    return [max(part) if pooling == "max" else sum(part) / kernel for part in parts]
+
+
+@pytest.mark.parametrize(("kernel", "pooling"), [(1, "avg"), (5, "avg"), (5, "max"), (3, "max")])
+@pytest.mark.parametrize("heads", ["mean", "max", "sum"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, kernel, pooling):
+    window = 6
+    history = make_history(group=group, tokens=44, fixed=window)
+    policy = SnapKV(window=window, kernel=kernel, pooling=pooling, heads=heads, sinks=1)
+    view = history.view(policy.statistics)
+    keep = keep_of(view, 0.6)
+
+    kept = kept_positions(view, policy.select(view, keep))
+
+    for lane, tokens in enumerate(kept):
+        cached = history.cached[lane]
+        before = cached[:-window]
+        by_head = []
+        for head in range(group):
+            rows = window_rows(history, lane, head, window)
+            sums = [sum(row[t] for row in rows.values()) for t in before]
+            by_head.append(pooled(sums, kernel, pooling))
+        reduced = REDUCE[heads](by_head, axis=0)
+        scores = dict(zip(before, reduced, strict=True))
+        assert tokens == best(scores, {0, *cached[-window:]}, int(keep[lane]))
+
+
+def test_a_window_that_is_not_full_yet_asks_the_queries_there_are():
+    history = make_history(tokens=12, evictions=1, fixed=3)
+    ring = QueryRing(32)
+    view = history.view([ring])
+
+    sums = column_sums(view, ring)
+
+    for lane, cached in enumerate(history.cached):
+        for head in range(3):
+            rows = window_rows(history, lane, head, 32)
+            plain = [sum(row.get(t, 0.0) for row in rows.values()) for t in cached]
+            assert sums[lane, head, : len(cached)].numpy() == pytest.approx(plain, abs=1e-5)
+            assert not sums[lane, head, len(cached) :].any()
+
+
+@pytest.mark.parametrize("policy", [TOVA(), SnapKV(window=4), RKV(window=4)])
+def test_a_window_without_a_query_is_refused_by_name(policy):
+    history = make_history(tokens=20, evictions=0)
+    view = history.view(policy.statistics)
+    [ring] = policy.statistics
+    empty = changed(view, statistics={ring.name: torch.zeros_like(view.statistics[ring.name])})
+
+    with pytest.raises(PolicyError, match=rf"no query was recorded in {ring.name}"):
+        policy.select(empty, keep_of(view, 0.5))
+
+
+def similarity(keys, threshold):
+    """R-KV's redundancy of each key before its softmax: plain loops over one block."""
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    for row in range(len(keys)):
+        cosines[row, row] = 0.0
+        alike = [column for column in range(len(keys)) if cosines[row, column] > threshold]
+        if alike:
+            cosines[row, alike[-1]] = 0.0
+    return cosines.mean(axis=0)
+
+
+@pytest.mark.parametrize("block", [0, 8, 100])
+@pytest.mark.parametrize("group", GROUPS)
+def test_rkv_mixes_importance_with_redundancy(group, block):
+    window = 5
+    history = make_history(group=group, tokens=44, fixed=window, seed=2, dim=4)
+    policy = RKV(window=window, kernel=3, mix_lambda=0.3, threshold=0.4, block=block, sinks=1)
+    view = history.view(policy.statistics)
+    keep = keep_of(view, 0.6)
+
+    kept = kept_positions(view, policy.select(view, keep))
+
+    for lane, tokens in enumerate(kept):
+        cached = history.cached[lane]
+        before, keys = cached[:-window], history.keys[lane, cached]
+        rows = []
+        for query in range(history.tokens - window, history.tokens):
+            queries = np.stack([history.query(lane, head, query) for head in range(group)])
+            logits = queries @ history.keys[lane, before].T * history.scale
+            rows.append(softmax(logits.max(axis=0)))
+        importance = pooled(np.mean(rows, axis=0), 3, "max")
+        size = block or len(keys)
+        blocks = [similarity(keys[i : i + size], 0.4) for i in range(0, len(keys), size)]
+        redundancy = softmax(np.concatenate(blocks))
+        scores = {
+            t: 0.3 * important - 0.7 * redundant
+            for t, important, redundant in zip(before, importance, redundancy, strict=False)
+        }
+        assert tokens == best(scores, {0, *cached[-window:]}, int(keep[lane]))
+
+
+def test_the_newest_of_alike_keys_is_forgiven_and_a_lone_key_forgives_none():
+    """Keys a = (1, 0), b = (0, 1), c = (1, 0), d = (1, 0), threshold 0.5; 4 tokens.
+
+    Rows: a is alike to c, d: forgives d, so a gives c 1. b is alike to none: nothing changes.
+    c is alike to a, d: forgives d, gives a 1. d is alike to a, c: forgives c, gives a 1.
+    Column sums: a 2, b 0, c 1, d 0; means: 0.5, 0, 0.25, 0.
+    """
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
+
+    mean = mean_similarity(keys, torch.ones(1, 4, dtype=torch.bool), threshold=0.5)
+
+    assert mean.tolist() == [[0.5, 0.0, 0.25, 0.0]]
+
+
+@pytest.mark.parametrize("block", [0, 64])
+def test_similarity_in_small_pieces_is_the_same(block, monkeypatch):
+    keys = torch.randn(3, 150, 4, generator=torch.Generator().manual_seed(0))
+    live = torch.arange(150) < torch.tensor([150, 97, 4])[:, None]
+    keys = keys * live[:, :, None]
+    whole = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
+    monkeypatch.setattr(scratch, "SCRATCH_NUMBERS", 1)
+
+    assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), whole)
+    assert not whole[~live].any()
+
+
+def test_windows_in_small_pieces_are_the_same(monkeypatch):
+    history = make_history(tokens=30, fixed=6)
+    policies = [TOVA(), SnapKV(window=6), RKV(window=6)]
+    views = [history.view(policy.statistics) for policy in policies]
+    whole = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
+    monkeypatch.setattr(scratch, "SCRATCH_NUMBERS", 1)
+
+    for policy, view, scores in zip(policies, views, whole, strict=True):
+        assert torch.allclose(policy.score(view), scores, rtol=0, atol=1e-6)
+
+
+def test_scratch_is_bounded_whatever_the_cache():
+    parts = list(scratch.slices(1000, scratch.SCRATCH_NUMBERS // 3))
+
+    assert {part.stop - part.start for part in parts} == {3}
+    assert len(list(scratch.slices(5, 10 * scratch.SCRATCH_NUMBERS))) == 5
