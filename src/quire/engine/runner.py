@@ -76,7 +76,7 @@ class Runner:
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
         ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
         self._times.prepare_s += time.perf_counter() - started_s
-        bridge = _StepBridge(attention)
+        bridge = StepBridge(attention)
         logits = self._decoder.forward(ids, places, samples, bridge, rope_regime=regime)
         parts = torch.split(logits, [count for _, _, count in wanted])
         return [
@@ -99,7 +99,7 @@ def _wanted_rows(rows: list[tuple[Request, int]]) -> Iterator[tuple[Request, int
         start += tokens
 
 
-class _StepBridge:
+class StepBridge:
     """Lets a decoder's layers talk to a step's attention."""
 
     def __init__(self, step: StepAttention) -> None:

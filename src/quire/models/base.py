@@ -119,3 +119,13 @@ class Decoder(Protocol):
             Logits in the model's dtype or float32, one row for each of sample_rows, in their order.
         """
         ...
+
+
+class Comparable(Decoder, Protocol):
+    """A decoder that can also run its model as Transformers does."""
+
+    def reference_logits(
+        self, token_ids: Int[Tensor, " num_tokens"]
+    ) -> Float[Tensor, "num_tokens vocab"]:
+        """Logits of one sequence by Transformers alone, with its own attention and masks."""
+        ...

@@ -65,6 +65,13 @@ def install(model: nn.Module) -> Bridge:
     return bridge
 
 
+def uninstall(model: nn.Module) -> None:
+    """Take the bridge off every module again."""
+    for module in model.modules():
+        if hasattr(module, BRIDGE_ATTRIBUTE):
+            delattr(module, BRIDGE_ATTRIBUTE)
+
+
 def no_mask(*_arguments: object, **_options: object) -> None:
     """Answer Transformers' request for a mask: paged attention knows who sees whom."""
 

@@ -27,20 +27,31 @@ class _Frequencies:
 class _RotaryModule:
     module: nn.Module
     prefix: str  # of its attributes: one set of frequencies for each kind of layer
+    layer_type: str | None
     regimes: tuple[_Frequencies, ...]  # short, long
+    found: _Frequencies
 
     def select(self, regime: int) -> None:
-        chosen = self.regimes[regime]
-        setattr(self.module, f"{self.prefix}inv_freq", chosen.inverse)
-        name = f"{self.prefix}attention_scaling"
-        setattr(self.module, name, chosen.attention_scaling)
+        self._set(self.regimes[regime], "default")
+
+    def release(self) -> None:
+        self._set(self.found, LONGROPE)
+
+    def _set(self, frequencies: _Frequencies, rope_type: str) -> None:
+        module: Any = self.module
+        setattr(module, f"{self.prefix}inv_freq", frequencies.inverse)
+        setattr(module, f"{self.prefix}attention_scaling", frequencies.attention_scaling)
+        if self.layer_type is None:
+            module.rope_type = rope_type
+        else:
+            module.rope_type = {**module.rope_type, self.layer_type: rope_type}
 
 
 class RopeRegimes:
     """The frequencies a model has to choose from, and the choice in force.
 
-    Building it freezes the model's rotary modules: from then on they no longer look at positions to
-    choose their frequencies.
+    Building it freezes the model's rotary modules: they no longer look at positions to choose their
+    frequencies, until `release`.
 
     Args:
         model: a Transformers model on its final device.
@@ -58,8 +69,8 @@ class RopeRegimes:
                 refuse_dynamic(rope_type)
                 if rope_type == LONGROPE:
                     self._freeze(module, layer_type)
-        self._current = 0
-        self._select(0)
+        self._current: int | None = None
+        self.select(0)
 
     @property
     def count(self) -> int:
@@ -78,13 +89,17 @@ class RopeRegimes:
         """
         if not 0 <= regime < self.count:
             raise InvariantError(f"expected a RoPE regime below {self.count}, got {regime}")
-        if regime != self._current:
-            self._select(regime)
-            self._current = regime
-
-    def _select(self, regime: int) -> None:
+        if regime == self._current:
+            return
         for rotary in self._rotary:
             rotary.select(regime)
+        self._current = regime
+
+    def release(self) -> None:
+        """Let the modules choose for themselves, as they were found, until the next `select`."""
+        for rotary in self._rotary:
+            rotary.release()
+        self._current = None
 
     def _freeze(self, module: Any, layer_type: str | None) -> None:
         parameters = module.config.rope_parameters
@@ -100,11 +115,10 @@ class RopeRegimes:
             _longrope(module, prefix, layer_type, tokens)
             for tokens in (short_tokens, short_tokens + 1)
         )
-        self._rotary.append(_RotaryModule(module, prefix, regimes))
-        if layer_type is None:
-            module.rope_type = "default"
-        else:
-            module.rope_type = {**module.rope_type, layer_type: "default"}
+        found = _Frequencies(
+            getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
+        )
+        self._rotary.append(_RotaryModule(module, prefix, layer_type, regimes, found))
 
 
 def refuse_dynamic(rope_type: str) -> None:

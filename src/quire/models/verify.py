@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModel
-from quire.models.adapter import TransformersDecoder
-from quire.models.base import AttentionCall, PagedAttention
+from quire.models.base import AttentionCall, Comparable, PagedAttention
 from quire.models.dense import DenseAttention
 from quire.spec.model import ModelSpec
 
@@ -23,7 +22,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.25}
 
 
-def compare_with_transformers(decoder: TransformersDecoder) -> None:
+def compare_with_transformers(decoder: Comparable) -> None:
     """Run a short prompt both ways.
 
     Raises:
@@ -45,7 +44,7 @@ def _prompts(spec: ModelSpec, device: torch.device) -> list[Tensor]:
     ]
 
 
-def _flat_logits(decoder: TransformersDecoder, sequences: list[Tensor]) -> list[Tensor]:
+def _flat_logits(decoder: Comparable, sequences: list[Tensor]) -> list[Tensor]:
     # Logits of every position of each sequence, [tokens, vocab], computed chunk by chunk.
     dense = DenseAttention()
     rows: list[list[Tensor]] = [[] for _ in sequences]
@@ -70,7 +69,7 @@ def _flat_logits(decoder: TransformersDecoder, sequences: list[Tensor]) -> list[
 class _Recorder:
     # Passes attention on, and checks each call against what the spec promises the engine.
 
-    def __init__(self, decoder: TransformersDecoder, attention: PagedAttention) -> None:
+    def __init__(self, decoder: Comparable, attention: PagedAttention) -> None:
         self._spec = decoder.spec
         self._dtype = decoder.dtype
         self._attention = attention
@@ -103,7 +102,7 @@ class _Recorder:
             )
 
 
-def _compare(decoder: TransformersDecoder, number: int, ours: Tensor, theirs: Tensor) -> None:
+def _compare(decoder: Comparable, number: int, ours: Tensor, theirs: Tensor) -> None:
     spread = (theirs - theirs.mean(dim=-1, keepdim=True)).norm(dim=-1)
     distance = (ours - theirs).norm(dim=-1) / spread.clamp_min(torch.finfo(torch.float32).tiny)
     tolerance, share = _TOLERANCE[decoder.dtype], _TOLERATED_SHARE[decoder.dtype]

@@ -9,6 +9,7 @@ import zoo
 from flat import flat_logits, sequences
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
+from quire.models.rope import RopeRegimes
 
 SHORT = zoo.LONGROPE_SHORT_TOKENS
 
@@ -105,3 +106,32 @@ def test_static_scaling_is_right(parameters: dict[str, object]) -> None:
     (ours,) = flat_logits(TransformersDecoder(model), [prompt], chunk_tokens=[50])
 
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_released_modules_choose_for_themselves_as_before() -> None:
+    model = zoo.build("phi3_longrope")
+    rotary = model.model.rotary_emb
+    found = (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling)
+    short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
+    expected = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
+    regimes = RopeRegimes(model)
+    regimes.select(1)
+    assert rotary.rope_type != found[0]
+
+    regimes.release()
+
+    assert (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling) == found
+    got = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_regime_can_be_chosen_again_after_a_release() -> None:
+    model = zoo.build("phi3_longrope")
+    regimes = RopeRegimes(model)
+    regimes.select(1)
+    long = model.model.rotary_emb.inv_freq
+    regimes.release()
+
+    regimes.select(1)
+
+    assert model.model.rotary_emb.inv_freq is long
