@@ -175,8 +175,62 @@ static int one_write(void) {
     return wrong != 0;
 }
 
+/* Every live slot gets its look, in pages and column sums that end where their memory ends. */
+static int one_tally(void) {
+    int rows = between(1, 3), lanes = between(1, 3), per_lane = between(1, 2), group = between(1, 4);
+    int tokens = between(0, 1) ? 16 : between(1, 90), widest = 0, heads = between(0, 2), count = between(0, 2);
+    int kv_heads = lanes * per_lane;
+    int64_t step_rows[3], table_rows[3];
+    int32_t slots[9], fresh[3];
+    for (int r = 0; r < rows; r++) {
+        step_rows[r] = table_rows[r] = rows - 1 - r;
+        fresh[r] = between(1, 9);
+        for (int l = 0; l < lanes; l++) {
+            int held = slots[r * lanes + l] = fresh[r] + between(0, 200);
+            widest = held > widest ? held : widest;
+        }
+    }
+    int columns = (widest + tokens - 1) / tokens, pages = rows * lanes * columns;
+    size_t page_floats = (size_t)per_lane * tokens, sum_count = (size_t)rows * kv_heads * group * widest;
+    float *numbers = malloc(pages * page_floats * sizeof(float)), *sums = malloc(sum_count * sizeof(float));
+    float *before = malloc(pages * page_floats * sizeof(float));
+    int32_t *table = malloc(sizeof(int32_t) * pages);
+    for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
+    for (size_t i = 0; i < sum_count; i++) sums[i] = number();
+    for (size_t i = 0; i < pages * page_floats; i++) before[i] = numbers[i] = number();
+    tally_args a = {
+        .numbers = (uint8_t *)numbers, .page_bytes = (int64_t)(page_floats * sizeof(float)), .table = table,
+        .table_row_stride = (int64_t)lanes * columns, .table_lane_stride = columns, .step_rows = step_rows,
+        .table_rows = table_rows, .slots = slots, .fresh = fresh, .sums = sums, .sums_stride = widest,
+        .num_rows = rows, .num_lanes = lanes, .heads_per_page = per_lane, .group = group,
+        .page_tokens = tokens, .heads = heads, .count = count,
+    };
+    int wrong = quire_tally(&a, NULL);
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < kv_heads; k++)
+            for (int s = 0; s < slots[r * lanes + k / per_lane]; s++) {
+                int held = slots[r * lanes + k / per_lane];
+                double look = heads == HEADS_MAX ? -1e9 : 0;
+                for (int g = 0; g < group; g++) {
+                    double weight = sums[((step_rows[r] * kv_heads + k) * group + g) * widest + s];
+                    look = heads == HEADS_MAX ? fmax(look, weight) : look + weight;
+                }
+                if (heads == HEADS_MEAN) look /= group;
+                double added = count == COUNT_SUM ? look : count == COUNT_SQUARES ? look * look : look < 1.0 / held;
+                int64_t page = table[(table_rows[r] * lanes + k / per_lane) * columns + s / tokens];
+                int64_t at = page * (int64_t)page_floats + (int64_t)(k % per_lane) * tokens + s % tokens;
+                double expected = (s < held - fresh[r] ? before[at] : 0) + added;
+                int near = count == COUNT_LOW && fabs(look - 1.0 / held) < 1e-6; /* either is right */
+                wrong |= !near && !(fabs(expected - numbers[at]) <= 1e-5);
+            }
+    free(numbers), free(before), free(sums), free(table);
+    if (wrong) fprintf(stderr, "a tally differs\n");
+    return wrong != 0;
+}
+
 int main(void) {
     int failures = 0;
+    for (int i = 0; i < 100; i++) failures += one_tally();
     for (int i = 0; i < 100; i++) failures += one_write();
     for (int path = 0; path <= quire_best_path(); path++)
         for (int dtype = F32; dtype <= F16; dtype++)

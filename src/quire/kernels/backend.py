@@ -7,6 +7,7 @@ s sees slots 0 .. s, or with a window W (such lanes never permute) slots s - W +
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -106,6 +107,50 @@ class NewSlots:
     offsets: Int[Tensor, "new_token lane"]
 
 
+class LookCount(IntEnum):
+    """What is counted of the weights that queries give to a slot; the numbers are those of C."""
+
+    SUM = 0
+    SQUARES = 1
+    LOW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LookTally:
+    """One number for each slot of a layer, made from the weights it gets.
+
+    Attributes:
+        numbers: float32 view of all pages of the class.
+        table: page numbers [all rows, all lanes, capacity], of these pages.
+        first_lane: where this layer's lanes start on the table's second axis.
+        count: what is counted.
+        heads: how the query heads of a KV head are reduced: mean, max or sum.
+    """
+
+    numbers: Float[Tensor, "page head token 1"]
+    table: Int[Tensor, "all_rows all_lanes capacity"]
+    first_lane: int
+    count: LookCount
+    heads: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookRows:
+    """Which rows of a step take part in a tally.
+
+    Attributes:
+        step_rows: int64 [rows] their numbers in the step.
+        table_rows: int64 [rows] their rows in the tables.
+        slots: int32 [rows, lanes of the layer] live slots, the step's tokens included.
+        fresh: int32 [rows] so many of them, the last ones, are new: nothing was counted for them.
+    """
+
+    step_rows: Int[Tensor, " row"]
+    table_rows: Int[Tensor, " row"]
+    slots: Int[Tensor, "row lane"]
+    fresh: Int[Tensor, " row"]
+
+
 @runtime_checkable
 class AttentionBackend(Protocol):
     """Computes attention over pages. Holds no state of any sequence."""
@@ -151,11 +196,28 @@ class AttentionBackend(Protocol):
             math: scale and extras.
             query: the flat batch, after RoPE.
             fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim].
-            column_sums: float32 zeros, contiguous, at least as wide as the fullest lane; gets each
-                slot's weights summed over the row's queries of this step, for each query head. The
-                output is the same with and without.
+            column_sums: float32, contiguous, at least as wide as the fullest lane; gets each slot's
+                weights summed over the row's queries of this step, for each query head. Zeros where
+                a row has several tokens; of rows with one token the live slots are written over.
+                The output is the same with and without.
 
         Returns:
             Like query.
+        """
+        ...
+
+    def tally(
+        self,
+        tally: LookTally,
+        rows: LookRows,
+        column_sums: Float[Tensor, "step_row num_heads slot"],
+    ) -> None:
+        """Add what slots of a layer got in this step to their numbers.
+
+        Args:
+            tally: where the numbers are, and what is counted.
+            rows: with one token each, unless sums are counted and heads are not reduced by `max`:
+                then the sum over queries is all that is needed.
+            column_sums: of `attend`, for this layer.
         """
         ...

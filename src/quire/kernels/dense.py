@@ -74,12 +74,18 @@ def _attend_plain(
 def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, math: AttentionMath, seen: Tensor | None
 ) -> Tensor:
-    weights = _weights(query, key, math, seen).to(value.dtype)
+    weights = weights_dense(query, key, math=math, seen=seen).to(value.dtype)
     return (weights @ value[:, :, None]).reshape(query.shape)
 
 
-def _weights(query: Tensor, key: Tensor, math: AttentionMath, seen: Tensor | None) -> Tensor:
-    """[batch, num_kv_heads, group, query, token] in float32."""
+def weights_dense(
+    query: Float[Tensor, "batch num_heads query head_dim"],
+    key: Float[Tensor, "batch num_kv_heads token head_dim"],
+    *,
+    math: AttentionMath,
+    seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
+) -> Float[Tensor, "batch num_kv_heads group query token"]:
+    """Attention weights in float32, all at once; arguments as for `attend_dense`."""
     batch, _, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, num_queries, head_dim)
@@ -110,6 +116,6 @@ def column_sums_dense(
     for start in range(0, num_queries, PLAIN_BLOCK_QUERIES):
         part = slice(start, start + PLAIN_BLOCK_QUERIES)
         mask = seen if seen is None or seen.shape[2] == 1 else seen[:, :, part]
-        weights = _weights(query[:, :, part].float(), key.float(), math, mask)
+        weights = weights_dense(query[:, :, part].float(), key.float(), math=math, seen=mask)
         sums += weights.sum(dim=3).view(sums.shape)
     return sums

@@ -11,9 +11,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.backend import (
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    LookRows,
+    LookTally,
+    NewSlots,
+    StepShape,
+)
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
+from quire.kernels.looks import tally_looks
 from quire.kernels.paging import gather_pages, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
@@ -50,6 +59,10 @@ class GatheredAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Put keys and values into their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
+
+    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+        tally_looks(tally, rows, column_sums)
 
     def attend(
         self,

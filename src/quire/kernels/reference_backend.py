@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.backend import (
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    LookRows,
+    LookTally,
+    NewSlots,
+    StepShape,
+)
+from quire.kernels.looks import tally_looks
 from quire.kernels.paging import write_slots
 from quire.kernels.reference import attend_reference
 
@@ -31,6 +40,10 @@ class ReferenceAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Put keys and values into their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
+
+    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+        tally_looks(tally, rows, column_sums)
 
     def attend(
         self,

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LayerPages, NewSlots
+from quire.kernels.backend import AttentionMath, LayerPages, LookRows, LookTally, NewSlots
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -82,6 +82,32 @@ class WriteArgs(ctypes.Structure):
     )
 
 
+class TallyArgs(ctypes.Structure):
+    """Mirrors `tally_args` of tally.h; its size is compared at load."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("table_row_stride", ctypes.c_int64),
+        ("table_lane_stride", ctypes.c_int64),
+        ("step_rows", ctypes.c_void_p),
+        ("table_rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("fresh", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("sums_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int32),
+        ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("first_lane", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+    )
+
+
 def unfit_tensors(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
@@ -132,4 +158,21 @@ def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
         and _are_pages(slots.key, slots.value)
         and all(t.stride(2) == 1 for t in (key, value))
+    )
+
+
+def can_tally(tally: LookTally, rows: LookRows, column_sums: Tensor) -> bool:
+    """Whether C can add these column sums to these numbers."""
+    _, heads, tokens, width = tally.numbers.shape
+    whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh, column_sums)
+    return (
+        width == 1
+        and tally.numbers.stride()[1:] == (tokens, 1, 1)
+        and column_sums.shape[1] % (heads * rows.slots.shape[1]) == 0
+        and all(t.device.type == "cpu" for t in (tally.numbers, tally.table, *whole))
+        and all(t.is_contiguous() for t in whole)
+        and tally.table.stride(2) == 1
+        and all(t.dtype == torch.float32 for t in (tally.numbers, column_sums))
+        and all(t.dtype == torch.int32 for t in (tally.table, rows.slots, rows.fresh))
+        and all(t.dtype == torch.int64 for t in (rows.step_rows, rows.table_rows))
     )

@@ -1,4 +1,5 @@
-/* Attention over pages: decoding rows, and chunks of prompts; and writing new slots (write.h).
+/* Attention over pages: decoding rows, and chunks of prompts; writing new slots (write.h); and adding
+ * up what slots got (tally.h).
  *
  * Plain C, no Python and no torch headers; threads are torch's own, through the address of its
  * exported `torch_parallel_for`. The caller says how the work is shared out (see `part`):
@@ -20,6 +21,7 @@
 #include <stdatomic.h>
 
 #include "blocked.h"
+#include "tally.h"
 #include "walking.h"
 #include "write.h"
 
@@ -142,3 +144,16 @@ int quire_write(const write_args *args, parallel_for run) {
 }
 
 int64_t quire_write_args_size(void) { return sizeof(write_args); }
+
+#define NUMBERS_A_THREAD 65536
+
+/* Tally; 0 on success. */
+int quire_tally(const tally_args *args, parallel_for run) {
+    int64_t items = (int64_t)args->num_rows * args->num_lanes * args->heads_per_page;
+    int64_t each = args->group * args->sums_stride + 1, grain = 1 + NUMBERS_A_THREAD / each;
+    if (run == NULL || items <= grain) tally_lanes(0, items, (void *)args);
+    else return run(0, items, grain, tally_lanes, (void *)args) != 0;
+    return 0;
+}
+
+int64_t quire_tally_args_size(void) { return sizeof(tally_args); }

@@ -13,11 +13,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
+from quire.kernels.backend import (
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    LookRows,
+    LookTally,
+    NewSlots,
+    StepShape,
+)
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.gathered_plan import GatheredPlan, group_chunks
-from quire.kernels.native.arguments import can_write, unfit_tensors
+from quire.kernels.native.arguments import can_tally, can_write, unfit_tensors
 from quire.kernels.native.call import AttentionCall, Scratch, write
+from quire.kernels.native.call import tally as tally_in_c
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import cut
 
@@ -90,6 +99,13 @@ class NativeAttention:
             write(self._library, slots, key, value)
         else:
             self._gathered.write(slots, key, value)
+
+    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+        if can_tally(tally, rows, column_sums):
+            tally_in_c(self._library, tally, rows, column_sums)
+        else:
+            self._gathered.tally(tally, rows, column_sums)
 
     def attend(
         self,

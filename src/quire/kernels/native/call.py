@@ -6,10 +6,25 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
-from quire.kernels.native.arguments import DTYPES, MAX_TOGETHER, AttentionArgs, WriteArgs
+from quire.kernels.backend import (
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    LookRows,
+    LookTally,
+    NewSlots,
+    StepShape,
+)
+from quire.kernels.native.arguments import (
+    DTYPES,
+    MAX_TOGETHER,
+    AttentionArgs,
+    TallyArgs,
+    WriteArgs,
+)
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
+from quire.spec.statistics import REDUCTIONS
 
 WALKS_A_THREAD = 4  # below, heads are walked one by one, to share the work out evenly
 SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins
@@ -156,4 +171,33 @@ def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -
         page_tokens=page_tokens,
     )
     if library.write(ctypes.byref(args), library.parallel_for):
+        raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def tally(library: NativeLibrary, target: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+    """Add what slots got to their numbers; see `AttentionBackend.tally`."""
+    _, heads_per_page, page_tokens, _ = target.numbers.shape
+    num_rows, num_lanes = rows.slots.shape
+    args = TallyArgs(
+        numbers=target.numbers.data_ptr(),
+        page_bytes=target.numbers.stride(0) * target.numbers.itemsize,
+        table=target.table.data_ptr(),
+        table_row_stride=target.table.stride(0),
+        table_lane_stride=target.table.stride(1),
+        step_rows=rows.step_rows.data_ptr(),
+        table_rows=rows.table_rows.data_ptr(),
+        slots=rows.slots.data_ptr(),
+        fresh=rows.fresh.data_ptr(),
+        sums=column_sums.data_ptr(),
+        sums_stride=column_sums.shape[2],
+        num_rows=num_rows,
+        num_lanes=num_lanes,
+        heads_per_page=heads_per_page,
+        group=column_sums.shape[1] // (num_lanes * heads_per_page),
+        first_lane=target.first_lane,
+        page_tokens=page_tokens,
+        heads=REDUCTIONS.index(target.heads),
+        count=int(target.count),
+    )
+    if library.tally(ctypes.byref(args), library.parallel_for):
         raise InvariantError("torch_parallel_for failed inside the C extension")

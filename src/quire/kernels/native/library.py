@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.native.arguments import MAX_TOGETHER, SUM_SLOTS, AttentionArgs, WriteArgs
+from quire.kernels.native.arguments import (
+    MAX_TOGETHER,
+    SUM_SLOTS,
+    AttentionArgs,
+    TallyArgs,
+    WriteArgs,
+)
 from quire.kernels.native.fitness import unfit_reason
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -27,6 +33,7 @@ class NativeLibrary:
     Attributes:
         attend: `quire_attend` of attention.c.
         write: `quire_write`.
+        tally: `quire_tally`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
         path: which code it runs on this CPU, an index into PATHS.
@@ -36,6 +43,7 @@ class NativeLibrary:
 
     attend: "ctypes._NamedFuncPointer"
     write: "ctypes._NamedFuncPointer"
+    tally: "ctypes._NamedFuncPointer"
     block_queries: "ctypes._NamedFuncPointer"
     scratch_bytes: "ctypes._NamedFuncPointer"
     path: int
@@ -77,8 +85,12 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         return NotLoaded(f"{path.name} cannot be used: {unfit}")
     try:
         library = ctypes.CDLL(str(path))
-        sizes = library.quire_args_size, library.quire_write_args_size
-        limit, write = library.quire_max_head_dim, library.quire_write
+        sizes = (
+            library.quire_args_size,
+            library.quire_write_args_size,
+            library.quire_tally_args_size,
+        )
+        limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
         together, sum_slots = library.quire_max_together, library.quire_sum_slots
         attend, best_path = library.quire_attend, library.quire_best_path
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
@@ -86,7 +98,8 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         return NotLoaded(f"{path.name} cannot be used: {error}")
     for size in sizes:
         size.restype = ctypes.c_int64
-    if [size() for size in sizes] != [ctypes.sizeof(args) for args in (AttentionArgs, WriteArgs)]:
+    mirrors = (AttentionArgs, WriteArgs, TallyArgs)
+    if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
     if together() < MAX_TOGETHER or sum_slots() not in (0, SUM_SLOTS):
         return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
@@ -94,10 +107,19 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     attend.restype = ctypes.c_int
     write.argtypes = (ctypes.POINTER(WriteArgs), ctypes.c_void_p)
     write.restype = ctypes.c_int
+    tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
+    tally.restype = ctypes.c_int
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     scratch_bytes.restype = ctypes.c_int64
     return NativeLibrary(
-        attend, write, block_queries, scratch_bytes, best_path(), _torch_parallel_for(), limit()
+        attend=attend,
+        write=write,
+        tally=tally,
+        block_queries=block_queries,
+        scratch_bytes=scratch_bytes,
+        path=best_path(),
+        parallel_for=_torch_parallel_for(),
+        max_head_dim=limit(),
     )
 
 
