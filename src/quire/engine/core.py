@@ -259,7 +259,7 @@ class Engine:
         return EngineStats(
             **memory_numbers(memory),
             **scheduler_numbers(scheduler),
-            scratch_peak_bytes=self.pool.kv.backend.peak_scratch_bytes,
+            scratch_peak_bytes=self.pool.kv.peak_scratch_bytes,
             weight_bytes=self.model.weight_bytes,
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,

@@ -13,6 +13,8 @@ from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, La
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
+from quire.kv.statistics.places import StatisticPages, positions_of
+from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
 from quire.spec.pages import LaneGroup
 
@@ -37,8 +39,31 @@ class PagedKV:
             if not group.private
             for index, layer in enumerate(group.layers)
         }
+        self.statistics = self._statistics()
+        self.sums_scratch = SumsScratch(store.device)
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
+
+    @property
+    def peak_scratch_bytes(self) -> int:
+        """Most bytes held at once beside the arena: the backend's, and column sums."""
+        return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes
+
+    def _statistics(self) -> dict[str, list[StatisticPages]]:
+        """What is remembered of each lane group, for the rows that have it."""
+        places: dict[str, list[StatisticPages]] = {}
+        for group in self.memory.layout.groups:
+            if group.statistic is not None:
+                of, _ = self.place[group.layers[0]]
+                place = StatisticPages(
+                    group=group,
+                    statistic=group.statistic,
+                    numbers=self.store.views(group.page_class).key,
+                    table=self.memory.tables[group.name],
+                    device_table=self.tables[group.name],
+                )
+                places.setdefault(of.name, []).append(place)
+        return places
 
     def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
         """The shape of a step; the last one again when nothing changed."""
@@ -77,12 +102,14 @@ class GroupStep:
         pages: the layers' pages.
         new_slots: where the layers write new tokens.
         positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
+        watch: what the rows have remembered; None where they have nothing.
     """
 
     plans: tuple[object, ...]
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None
+    watch: GroupWatch | None
 
 
 class StepAttention:
@@ -110,8 +137,9 @@ class StepAttention:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        rotary: Unrotates | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        """Write keys and values of the whole batch, then attend.
+        """Write keys and values of the whole batch, attend, write down what is to be remembered.
 
         Args:
             layer: the model's layer.
@@ -119,6 +147,7 @@ class StepAttention:
             query: after RoPE.
             key: after RoPE.
             value: like key.
+            rotary: what RoPE did to the queries; needed where moments of queries are kept.
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._kv.backend
@@ -126,7 +155,32 @@ class StepAttention:
         backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
-        return backend.attend(step.plans[index], step.pages[index], math, query, (key, value))
+        pages, watch = step.pages[index], step.watch
+        if watch is None:
+            return backend.attend(step.plans[index], pages, math, query, (key, value))
+        sums = watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
+        out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
+        watch.note(index, backend, pages, math, query, sums, rotary)
+        return out
+
+    @property
+    def wants_shift(self) -> bool:
+        """Whether any row has `AttentionShift`: then `note_shift` is to be called."""
+        return any(
+            step.watch is not None and step.watch.wants_shift for step in self._groups.values()
+        )
+
+    def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
+        """Write down how much a layer's attention changed the residual stream.
+
+        Args:
+            layer: the model's layer.
+            cosines: between the stream before and after attention was added, for each token.
+        """
+        group, index = self._kv.place[layer]
+        watch = self._groups[group.name].watch
+        if watch is not None:
+            watch.note_shift(index, cosines)
 
     def _group_step(self, group: LaneGroup) -> GroupStep:
         slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
@@ -138,6 +192,9 @@ class StepAttention:
             pages=layers,
             new_slots=tuple(NewSlots(layers[0].key, layers[0].value, *place) for place in places),
             positions=self._kv.store.views(group.page_class).positions,
+            watch=watch_group(
+                self._kv.statistics.get(group.name, []), self._batch, slots, self._kv.memory.lengths
+            ),
         )
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
@@ -172,10 +229,8 @@ class StepAttention:
     @cached_property
     def _positions(self) -> Tensor:
         """Logical positions of the batch's tokens, int32 [tokens, 1]."""
-        batch = self._batch
-        first = self._kv.memory.lengths[batch.rows] - batch.shape.tokens
-        position = first[batch.token_row] + batch.token_offset
-        return self._tensor(position).int()[:, None]
+        positions = positions_of(self._batch, self._kv.memory.lengths)
+        return self._tensor(positions).int()[:, None]
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = np.ascontiguousarray(numbers, dtype=np.int64)

@@ -96,6 +96,7 @@ def _statistics_groups(
             lanes_per_layer=group.lanes_per_layer,
             mirrors=group.name if slots is None else None,
             fixed_slots=slots,
+            statistic=statistic,
         )
 
 

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field
 
 from quire.errors import ConfigError, UnknownName
+from quire.spec.statistics import Statistic
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4
@@ -157,6 +158,7 @@ class LaneGroup:
             moved and freed with them. Such a group is private.
         fixed_slots: records of a lane, there from the row's first token on and never more. Such a
             group is private and has no order.
+        statistic: what its records are; of private groups only.
     """
 
     name: str
@@ -168,6 +170,7 @@ class LaneGroup:
     private: bool = False
     mirrors: str | None = None
     fixed_slots: int | None = None
+    statistic: Statistic | None = None
 
     def __post_init__(self) -> None:
         if self.mirrors is not None or self.fixed_slots is not None:

@@ -1,0 +1,162 @@
+"""Reads one sequence's lanes for a policy: slots in the order of positions, a lane for a KV head.
+
+    table lane     slots as they lie         2 0 3 .        positions 9 1 4
+    view lanes     the same, by position     0 1 2          positions 1 4 9, for each of its heads
+
+`unsort` turns what a policy says of the view back into what the table wants. A view of whole layers
+is made at a time, so that a large model can be looked at in parts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import PolicyError
+from quire.kv.statistics.places import StatisticPages
+from quire.kv.step import PagedKV
+from quire.kv.store import PageViews
+from quire.spec.pages import LaneGroup
+
+NO_POSITION = np.iinfo(np.int32).max  # behind every position there is
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Slots of the table's lanes, [lanes, slots] each, in the order of positions."""
+
+    positions: NDArray[np.int32]
+    slot: NDArray[np.int64]
+    live: NDArray[np.bool_]
+
+
+class LaneReader:
+    """What the lanes of some layers of one group hold for one row. Good until the row changes.
+
+    Args:
+        kv: memory and bytes.
+        group: name of the lane group, without a window.
+        row: the sequence.
+        layers: of the group, counted inside it, one behind the other; None for all.
+    """
+
+    def __init__(self, kv: PagedKV, group: str, row: int, layers: range | None = None) -> None:
+        self._kv, self._row = kv, row
+        self._table = kv.memory.tables[group]
+        self._group: LaneGroup = self._table.group
+        chosen = range(len(self._group.layers)) if layers is None else layers
+        per_layer = self._group.lanes_per_layer
+        self._lanes = slice(chosen.start * per_layer, chosen.stop * per_layer)
+        self.layers = tuple(self._group.layers[layer] for layer in chosen)
+        self._order = self._sort()
+
+    @property
+    def heads_per_layer(self) -> int:
+        """KV heads, and so lanes of the view, of a layer."""
+        return self._group.lanes_per_layer * self._group.page_class.heads
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "lane slot"]:
+        """Logical positions, ascending; -1 where a lane has no slot. A lane is a KV head."""
+        positions = np.where(self._order.live, self._order.positions, -1)
+        return self._tensor(self._by_head(positions))
+
+    @property
+    def statistics(self) -> Mapping[str, Tensor]:
+        """What the row has remembered of these layers, by the name of the statistic.
+
+        Per slot [lane, slot], 0 where no slot is; else [lane, record, number].
+        """
+        places = self._kv.statistics.get(self._group.name, [])
+        return {
+            place.statistic.name: self._statistic(place)
+            for place in places
+            if place.table.active[self._row]
+        }
+
+    def keys(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Keys as stored, float32; zeros where no slot is."""
+        return self._gather(self._views.key, self._table.pages)
+
+    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+        """Values, likewise."""
+        assert self._views.value is not None, "lanes that attend have a value plane"
+        return self._gather(self._views.value, self._table.pages)
+
+    def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
+        """A mask over the view as [lanes of the table, slots], slots as they lie.
+
+        Raises:
+            PolicyError: heads that share pages do not keep the same tokens.
+        """
+        heads = self._group.page_class.heads
+        by_lane = keep.cpu().numpy().reshape(-1, heads, keep.shape[1])
+        if (by_lane != by_lane[:, :1]).any():
+            raise PolicyError(
+                f"heads of group {self._group.name!r} share pages and so keep the same tokens, but "
+                "the policy chose for each head; it needs one-head pages"
+            )
+        lying = np.zeros(self._order.slot.shape, dtype=bool)
+        np.put_along_axis(lying, self._order.slot, by_lane[:, 0] & self._order.live, axis=1)
+        return lying
+
+    # ---- order ---------------------------------------------------------------------------------
+
+    def _sort(self) -> _Order:
+        held = self._table.num_slots[self._row, self._lanes]
+        slot = np.arange(int(held.max(initial=0)))
+        live = slot < held[:, None]
+        positions = np.where(live, self._stored_positions(slot), NO_POSITION)
+        order = np.argsort(positions, axis=1)
+        return _Order(np.take_along_axis(positions, order, axis=1), order, live)
+
+    def _stored_positions(self, slot: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[lanes, slots]; anything where no slot is."""
+        column, offset = np.divmod(slot, self._group.page_class.tokens)
+        if self._views.positions is None:
+            first = self._table.page_positions[self._row, self._lanes][:, column]
+            return first + offset.astype(np.int32)
+        pages = self._tensor(self._pages(self._table.pages)[:, column])
+        stored = self._views.positions[pages, self._tensor(offset)]
+        numbers: NDArray[np.int32] = stored.cpu().numpy()
+        return numbers
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    @property
+    def _views(self) -> PageViews:
+        return self._kv.store.views(self._group.page_class)
+
+    def _pages(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[lanes, capacity]; any page where there is none, for what is not live."""
+        return np.maximum(pages[self._row, self._lanes], 0)
+
+    def _statistic(self, place: StatisticPages) -> Tensor:
+        if place.statistic.per_slot:
+            return self._gather(place.numbers, place.table.pages)[:, :, 0]
+        records = place.group.fixed_slots
+        assert records is not None, "what is not per slot has a fixed number of records"
+        column, offset = np.divmod(np.arange(records), place.group.page_class.tokens)
+        pages = self._tensor(self._pages(place.table.pages)[:, column])
+        found = place.numbers[pages, :, self._tensor(offset)]
+        return found.transpose(1, 2).flatten(0, 1)
+
+    def _gather(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
+        """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""
+        column, offset = np.divmod(self._order.slot, plane.shape[2])
+        numbers = np.take_along_axis(self._pages(pages), column, axis=1)
+        found = plane[self._tensor(numbers), :, self._tensor(offset)].float()
+        found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
+        return found.transpose(1, 2).flatten(0, 1)
+
+    def _by_head(self, by_lane: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.repeat(by_lane, self._group.page_class.heads, axis=0)
+
+    def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
+        whole = numbers.astype(np.int64) if numbers.dtype == np.int32 else numbers
+        return torch.from_numpy(np.ascontiguousarray(whole)).to(self._kv.store.device)

@@ -1,0 +1,75 @@
+"""Attention weights of a chunk of a prompt, computed again: each query's own, not their sum.
+
+What is not linear in the weights (a maximum over heads, squares, a threshold) needs each query's
+row. Queries go in blocks, KV heads one by one, so that the weights never take more than a bounded
+scratch: `BLOCK_NUMBERS` of them, or one query's where a lane is longer than that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath, LayerPages
+from quire.kernels.dense import weights_dense
+
+BLOCK_NUMBERS = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWeights:
+    """Weights of some queries of one row in one KV head.
+
+    Attributes:
+        kv_head: of the layer.
+        weights: float32; 0 where a query does not see a slot.
+        seen: slots that each query saw, its own included.
+    """
+
+    kv_head: int
+    weights: Float[Tensor, "query group slot"]
+    seen: Int[Tensor, "query 1"]
+
+
+def chunk_weights(
+    query: Float[Tensor, "query num_heads head_dim"],
+    pages: LayerPages,
+    row: int,
+    slots: list[int],
+    math: AttentionMath,
+) -> Iterator[LaneWeights]:
+    """Weights of one row's newest queries, block by block, KV head by KV head.
+
+    Args:
+        query: of the row, after RoPE; the last slots are theirs.
+        pages: of the layer, without a window.
+        row: of the step.
+        slots: live slots of each of the layer's lanes.
+        math: scale and extras.
+    """
+    heads = pages.key.shape[1]
+    group = query.shape[1] // (pages.num_lanes * heads)
+    for kv_head in range(pages.num_lanes * heads):
+        lane, held = kv_head // heads, slots[kv_head // heads]
+        part = slice(kv_head * group, (kv_head + 1) * group)
+        q = query[:, part].transpose(0, 1)[None].float()
+        key = _keys(pages, row, lane, kv_head % heads, held)
+        sinks = None if math.sinks is None else math.sinks[part]
+        own_math = replace(math, sinks=sinks)
+        block = max(1, BLOCK_NUMBERS // (group * held))
+        for start in range(0, len(query), block):
+            some = q[:, :, start : start + block]
+            first = held - len(query) + start + 1
+            seen = torch.arange(first, first + some.shape[2], device=q.device)[:, None]
+            mask = torch.arange(held, device=q.device) < seen
+            weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
+            yield LaneWeights(kv_head, weights[0, 0].transpose(0, 1), seen)
+
+
+def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:
+    """Float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
+    columns = -(-slots // pages.page_tokens)
+    numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
+    return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()

@@ -1,0 +1,107 @@
+"""Where a statistic of a lane group is, and which records of it a step touches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kv.device_tables import DeviceTable
+from quire.kv.flat_batch import FlatBatch
+from quire.kv.tables import LaneTable
+from quire.spec.pages import LaneGroup
+from quire.spec.statistics import Statistic
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticPages:
+    """The pages of one statistic.
+
+    Attributes:
+        group: its lane group.
+        statistic: what it is.
+        numbers: float32 view of all pages of the class.
+        table: which pages a row has.
+        device_table: the same as a tensor.
+    """
+
+    group: LaneGroup
+    statistic: Statistic
+    numbers: Float[Tensor, "page head record width"]
+    table: LaneTable
+    device_table: DeviceTable
+
+    def active_rows(self, batch: FlatBatch) -> NDArray[np.bool_]:
+        """[rows of the step] whether a row has this statistic."""
+        active: NDArray[np.bool_] = self.table.active[batch.rows]
+        return active
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Some records of all layers' lanes, each of them once.
+
+    Attributes:
+        numbers: of the statistic.
+        pages: int64 [layers, records, lanes of a layer].
+        offsets: int64 [records, 1].
+    """
+
+    numbers: Float[Tensor, "page head record width"]
+    pages: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(
+        cls, place: StatisticPages, rows: NDArray[np.int64], records: NDArray[np.int64]
+    ) -> "Records":
+        """Record `records[i]` of table row `rows[i]`, in every lane."""
+        group, device = place.group, place.numbers.device
+        column, offset = np.divmod(records, group.page_class.tokens)
+        lane = np.arange(group.num_lanes)
+        pages = place.table.pages[rows[:, None], lane, column[:, None]].astype(np.int64)
+        by_layer = pages.reshape(len(rows), len(group.layers), group.lanes_per_layer).swapaxes(0, 1)
+        return cls(
+            numbers=place.numbers,
+            pages=torch.from_numpy(np.ascontiguousarray(by_layer)).to(device),
+            offsets=torch.from_numpy(offset[:, None].copy()).to(device),
+        )
+
+    def write(self, layer: int, fresh: Float[Tensor, "record num_kv_heads width"]) -> None:
+        """Write over these records of a layer (counted inside its group)."""
+        self.numbers[self.pages[layer], :, self.offsets] = self._by_lane(layer, fresh)
+
+    def add(self, layer: int, more: Float[Tensor, "record num_kv_heads width"]) -> None:
+        """Add to them."""
+        place = (self.pages[layer], slice(None), self.offsets)
+        self.numbers[place] = self.numbers[place] + self._by_lane(layer, more)
+
+    def _by_lane(self, layer: int, given: Tensor) -> Tensor:
+        return given.reshape(*self.pages[layer].shape, -1, given.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """What statistics of queries get to see of a layer.
+
+    Attributes:
+        query: the flat batch, after RoPE.
+        before_rope: the same before RoPE; None where nobody can tell.
+    """
+
+    query: Float[Tensor, "num_tokens num_heads head_dim"]
+    before_rope: Float[Tensor, "num_tokens num_heads head_dim"] | None
+
+
+def positions_of(batch: FlatBatch, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Logical positions of the batch's tokens, [tokens].
+
+    Args:
+        batch: the step.
+        lengths: of all rows, the step's tokens included.
+    """
+    first = lengths[batch.rows] - batch.shape.tokens
+    positions: NDArray[np.int64] = first[batch.token_row] + batch.token_offset
+    return positions

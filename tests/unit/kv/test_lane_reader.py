@@ -1,0 +1,128 @@
+"""A view of a sequence: slots by position, a lane for each KV head, and the way back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import PolicyError
+from quire.kv.lane_reader import LaneReader
+from quire.policies.view import SlotReader
+from quire.spec.statistics import AttentionSum, QueryRing
+from unit.kv.remembering import FULL_LAYERS, HEAD_DIM, Sequence, evict, make_kv, start, step
+
+STATISTICS = (AttentionSum(), QueryRing(4))
+
+
+def evicted_row(heads_apart, seed, page_tokens=4):
+    """A row that has lost tokens three times, and the positions each lane should hold."""
+    kv, sequence = (
+        make_kv(STATISTICS, heads_apart=heads_apart, page_tokens=page_tokens),
+        Sequence(40),
+    )
+    rng, row = np.random.default_rng(seed), start(kv, STATISTICS)
+    held = [[] for _ in range(4)]
+    for first, end in ((0, 12), (12, 20), (20, 23), (23, 40)):
+        step(kv, {row: (sequence, first, end)})
+        for lane in held:
+            lane.extend(range(first, end))
+        if end == 40:
+            break
+        reader = LaneReader(kv, "full", row)
+        keep = reader.positions >= 0
+        for lane in range(4):
+            shared = lane if heads_apart else lane // 2 * 2
+            if shared == lane:
+                gone = rng.random(int((reader.positions[lane] >= 0).sum())) < rng.choice([0.1, 0.6])
+            if not heads_apart:
+                gone[:] = np.arange(len(gone)) % 3 == 1  # lanes of a group of layers: equal counts
+            keep[lane, : len(gone)] = torch.from_numpy(~gone)
+            held[lane] = [p for p, out in zip(held[lane], gone, strict=True) if not out]
+        evict(kv, row, reader.unsort(keep))
+    return kv, sequence, row, held
+
+
+@given(heads_apart=st.booleans(), seed=st.integers(0, 500), page_tokens=st.sampled_from([1, 4, 16]))
+def test_a_view_is_in_the_order_of_positions(heads_apart, seed, page_tokens):
+    kv, sequence, row, held = evicted_row(heads_apart, seed, page_tokens)
+    reader = LaneReader(kv, "full", row)
+    keys, values = reader.keys(), reader.values()
+
+    assert reader.heads_per_layer == 2
+    assert reader.layers == FULL_LAYERS
+    widest = max(map(len, held))
+    for lane, positions in enumerate(held):
+        padded = positions + [-1] * (widest - len(positions))
+        assert reader.positions[lane].tolist() == padded
+        layer, head = FULL_LAYERS[lane // 2], lane % 2
+        for found, stored in ((keys, sequence.key), (values, sequence.value)):
+            assert torch.equal(found[lane, : len(positions)], stored[layer, positions, head])
+            assert not found[lane, len(positions) :].any()
+
+
+@given(heads_apart=st.booleans(), seed=st.integers(0, 500))
+def test_a_mask_goes_back_to_slots_as_they_lie(heads_apart, seed):
+    """Keeping the even positions leaves exactly them."""
+    kv, _, row, held = evicted_row(heads_apart, seed)
+    reader = LaneReader(kv, "full", row)
+    keep = reader.positions % 2 == 0  # -1 is odd
+    evict(kv, row, reader.unsort(keep))
+
+    after = LaneReader(kv, "full", row).positions
+    for lane, positions in enumerate(held):
+        assert after[lane][after[lane] >= 0].tolist() == [p for p in positions if p % 2 == 0]
+
+
+def test_some_layers_at_a_time_are_parts_of_the_whole():
+    kv, _, row, _ = evicted_row(heads_apart=True, seed=1)
+    whole = LaneReader(kv, "full", row)
+    for layer in range(2):
+        part, lanes = (
+            LaneReader(kv, "full", row, range(layer, layer + 1)),
+            slice(2 * layer, 2 * layer + 2),
+        )
+        width = part.positions.shape[1]
+        assert part.layers == (FULL_LAYERS[layer],)
+        assert torch.equal(part.positions, whole.positions[lanes, :width])
+        assert torch.equal(part.keys(), whole.keys()[lanes, :width])
+        for name, numbers in part.statistics.items():
+            expected = whole.statistics[name][lanes]
+            assert torch.equal(numbers, expected if "ring" in name else expected[:, :width])
+        mask = part.positions >= 0
+        assert part.unsort(mask).sum(axis=1).tolist() == mask.sum(dim=1).tolist()
+
+
+def test_heads_that_share_pages_must_agree():
+    kv, _, row, _ = evicted_row(heads_apart=False, seed=0)
+    reader = LaneReader(kv, "full", row)
+    keep = reader.positions >= 0
+    keep[1, 0] = False
+
+    with pytest.raises(PolicyError, match="needs one-head pages"):
+        reader.unsort(keep)
+
+
+def test_a_group_in_order_needs_no_stored_positions():
+    kv, sequence = make_kv(()), Sequence(40)
+    row = start(kv, ())
+    for first in range(0, 40, 8):
+        step(kv, {row: (sequence, first, first + 8)})
+    reader = LaneReader(kv, "window_5", row)
+
+    held = kv.memory.tables["window_5"].num_slots[row, 0]
+    assert reader.positions.tolist() == [list(range(40 - held, 40))] * 2
+    assert torch.equal(reader.keys(), sequence.key[1, 40 - held :].transpose(0, 1))
+
+
+def test_an_empty_row_has_no_slots():
+    kv = make_kv(STATISTICS)
+    reader = LaneReader(kv, "full", start(kv, STATISTICS))
+
+    assert reader.positions.shape == (4, 0)
+    assert reader.keys().shape == (4, 0, HEAD_DIM)
+
+
+def test_it_reads_for_views():
+    kv = make_kv(())
+    assert isinstance(LaneReader(kv, "full", start(kv, ())), SlotReader)

@@ -1,0 +1,357 @@
+"""Statistics equal their definitions, however a prompt is cut and whoever else is in the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.backend import AttentionMath
+from quire.kernels.select import select_backend
+from quire.kv.lane_reader import LaneReader
+from quire.kv.sharing import fork
+from quire.kv.statistics import chunk_weights
+from quire.kv.swap import swap_in, swap_out
+from quire.spec.statistics import (
+    REDUCTIONS,
+    AttentionShift,
+    AttentionSum,
+    LowLooks,
+    QueryMoments,
+    QueryRing,
+    SquareSum,
+)
+from unit.kv.remembering import (
+    CPU,
+    FULL_LAYERS,
+    GROUP,
+    HEAD_DIM,
+    MATH,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    WINDOW,
+    Sequence,
+    accounts,
+    evict,
+    make_kv,
+    start,
+    step,
+)
+
+LOOKS = tuple(kind(heads) for kind in (AttentionSum, SquareSum, LowLooks) for heads in REDUCTIONS)
+OF_QUERIES = (QueryRing(6), QueryMoments(3), AttentionShift())
+ALL = LOOKS + OF_QUERIES
+CUTS = {  # the prompt of 30 tokens in pieces; 5 more are decoded
+    "whole": [30],
+    "chunks": [11, 2, 9, 8],
+    "tokens": [1] * 30,
+}
+PROMPT, TOKENS = 30, 35
+
+
+def backend(name):
+    choice = select_backend(
+        name, CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=1 << 20
+    )
+    return choice.backend
+
+
+def pieces(cut):
+    """(start, end) of each step."""
+    ends = np.cumsum([*CUTS[cut], *[1] * (TOKENS - PROMPT)]).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def run(kv, row, sequence, cut="whole", math=MATH):
+    for first, end in pieces(cut):
+        step(kv, {row: (sequence, first, end)}, math)
+
+
+def remembered(kv, row):
+    return LaneReader(kv, "full", row).statistics
+
+
+def expected_looks(sequence, math=MATH, statistics=LOOKS):
+    lanes = accounts(sequence, math)
+    for lane in lanes:
+        for position in range(TOKENS):
+            lane.see(position, statistics)
+    return {s.name: torch.stack([lane.by_position(s) for lane in lanes]) for s in statistics}
+
+
+MATHS = {
+    "plain": MATH,
+    "softcap and sinks": AttentionMath(0.6, 2.0, torch.linspace(-1, 2, NUM_HEADS)),
+}
+EXPECTED = {name: expected_looks(Sequence(TOKENS), math) for name, math in MATHS.items()}
+
+
+@pytest.mark.parametrize(
+    ("math", "heads_apart"), [("plain", False), ("plain", True), ("softcap and sinks", True)]
+)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+def test_looks_equal_their_definition_however_a_prompt_is_cut(name, cut, math, heads_apart):
+    kv = make_kv(LOOKS, backend=backend(name), heads_apart=heads_apart)
+    row = start(kv, LOOKS)
+    run(kv, row, Sequence(TOKENS), cut, MATHS[math])
+
+    found = remembered(kv, row)
+    assert found.keys() == EXPECTED[math].keys()
+    for statistic, numbers in EXPECTED[math].items():
+        torch.testing.assert_close(
+            found[statistic].double(), numbers.double(), atol=1e-5, rtol=1e-5, msg=statistic
+        )
+    kv.memory.check()
+
+
+def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
+    """Blocks of 100 numbers: one or two queries at a time, and the same statistics."""
+    monkeypatch.setattr(chunk_weights, "BLOCK_NUMBERS", 100)
+    largest, weights_dense = [], chunk_weights.weights_dense
+
+    def noted(*arguments, **options):
+        weights = weights_dense(*arguments, **options)
+        largest.append(weights.numel())
+        return weights
+
+    monkeypatch.setattr(chunk_weights, "weights_dense", noted)
+    kv = make_kv(LOOKS)
+    row = start(kv, LOOKS)
+    run(kv, row, Sequence(TOKENS))
+
+    assert max(largest) <= 100
+    for statistic, numbers in EXPECTED["plain"].items():
+        torch.testing.assert_close(remembered(kv, row)[statistic], numbers, atol=1e-5, rtol=1e-5)
+
+
+# ---- queries -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cut", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
+)
+def test_the_ring_holds_the_newest_queries_at_their_place(cut, heads_apart):
+    kv, sequence, window = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 6
+    row = start(kv, OF_QUERIES)
+    run(kv, row, sequence, cut)
+    found = remembered(kv, row)["query_ring.6"]
+
+    assert found.shape == (4, window, GROUP * HEAD_DIM + 1)
+    for position in range(TOKENS - window, TOKENS):
+        record = found[:, position % window]
+        queries = sequence.query[list(FULL_LAYERS), position].reshape(4, -1)
+        assert torch.equal(record[:, :-1], queries)
+        assert record[:, -1].tolist() == [position + 1.0] * 4
+
+
+def test_a_ring_that_is_not_full_says_so():
+    kv = make_kv(OF_QUERIES)
+    row = start(kv, OF_QUERIES)
+    step(kv, {row: (Sequence(TOKENS), 0, 4)})
+
+    marks = remembered(kv, row)["query_ring.6"][:, :, -1]
+    assert marks.tolist() == [[1, 2, 3, 4, 0, 0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("cut", "heads_apart"), [("whole", False), ("chunks", True), ("tokens", False)]
+)
+def test_moments_are_those_of_all_queries_before_rope(cut, heads_apart):
+    kv, sequence, skip = make_kv(OF_QUERIES, heads_apart=heads_apart), Sequence(TOKENS), 3
+    row = start(kv, OF_QUERIES)
+    run(kv, row, sequence, cut)
+    found = remembered(kv, row)["query_moments.3"][:, 0].reshape(4, GROUP, -1)
+
+    queries = sequence.raw[list(FULL_LAYERS), skip:].double()
+    queries = queries.reshape(2, TOKENS - skip, NUM_KV_HEADS, GROUP, HEAD_DIM)
+    sums = queries.sum(1).reshape(4, GROUP, -1)
+    products = torch.einsum("lthgd,lthge->lhgde", queries, queries).reshape(4, GROUP, -1)
+    assert found[:, :, 0].unique().tolist() == [TOKENS - skip]
+    near = {"atol": 1e-4, "rtol": 1e-5}  # what turning back and forth costs in float32
+    torch.testing.assert_close(found[:, :, 1 : 1 + HEAD_DIM].double(), sums, **near)
+    torch.testing.assert_close(found[:, :, 1 + HEAD_DIM :].double(), products, **near)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_shift_sums_the_cosines_of_all_tokens(cut):
+    kv, sequence = make_kv(OF_QUERIES), Sequence(TOKENS)
+    row = start(kv, OF_QUERIES)
+    run(kv, row, sequence, cut)
+    found = remembered(kv, row)["attention_shift"]
+
+    sums = sequence.cosines[list(FULL_LAYERS)].sum(1).repeat_interleave(2)
+    torch.testing.assert_close(found[:, 0, 0], sums, atol=1e-5, rtol=1e-5)
+    assert found[:, 0, 1].tolist() == [TOKENS] * 4
+
+
+# ---- the batch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "heads_apart"), [("gathered", False), ("auto", True)])
+def test_companions_change_nothing(name, heads_apart):
+    """Rows that remember all, some and nothing, at different lengths and in mixed steps."""
+    kv = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
+    wanted = [ALL, (AttentionSum("max"), QueryRing(6)), (), ALL]
+    rows = [start(kv, statistics) for statistics in wanted]
+    cuts = [pieces("chunks"), pieces("whole"), pieces("tokens"), pieces("tokens")]
+    while any(cuts):
+        due = {
+            row: (Sequence(TOKENS, seed), *cut.pop(0))
+            for seed, (row, cut) in enumerate(zip(rows, cuts, strict=True))
+            if cut
+        }
+        step(kv, due)
+
+    for seed, (row, statistics, cut) in enumerate(
+        zip(rows, wanted, ["chunks", "whole", "tokens", "tokens"], strict=True)
+    ):
+        alone = make_kv(ALL, backend=backend(name), heads_apart=heads_apart)
+        other = start(alone, statistics)
+        run(alone, other, Sequence(TOKENS, seed), cut)
+        found, expected = remembered(kv, row), remembered(alone, other)
+        assert found.keys() == expected.keys() == {s.name for s in statistics}
+        for statistic in expected:
+            torch.testing.assert_close(
+                found[statistic], expected[statistic], atol=1e-6, rtol=1e-6, msg=statistic
+            )
+
+
+class Asked:
+    """A backend that notes for which steps column sums were asked for."""
+
+    def __init__(self):
+        self._inner, self.sums = backend("gathered"), []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def attend(self, *arguments, column_sums=None):
+        self.sums.append(column_sums is not None)
+        return self._inner.attend(*arguments, column_sums=column_sums)
+
+
+def asked(statistics, rows, tokens):
+    """For which of the three layers column sums are asked of a step."""
+    watching = Asked()
+    kv = make_kv(statistics, backend=watching)
+    step(kv, {start(kv, wanted): (Sequence(TOKENS), 0, tokens) for wanted in rows})
+    return watching.sums
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "layers"),
+    [
+        ([(), ()], 5, [False, False, False]),  # nobody remembers anything
+        ([(), (AttentionSum(),)], 5, [True, False, True]),  # the middle layer has a window
+        ([(AttentionSum("max"),)], 5, [False, False, False]),  # weights are computed again
+        ([(AttentionSum("max"),)], 1, [True, False, True]),
+        ([OF_QUERIES], 5, [False, False, False]),
+    ],
+)
+def test_column_sums_are_asked_for_where_somebody_needs_them(rows, tokens, layers):
+    assert asked(ALL, rows, tokens) == layers
+
+
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+def test_the_output_is_the_same_with_and_without_statistics(name):
+    outputs = []
+    for statistics in ((), ALL):
+        kv = make_kv(ALL, backend=backend(name))
+        row = start(kv, statistics)
+        outputs.append([step(kv, {row: (Sequence(TOKENS), *cut)}) for cut in pieces("chunks")])
+
+    for plain, watched in zip(*outputs, strict=True):
+        assert torch.equal(plain, watched)
+
+
+def test_scratch_of_column_sums_is_reported():
+    """Eight heads of 16 slots (13, rounded up to a cache line) for one row: 6 * 16 * 4 bytes."""
+    kv = make_kv(LOOKS)
+    assert kv.peak_scratch_bytes == 0
+    step(kv, {start(kv, LOOKS): (Sequence(TOKENS), 0, 13)})
+
+    assert kv.peak_scratch_bytes == NUM_HEADS * 16 * 4
+
+
+# ---- lanes that lose tokens, and rows that move --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+def test_an_evicted_tokens_statistics_are_gone_and_its_slot_begins_anew(name):
+    kv, sequence, rng = (
+        make_kv(LOOKS, backend=backend(name), heads_apart=True),
+        Sequence(TOKENS),
+        np,
+    )
+    row, lanes = start(kv, LOOKS), accounts(Sequence(TOKENS))
+    for first, end in pieces("chunks"):
+        step(kv, {row: (sequence, first, end)})
+        for lane in lanes:
+            for position in range(first, end):
+                lane.see(position, LOOKS)
+        if end in (13, 22, 30, 33):
+            forget_some(kv, row, lanes, rng.random.default_rng(end))
+
+    found = remembered(kv, row)
+    for statistic in LOOKS:
+        for lane, account in enumerate(lanes):
+            numbers = account.by_position(statistic)
+            assert len(numbers) < TOKENS - 4
+            got = found[statistic.name][lane, : len(numbers)]
+            torch.testing.assert_close(got, numbers, atol=1e-5, rtol=1e-5, msg=statistic.name)
+            assert not found[statistic.name][lane, len(numbers) :].any()
+
+
+def forget_some(kv, row, lanes, rng):
+    """Evict three tokens of each lane, each its own."""
+    reader = LaneReader(kv, "full", row)
+    keep = reader.positions >= 0
+    for lane, account in enumerate(lanes):
+        gone = rng.choice(int(keep[lane].sum()), size=3, replace=False)
+        account.forget(reader.positions[lane, gone].tolist())
+        keep[lane, gone] = False
+    evict(kv, row, reader.unsort(keep))
+
+
+@pytest.mark.parametrize("move", ["fork", "swap"])
+def test_a_row_that_moves_keeps_what_it_remembers(move):
+    kv, sequence = make_kv(ALL), Sequence(TOKENS)
+    row = start(kv, ALL)
+    for cut in pieces("chunks")[:3]:
+        step(kv, {row: (sequence, *cut)})
+    if move == "fork":
+        child = fork(kv.memory, row)
+        kv.memory.release([row])
+    else:
+        swapped = swap_out(kv.memory, [row])
+        kv.store.arena.fill_(0xFF)
+        [child] = swap_in(kv.memory, swapped)
+    for cut in pieces("chunks")[3:]:
+        step(kv, {child: (sequence, *cut)})
+
+    unmoved = make_kv(ALL)
+    run(unmoved, other := start(unmoved, ALL), sequence, "chunks")
+    for name, numbers in remembered(unmoved, other).items():
+        assert torch.equal(remembered(kv, child)[name], numbers), name
+
+
+def test_two_branches_of_a_fork_remember_apart():
+    kv = make_kv((AttentionSum(),))
+    row = start(kv, (AttentionSum(),))
+    step(kv, {row: (Sequence(TOKENS), 0, 9)})
+    child = fork(kv.memory, row)
+    before = remembered(kv, row)["attention_sum.mean"].clone()
+    step(kv, {child: (Sequence(TOKENS), 9, 10)})
+
+    assert torch.equal(remembered(kv, row)["attention_sum.mean"], before)
+    assert float(remembered(kv, child)["attention_sum.mean"][0].sum()) == pytest.approx(10)
+
+
+def test_layers_with_a_window_have_no_statistics():
+    kv = make_kv(ALL)
+    row = start(kv, ALL)
+    run(kv, row, Sequence(TOKENS), "chunks")
+    name = f"window_{WINDOW}"
+
+    assert {place.group.layers for place in kv.statistics["full"]} == {FULL_LAYERS}
+    assert name not in kv.statistics
+    assert LaneReader(kv, name, row).statistics == {}
