@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import zoo
+from quire.engine.admission.need import Need
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
@@ -96,7 +97,8 @@ def engine_for(
     """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
     schedule = ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens)
     probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
-    peak_bytes = probe.scheduler.peaks.peak_bytes(longest)
+    need = Need(longest, eviction=probe.pool.eviction.spec)
+    peak_bytes = probe.scheduler.peaks.peak_bytes(need)
     memory = max(peak_bytes, int(room * peak_bytes))
     return Engine(model, KVConfig(memory=memory, page_tokens=page_tokens, **kv), schedule)
 

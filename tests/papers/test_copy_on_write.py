@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from quire.engine.admission.need import Need
 from quire.engine.admission.peaks import Peaks
 from quire.kv.memory import KVMemory
 from quire.kv.page_bytes import NoBytes
 from quire.kv.sharing import fork
-from quire.spec.eviction import EvictionSpec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 
 pytestmark = pytest.mark.paper
@@ -56,7 +56,7 @@ def test_four_beams_take_little_more_than_one_sequence(page_tokens, ratio, copie
 def test_the_bound_for_what_never_fits_is_what_such_beams_take():
     """124 whole pages of the shared part once, 4 for each beam."""
     memory = beams_in_memory(16)
-    peaks = Peaks(memory, EvictionSpec(), TOKENS)
+    peaks = Peaks(memory, TOKENS)
 
-    assert peaks.forked_counts(TOKENS - DIVERGED, [TOKENS] * WIDTH).tolist() == [140]
-    assert peaks.forked_counts(TOKENS - DIVERGED, [TOKENS]).tolist() == [128]
+    assert peaks.forked_counts(TOKENS - DIVERGED, [Need(TOKENS)] * WIDTH).tolist() == [140]
+    assert peaks.forked_counts(TOKENS - DIVERGED, [Need(TOKENS)]).tolist() == [128]

@@ -5,6 +5,7 @@ import torch
 
 import zoo
 from engines import greedy, load, make_prompts
+from quire.engine.admission.need import Need
 from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, UnsoundCombination
@@ -40,7 +41,8 @@ def run(
 ) -> tuple[Engine, dict[str, list[torch.Tensor]], dict[str, object]]:
     probe = Engine(model, KVConfig(memory="4MiB", page_tokens=page_tokens, evict=evict))
     longest = max(map(len, prompts)) + NEW_TOKENS
-    memory = int(rows * probe.scheduler.peaks.peak_bytes(longest))
+    need = Need(longest, eviction=probe.pool.eviction.spec)
+    memory = int(rows * probe.scheduler.peaks.peak_bytes(need))
     engine = Engine(
         model,
         KVConfig(memory=memory, page_tokens=page_tokens, evict=evict),
@@ -128,7 +130,7 @@ def test_logits_equal_transformers_with_the_evicted_keys_masked(model, prompts):
 
 def test_peak_bytes_are_those_of_the_cap_for_prompts_ten_times_as_long(model, prompts):
     engine, _, usages = run(model, prompts, chunk_tokens=EVERY)
-    cap_bytes = engine.scheduler.peaks.peak_bytes(CAP)
+    cap_bytes = engine.scheduler.peaks.peak_bytes(Need(CAP))
 
     assert max(usage.kv_peak_bytes for usage in usages.values()) <= cap_bytes
     assert max(len(prompt) for prompt in prompts) == 10 * CAP

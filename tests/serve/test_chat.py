@@ -3,6 +3,7 @@
 import pytest
 
 from quire.engine.sampling_params import SamplingParams
+from quire.spec.eviction import KEEP_ALL
 
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 
@@ -43,7 +44,7 @@ def test_an_answer_may_fill_what_the_prompt_leaves(chat, llm):
         messages=[{"role": "user", "content": nearly_all}], max_tokens=None, ignore_eos=True
     )["usage"]
 
-    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions)
+    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
     assert longest < llm.model.spec.max_positions
     assert usage["total_tokens"] == longest
 

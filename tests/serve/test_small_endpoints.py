@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.spec.eviction import KEEP_ALL
 from quire.version import __version__
 
 
@@ -14,7 +15,7 @@ def get(serve, path, **options):
 def test_the_model_is_listed_with_the_length_that_fits(serve, llm):
     [card] = get(serve, "/v1/models").json()["data"]
 
-    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions)
+    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
     assert card["id"] == card["root"] == "quire-tiny"
     assert card["object"] == "model"
     assert card["max_model_len"] == longest == 512  # 4 MiB of 8,192 B a token

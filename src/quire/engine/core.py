@@ -155,6 +155,8 @@ class Engine:
             arrival=self._arrivals + 1,
             tenant=tenant,
             cache_salt=cache_salt,
+            evict=self.pool.eviction.text,
+            eviction=self.pool.eviction.spec,
             rope_regime=self.model.decoder.rope_regime(len(prompt) + resolved.max_tokens),
             arrival_s=self._clock(),
         )

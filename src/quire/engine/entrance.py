@@ -195,7 +195,7 @@ class Entrance:
     def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
         if not self._fairness.has_several:
             return 0
-        missing = self._admission.newcomer(request.num_tokens, cached_tokens)
+        missing = self._admission.newcomer(request, request.num_tokens, cached_tokens)
         return self._admission.peaks.num_bytes(missing)
 
     # ---- in ------------------------------------------------------------------------------------

@@ -66,6 +66,5 @@ class LaneCaps:
     def _held_tokens(self, request: Request) -> int:
         """Most slots any evicting lane of the request holds."""
         tables = self._residency.memory.tables.values()
-        return max(
-            (int(t.num_slots[request.row].max()) for t in tables if not t.group.ordered), default=0
-        )
+        evicting = (t for t in tables if not t.group.ordered and not t.group.private)
+        return max((int(t.num_slots[request.row].max()) for t in evicting), default=0)

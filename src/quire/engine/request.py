@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from quire.engine.sampling_params import SamplingParams
+from quire.spec.eviction import KEEP_ALL, EvictionSpec
 
 DEFAULT_TENANT = "default"
 
@@ -72,6 +73,8 @@ class Request:
         rope_regime: which rotary frequencies it uses, for all its life.
         tenant: on whose account it runs.
         cache_salt: what its caller adds to the identity of its cached prefixes.
+        evict: what its eviction policy was written as.
+        eviction: what that comes to for it, in numbers.
         group: the sequences it was forked with; None for one alone.
         apart: the sequences that answer the same prompt, where each runs alone; only the most
             bytes of all are kept there.
@@ -100,6 +103,8 @@ class Request:
     rope_regime: int = 0
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
+    evict: str = "full"
+    eviction: EvictionSpec = KEEP_ALL
     group: RequestGroup | None = None
     apart: RequestGroup | None = None
     output_token_ids: list[int] = field(default_factory=list)

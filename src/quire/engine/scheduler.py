@@ -9,6 +9,7 @@ of a callback, because which tokens leave depends on tensors; how many leave doe
 
 from collections.abc import Sequence
 
+from quire.engine.admission.need import need_of
 from quire.engine.entrance import Entrance
 from quire.engine.group import (
     branch,
@@ -95,7 +96,8 @@ class Scheduler:
         shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
         sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
         self.peaks.refuse_if_never(request)
-        self.fairness.admit(request, self.peaks.peak_bytes(request.final_tokens))
+        most_bytes = self.peaks.peak_bytes(need_of(request, request.final_tokens))
+        self.fairness.admit(request, most_bytes)
         for sequence in sequences:
             self._wait(sequence)
 

@@ -51,7 +51,7 @@ def make_parts(
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
     """
     chunks = ChunkSizes(config, eviction)
-    peaks = Peaks(residency.memory, eviction, chunks.longest)
+    peaks = Peaks(residency.memory, chunks.longest)
     arena = residency.memory.arena
     book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
     fairness = Fairness(book, residency)

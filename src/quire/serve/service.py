@@ -57,7 +57,9 @@ class Service:
         self.texts = Texts(llm.model)
         self.pieces = TokenPieces(llm.model.tokenizer)
         self._engine: AsyncLLM | None = None
-        self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions)
+        self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
+            llm.model.spec.max_positions, llm.engine.pool.eviction.spec
+        )
 
     def start(self) -> None:
         """Start the engine's thread."""

@@ -21,7 +21,7 @@ class OldestLeave:
         """Keep the last `keep` slots of every lane that may lose some."""
         for name, table in self._memory.tables.items():
             slots = int(table.num_slots[request.row].max())
-            if table.group.ordered or slots <= keep:
+            if table.group.ordered or table.group.private or slots <= keep:
                 continue
             mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
             mask[:, slots - keep :] = True

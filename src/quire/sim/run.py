@@ -95,7 +95,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     )
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
     scheduler = make_scheduler(memory, config, clock, copies)
-    return Simulator(trace, scheduler, make_timer(config), clock, copies)
+    return Simulator(trace, scheduler, make_timer(config), clock, copies, config.eviction)
 
 
 def make_timer(config: SimConfig) -> StepTimer:

@@ -29,6 +29,7 @@ from quire.sim.tally import EventTally
 from quire.sim.timing import StepTimer
 from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Trace, TraceRequest
+from quire.spec.eviction import KEEP_ALL, EvictionSpec
 
 Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
 _PROGRESS_STEPS = 1000
@@ -78,6 +79,7 @@ class Simulator:
         timer: how long steps take.
         clock: at 0.
         copies: of the host pool; the step that follows them waits for them.
+        eviction: of all requests.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Simulator:
         timer: StepTimer,
         clock: VirtualClock,
         copies: TimedCopies,
+        eviction: EvictionSpec = KEEP_ALL,
     ) -> None:
         self.scheduler, self.memory = scheduler, scheduler.memory
+        self.eviction = eviction
         self.timer, self.clock, self.copies = timer, clock, copies
         weights = {spec.name: spec.weight for spec in parse_tenants(scheduler.config.tenants)}
         served = ServedTokens(trace.tenants, weights)
@@ -138,6 +142,7 @@ class Simulator:
             params=SamplingParams(max_tokens=record.answer_tokens),
             arrival=self._num_arrived,
             tenant=arrived.tenant,
+            eviction=self.eviction,
             arrival_s=arrived.arrival_s,
         )
         try:

@@ -148,3 +148,7 @@ class EvictionSpec:
         if self.when == DECODE:
             return max(prompt, min(tokens, cap))
         return max(prompt, min(prompt, cap) + tokens - prompt)
+
+
+KEEP_ALL = EvictionSpec()
+"""No eviction."""

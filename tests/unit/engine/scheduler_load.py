@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from quire.engine.admission.need import need_of
 from quire.engine.group import distinct_bytes, have_moved_on
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.request import Request, RequestGroup, RequestState
@@ -178,6 +179,7 @@ class SchedulerLoad:
             priority=priority,
             arrival=self.arrivals,
             tenant="ab"[text % 2] if self.config.tenants else "default",
+            eviction=self.eviction,
         )
 
     def submit(self, request: Request, *, breaks: bool = False) -> bool:
@@ -185,7 +187,7 @@ class SchedulerLoad:
         try:
             self.scheduler.submit(request)
         except NeverFits:
-            needed = self.scheduler.peaks.peak_bytes(request.final_tokens)
+            needed = self.scheduler.peaks.peak_bytes(need_of(request, request.final_tokens))
             limit = self.scheduler.fairness.book.spec(request.tenant).limit_bytes
             too_much = self.memory.total_bytes - self.memory.arena.slab_bytes * 2
             bounded = limit is not None and needed > limit

@@ -45,7 +45,7 @@ def running(memory, prompt, answer, *, generated):
 
 
 def rule_over(name, memory):
-    return make_admission(name, Peaks(memory, EvictionSpec(), chunk_tokens=2048))
+    return make_admission(name, Peaks(memory, chunk_tokens=2048))
 
 
 def test_each_rule_promises_more_the_more_it_foresees():

@@ -8,6 +8,7 @@ import torch
 
 import engines
 import quire.engine.pool
+from quire.engine.admission.need import Need
 from quire.engine.core import Engine
 from quire.engine.pool import build_pool
 from quire.engine.schedule_config import ScheduleConfig
@@ -162,8 +163,9 @@ def test_auto_takes_what_all_requests_can_ever_use_and_no_more(name, evict, page
         pytest.skip("every layer has a window already")
     engine = Engine(model, KVConfig(evict=evict, page_tokens=page_tokens), schedule)
     memory, admission = engine.pool.kv.memory, engine.scheduler.peaks
-    pages = admission.peak_pages(model.spec.max_positions)
+    need = Need(model.spec.max_positions, eviction=engine.pool.eviction.spec)
+    pages = admission.peak_pages(need)
     slabs = [-(-3 * n // memory.pools[c].pages_per_slab) for c, n in pages.items()]
 
     assert sum(slabs) <= memory.arena.num_slabs
-    assert memory.total_bytes <= 3 * admission.peak_bytes(model.spec.max_positions) + 4 * MIB
+    assert memory.total_bytes <= 3 * admission.peak_bytes(need) + 4 * MIB

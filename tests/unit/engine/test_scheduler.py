@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from quire.engine.admission.need import Need
 from quire.engine.chunks import SCORED_TOKENS
 from quire.engine.request import Request, RequestState
 from quire.engine.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ class Load:
     """A scheduler over the smallest memory, without bytes, that admits one longest request."""
 
     def __init__(self, *, page_tokens, window, eviction, longest, room=1, **schedule):
-        config = ScheduleConfig(low_watermark=1.0, **schedule)
+        self.eviction, config = eviction, ScheduleConfig(low_watermark=1.0, **schedule)
         layout = make_layout(page_tokens, window, evicting=eviction.cap is not None)
         total_bytes = 4 * layout.smallest_sequence_bytes
         fits = False
@@ -30,7 +31,7 @@ class Load:
             total_bytes += total_bytes // 100 + 64
             self.memory = KVMemory(layout, total_bytes, config.max_running)
             self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
-            fits = self.scheduler.peaks.fits_alone(longest)
+            fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
         if room > 1:
             self.memory = KVMemory(layout, room * total_bytes, config.max_running)
             self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
@@ -49,6 +50,7 @@ class Load:
             prompt_token_ids=[1] * prompt_tokens,
             params=SamplingParams(max_tokens=max_tokens, **options),
             arrival=next(self.arrivals),
+            eviction=self.eviction,
         )
         self.scheduler.submit(request)
         return request

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.engine.admission.need import need_of
 from quire.engine.admission.peaks import Counts, Peaks
 from quire.engine.request import Request
 
@@ -13,7 +14,7 @@ class AdmissionRule(ABC):
     """Says how many pages are promised to a newcomer and to those that run.
 
     Args:
-        peaks: pages by number of tokens.
+        peaks: pages by what sequences need.
     """
 
     name: str
@@ -37,8 +38,9 @@ class AdmissionRule(ABC):
     def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
         """Note a request that has ended by itself."""
 
-    def newcomer(self, tokens: int, cached_tokens: int) -> Counts:
-        """Pages a waiting request takes to hold `tokens` tokens, without those it shares."""
-        needed, shared = self.peaks.counts([tokens, cached_tokens])
-        missing: Counts = np.maximum(needed - shared, 0)
+    def newcomer(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
+        """Pages a waiting request takes to have had `tokens` tokens, without those it shares."""
+        need = need_of(request, tokens)
+        [needed] = self.peaks.counts([need])
+        missing: Counts = np.maximum(needed - self.peaks.shared_counts(need, cached_tokens), 0)
         return missing

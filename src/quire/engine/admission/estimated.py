@@ -56,7 +56,7 @@ class Estimated(AdmissionRule):
         ends = [self.expected_tokens(other) for other in running]
         end = self.expected_tokens(request)
         owed = self.peaks.owed(running, ends)
-        newcomer = self.newcomer(end, cached_tokens)
+        newcomer = self.newcomer(request, end, cached_tokens)
         held = self.peaks.held(running)
         steps = [e - other.num_tokens for e, other in zip(ends, running, strict=True)]
         return highest_point(

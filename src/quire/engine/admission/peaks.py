@@ -6,75 +6,125 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.admission.lane_peaks import UNBOUNDED, evicting_pages
+from quire.engine.admission.need import Alike, Need, alike, need_of
 from quire.engine.group import num_rows
 from quire.engine.request import Request
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
+from quire.spec.layout import statistics_used
 from quire.spec.pages import LaneGroup, PageClass
+from quire.spec.statistics import Statistic
 
 Counts = NDArray[np.int64]
-UNBOUNDED = 1 << 60
 
 
 class Peaks:
-    """Arithmetic of pages by number of tokens, for many sequences at once.
+    """Arithmetic of pages by what sequences need, for many at once.
 
     Args:
         memory: the pool.
-        eviction: how many tokens a lane may hold.
-        chunk_tokens: largest prefill chunk.
+        chunk_tokens: largest prefill chunk of a request that evicts nothing.
 
     Attributes:
         page_classes: what the last axis of every array of counts stands for.
     """
 
-    def __init__(self, memory: KVMemory, eviction: EvictionSpec, chunk_tokens: int) -> None:
+    def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
         self.memory = memory
+        self._chunk_tokens = chunk_tokens
         self.page_classes = memory.layout.page_classes
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
-        self._groups = [
-            (group, self._place[group.page_class], _most_slots(group, eviction, chunk_tokens))
-            for group in memory.layout.groups
-        ]
+        self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
 
-    def counts(self, tokens: Sequence[int] | Counts) -> Counts:
-        """Pages [sequences, page classes] that sequences of `tokens` tokens hold at their peaks."""
-        lengths = np.asarray(tokens, dtype=np.int64)
-        counts = np.zeros((len(lengths), len(self.page_classes)), dtype=np.int64)
-        for group, place, most in self._groups:
-            pages = self.memory.placement.peak_pages(group, lengths, most)
-            counts[:, place] += pages * group.num_lanes
+    def counts(self, needs: Sequence[Need]) -> Counts:
+        """Pages [sequences, page classes] that sequences hold at their peaks."""
+        counts = np.zeros((len(needs), len(self.page_classes)), dtype=np.int64)
+        for sequences in alike(needs):
+            for group in self._groups_of(sequences.eviction):
+                place = self._place[group.page_class]
+                counts[sequences.index, place] += self._group_pages(group, sequences)
         return counts
 
-    def forked_counts(self, shared_tokens: int, tokens: Sequence[int]) -> Counts:
+    def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
+        """The groups that sequences use: all but the statistics they do without."""
+        if eviction.statistics not in self._used:
+            layout = self.memory.layout
+            names = statistics_used(layout, eviction.statistics)
+            self._used[eviction.statistics] = [
+                g
+                for g in layout.groups
+                if g.name in names or (g.mirrors is None and g.fixed_slots is None)
+            ]
+        return self._used[eviction.statistics]
+
+    def _group_pages(self, group: LaneGroup, sequences: Alike) -> Counts:
+        placement, eviction = self.memory.placement, sequences.eviction
+        if group.fixed_slots is None and not group.ordered:
+            return evicting_pages(placement, group, sequences)
+        slots, chunk = sequences.tokens, self._chunk_tokens
+        if group.fixed_slots is not None:
+            slots = np.minimum(slots, 1) * group.fixed_slots
+        if eviction.cap is not None:  # over it a prompt is read `every` tokens at once
+            chunk = max(chunk, eviction.every)
+        most = group.slots_at_most(UNBOUNDED, chunk)
+        pages: Counts = placement.peak_pages(group, slots, most) * group.num_lanes
+        return pages
+
+    def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
+        """Pages [page classes] of its first tokens that a sequence shares, and goes on sharing.
+
+        Statistics are nobody else's, and lanes that lose tokens write into pages of their own.
+        """
+        counts = np.zeros(len(self.page_classes), dtype=np.int64)
+        [cached] = alike([Need(cached_tokens)])
+        for group in self.memory.layout.groups:
+            if not group.private and (group.ordered or not need.evicts):
+                place = self._place[group.page_class]
+                counts[place] += int(self._group_pages(group, cached)[0])
+        return counts
+
+    def forked_counts(self, shared_tokens: int, needs: Sequence[Need]) -> Counts:
         """Pages [page classes] that sequences forked behind `shared_tokens` hold at their peak.
 
         Whole pages of what they share count once, all others for each: a bound for sequences that
-        differ from there on. Lanes with a window or a cap may come to share nothing.
+        differ from there on. Lanes with a window or a cap may come to share nothing, statistics
+        are copied.
 
         Args:
             shared_tokens: length of what all have in common.
-            tokens: length of each.
+            needs: of each; they evict alike.
         """
-        lengths = np.asarray(tokens, dtype=np.int64)
+        [sequences] = alike(needs)
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
-        for group, place, most in self._groups:
-            per_page = group.page_class.tokens
-            shared = shared_tokens // per_page if lengths.max() <= most else 0
-            # decoding, a window lane holds less than while a prompt is read in chunks
-            decoding = group.slots_at_most(UNBOUNDED, 1) if group.ordered else most
-            private = -(-np.minimum(lengths, decoding) // per_page) - shared
-            alone = -(-min(int(lengths.max()), most) // per_page)
-            counts[place] += max(int(private.sum()) + shared, alone) * group.num_lanes
+        for group in self._groups_of(sequences.eviction):
+            alone = self._group_pages(group, sequences)
+            own, shared = alone, 0
+            if group.window is not None:
+                # decoding, a window lane holds less than while a prompt is read in chunks
+                decoding = np.minimum(sequences.tokens, group.slots_at_most(UNBOUNDED, 1))
+                own = -(-decoding // group.page_class.tokens) * group.num_lanes
+            if not any(self._loses(group, need) for need in needs):
+                shared = shared_tokens // group.page_class.tokens * group.num_lanes
+            together = int((own - shared).sum()) + shared
+            counts[self._place[group.page_class]] += max(together, int(alone.max()))
         return counts
+
+    def _loses(self, group: LaneGroup, need: Need) -> bool:
+        """Whether lanes of a sequence come to hold other tokens than all, or nobody shares them."""
+        if group.private or (need.evicts and not group.ordered):
+            return True
+        return need.tokens > group.slots_at_most(UNBOUNDED, self._chunk_tokens)
 
     def shared_tokens(self, request: Request) -> int:
         """Tokens whose pages the members of a group will share to the end."""
-        if any(request.final_tokens > most for _, _, most in self._groups):
+        groups = [group for group in self.memory.layout.groups if not group.private]
+        need = need_of(request, request.final_tokens)
+        if any(self._loses(group, need) for group in groups):
             return 0
-        page_tokens = max(group.page_class.tokens for group, _, _ in self._groups)
+        page_tokens = max(group.page_class.tokens for group in groups)
         return len(request.prompt_token_ids) // page_tokens * page_tokens
 
     def held(self, requests: Sequence[Request]) -> Counts:
@@ -87,9 +137,10 @@ class Peaks:
             counts[:, place] += (table.num_pages[rows] + kept_aside).sum(axis=1)
         return counts
 
-    def owed(self, requests: Sequence[Request], tokens: Sequence[int] | Counts) -> Counts:
-        """Pages [requests, page classes] they will still take to hold so many tokens each."""
-        owed: Counts = np.maximum(self.counts(tokens) - self.held(requests), 0)
+    def owed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Counts:
+        """Pages [requests, page classes] they will still take to have had so many tokens each."""
+        needs = [need_of(request, n) for request, n in zip(requests, tokens, strict=True)]
+        owed: Counts = np.maximum(self.counts(needs) - self.held(requests), 0)
         return owed
 
     def by_class(self, counts: Counts) -> dict[PageClass, int]:
@@ -100,17 +151,17 @@ class Peaks:
         """Bytes of one row of counts."""
         return int(counts @ self._bytes)
 
-    def peak_pages(self, tokens: int) -> dict[PageClass, int]:
-        """Pages of each class a sequence of `tokens` tokens holds at its peak."""
-        return self.by_class(self.counts([tokens])[0])
+    def peak_pages(self, need: Need) -> dict[PageClass, int]:
+        """Pages of each class a sequence holds at its peak."""
+        return self.by_class(self.counts([need])[0])
 
-    def peak_bytes(self, tokens: int) -> int:
+    def peak_bytes(self, need: Need) -> int:
         """Bytes of those pages."""
-        return self.num_bytes(self.counts([tokens])[0])
+        return self.num_bytes(self.counts([need])[0])
 
-    def fits_alone(self, tokens: int) -> bool:
-        """Whether the whole pool holds a sequence of `tokens` tokens at its peak."""
-        return self.fit_alone(self.counts([tokens])[0])
+    def fits_alone(self, need: Need) -> bool:
+        """Whether the whole pool holds a sequence at its peak."""
+        return self.fit_alone(self.counts([need])[0])
 
     def fit_alone(self, counts: Counts) -> bool:
         """Whether the whole pool holds so many pages of each class."""
@@ -118,11 +169,15 @@ class Peaks:
         slabs = sum(-(-int(n) // pages) for n, pages in zip(counts, per_slab, strict=True))
         return slabs <= self.memory.arena.num_slabs
 
-    def longest_sequence(self, max_positions: int) -> int:
-        """Tokens of the longest sequence that fits alone, up to the model's context."""
-        if self.fits_alone(max_positions):
+    def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
+        """Tokens of the longest prompt that fits alone, up to the model's context."""
+
+        def too_long(tokens: int) -> bool:
+            return not self.fits_alone(Need(tokens, eviction=eviction))
+
+        if not too_long(max_positions):
             return max_positions
-        return bisect_left(range(max_positions), True, key=lambda n: not self.fits_alone(n)) - 1
+        return bisect_left(range(max_positions), True, key=too_long) - 1
 
     def fit_whole(self, request: Request) -> bool:
         """Whether the whole pool holds a request and its group at their peak.
@@ -134,9 +189,10 @@ class Peaks:
     def _whole_counts(self, request: Request) -> Counts:
         width = num_rows(request)
         if width == 1:
-            alone: Counts = self.counts([request.final_tokens])[0]
+            alone: Counts = self.counts([need_of(request, request.final_tokens)])[0]
             return alone
-        return self.forked_counts(len(request.prompt_token_ids), [request.final_tokens] * width)
+        needs = [need_of(request, request.final_tokens)] * width
+        return self.forked_counts(len(request.prompt_token_ids), needs)
 
     def refuse_if_never(self, request: Request) -> None:
         """Refuse a request that could not run even alone.
@@ -160,10 +216,3 @@ class Peaks:
                 f"{self.memory.total_bytes:,} B; {fewer}shorten the prompt, lower max_tokens, "
                 "raise --kv-memory or cap it with --evict"
             )
-
-
-def _most_slots(group: LaneGroup, eviction: EvictionSpec, chunk_tokens: int) -> int:
-    """Slots a lane of any sequence can come to hold."""
-    if group.ordered:
-        return group.slots_at_most(UNBOUNDED, chunk_tokens)
-    return eviction.peak_tokens(UNBOUNDED)
