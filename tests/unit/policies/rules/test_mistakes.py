@@ -1,0 +1,249 @@
+"""Twelve mistakes that implementations of these rules have made, each as a test on all it concerns.
+
+The list is in the order in which the literature of errors has them: kept order, age, lengths,
+protection, normalisation, precision, grouped heads, pooling, what a budget counts, ties, ratios,
+state.
+"""
+
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+
+from quire.errors import ConfigError
+from quire.policies.average import Average
+from quire.policies.base import ScorePolicy
+from quire.policies.eviction import LaneShape, make_eviction
+from quire.policies.expected_attention import ExpectedAttention
+from quire.policies.groups import reduce_group
+from quire.policies.h2o import H2O
+from quire.policies.keydiff import KeyDiff
+from quire.policies.knorm import KNorm
+from quire.policies.lagkv import LagKV
+from quire.policies.pooling import pool
+from quire.policies.recent import Recent
+from quire.policies.registry import policy_of, registered
+from quire.policies.rkv import RKV
+from quire.policies.scissorhands import Scissorhands
+from quire.policies.snapkv import SnapKV
+from quire.policies.tova import TOVA
+from quire.policies.view import KVView
+from unit.policies.histories import (
+    Rotations,
+    Slots,
+    changed,
+    keep_of,
+    kept_positions,
+    make_history,
+)
+
+SCORING = sorted(name for name, rule in registered().items() if issubclass(rule, ScorePolicy))
+
+
+def view_of_sums(policy, positions, sums, next_position):
+    """One lane with a sum for each slot."""
+    [statistic] = policy.statistics
+    return KVView(
+        positions=torch.tensor([positions]),
+        next_position=next_position,
+        statistics={statistic.name: torch.tensor([sums])},
+    )
+
+
+def after(view, kept):
+    """What is left, as the next eviction sees it: holes closed, order of positions."""
+    assert len(set(kept.sum(dim=1).tolist())) == 1
+    lanes = view.positions.shape[0]
+    return changed(
+        view,
+        positions=view.positions[kept].view(lanes, -1),
+        slots=Slots(
+            view.keys[kept].view(lanes, -1, view.head_dim),
+            view.values[kept].view(lanes, -1, view.head_dim),
+        ),
+    )
+
+
+def test_1_what_is_kept_stays_in_order_so_that_a_second_rule_finds_ages_right():
+    view = make_history(tokens=60, evictions=0).view()
+    once = after(view, KeyDiff().select(view, torch.full((4,), 40)))
+
+    newest = Recent(sinks=1).select(once, torch.full((4,), 10))
+
+    assert (once.positions.diff(dim=1) > 0).all()
+    for lane, tokens in zip(once.positions, kept_positions(once, newest), strict=True):
+        first = [0] if 0 in lane else []
+        assert tokens == sorted({*first, *lane[len(first) - 10 :].tolist()})
+    twice = LagKV(sinks=0, lag=10).select(once, torch.full((4,), 25))
+    assert (twice[:, -10:]).all()  # the newest partition, not the best-scored tokens
+
+
+def test_2_age_is_the_distance_of_positions_not_of_slots():
+    """Positions 0, 90, 99 of 100: looks 100, 10, 1, not 3, 2, 1.
+
+    Means 10/100 = .1, 2/10 = .2, .15/1 = .15: the first leaves. By slots it would be 3.3, 1, .15.
+    """
+    view = view_of_sums(Average(), [0, 90, 99], [10.0, 2.0, 0.15], next_position=100)
+
+    assert kept_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
+
+
+def test_3_the_logical_length_counts_not_what_is_cached():
+    starts = []
+
+    @dataclass
+    class Listening(Rotations):
+        def mean_rotation(self, layer, start, tokens):
+            starts.append((layer, start, tokens))
+            return super().mean_rotation(layer, start, tokens)
+
+    history = make_history(tokens=50, evictions=4)
+    policy = ExpectedAttention(future=16)
+    view = changed(history.view(policy.statistics), rotation=Listening(history.dim))
+    policy.select(view, keep_of(view, 0.5))
+
+    assert view.positions.shape[1] < 50
+    assert starts == [(0, 50, 16), (2, 50, 16)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policy_of(name, {"sinks": "2", "recent": "3"})
+        for name in ("average", "keydiff", "knorm", "roco", "scissorhands", "tova", "h2o", "random")
+    ],
+)
+def test_4_sinks_and_the_newest_tokens_stay_by_a_mask_whatever_they_score(policy):
+    history = make_history(tokens=40, evictions=2, ragged=False)
+    history.weights[:, :, :, [0, 1, 37, 38, 39]] = 0.0
+    history.keys[:, [0, 1, 37, 38, 39]] *= 100.0
+    view = history.view(policy.statistics)
+
+    for tokens in kept_positions(view, policy.select(view, torch.full((4,), 7))):
+        assert {0, 1, 37, 38, 39} < set(tokens)
+
+
+def test_5_a_sum_is_divided_by_the_queries_that_saw_it_and_slots_without_tokens_by_one():
+    view = KVView(torch.tensor([[0, 4, 9], [8, 9, -1]]), next_position=10)
+
+    assert view.looks.tolist() == [[10, 6, 1], [2, 1, 1]]
+
+
+def test_6_sums_are_compared_in_full_precision():
+    """300 and 300.1 are one number in bfloat16, whose steps are 2 there."""
+    view = view_of_sums(H2O(recent=0), [0, 1], [300.0, 300.1], next_position=1000)
+
+    assert torch.tensor(300.1).bfloat16() == torch.tensor(300.0).bfloat16()
+    assert kept_positions(view, H2O(recent=0).select(view, torch.tensor([1]))) == [[1]]
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_6_scores_are_float32_or_wider(name):
+    policy = policy_of(name, {})
+    view = make_history(tokens=40, evictions=0, ragged=False).view(policy.statistics)
+
+    assert policy.score(view).dtype in (torch.float32, torch.float64)
+
+
+def test_7_reductions_over_a_group_are_named_and_differ():
+    """Three query heads: token 0 gets .9 0 0, token 1 gets .4 .4 .4."""
+    weights = torch.tensor([[[0.9, 0.4], [0.0, 0.4], [0.0, 0.4]]])
+
+    assert reduce_group(weights, "mean")[0].tolist() == pytest.approx([0.3, 0.4])
+    assert reduce_group(weights, "max")[0].tolist() == pytest.approx([0.9, 0.4])
+    assert reduce_group(weights, "sum")[0].tolist() == pytest.approx([0.9, 1.2])
+
+
+@pytest.mark.parametrize(
+    "name", ["h2o", "h2o_sinks", "average", "roco", "scissorhands", "snapkv", "expected_attention"]
+)
+def test_7_a_reduction_that_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match="heads to be one of mean, max, sum, got 'median'"):
+        policy_of(name, {"heads": "median"})
+
+
+def test_8_pooling_comes_before_the_reduction_over_the_group():
+    """Heads 4 0 0 and 0 0 4, largest of three neighbours: the middle is near both, and wins.
+
+    Pooled, then reduced: 4 4 0 and 0 4 4, mean 2 4 2. The other way round: 2 0 2, pooled 2 2 2.
+    """
+    weights = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 0.0, 4.0]]])
+
+    pooled = reduce_group(pool(weights, 3, "max"), "mean")
+
+    assert pooled.tolist() == [[2.0, 4.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(window=8),
+        RKV(window=8),
+        LagKV(sinks=2, lag=6),
+        H2O(sinks=3, recent=6),
+        Scissorhands(sinks=2),
+    ],
+)
+def test_9_what_is_protected_counts_in_what_is_kept(policy):
+    view = make_history(tokens=40, evictions=0).view(policy.statistics)
+    keep = torch.full((4,), policy.least_cap + 3)
+
+    kept = policy.select(view, keep)
+
+    assert kept.sum(dim=1).tolist() == keep.tolist()
+    assert (policy.protected(view, keep) <= kept).all()
+    assert policy.protected(view, keep).any(dim=1).all()
+
+
+def test_10_a_thousand_ties_are_broken_by_position():
+    keys = torch.ones(2, 4096, 4)
+    view = KVView(
+        positions=torch.arange(4096).expand(2, 4096),
+        next_position=4096,
+        slots=Slots(keys, keys),
+        head_dim=4,
+    )
+
+    kept = KNorm().select(view, torch.tensor([1000, 17]))
+
+    assert kept[0, :1000].all()
+    assert kept[1, :17].all()
+    assert kept.sum(dim=1).tolist() == [1000, 17]
+
+
+def test_11_a_share_of_the_prompt_becomes_tokens_before_a_rule_is_asked():
+    lanes = LaneShape(num_layers=2, heads=2, token_bytes=64, page_tokens=4)
+    rule = make_eviction("h2o:cap=25%,every=4")
+    caps = [rule.for_request(prompt, lanes).spec.cap for prompt in (100, 400)]
+    view = make_history(tokens=60, evictions=0).view(rule.statistics)
+
+    kept = rule.policy.select(view, torch.full((4,), caps[0] - 4))
+
+    assert caps == [25, 100]
+    assert kept.sum(dim=1).tolist() == [21] * 4
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_12_a_rule_keeps_nothing_of_the_sequences_it_has_seen(name):
+    policy, fresh = policy_of(name, {}), policy_of(name, {})
+    first, second = (
+        make_history(tokens=tokens, evictions=1, seed=seed, ragged=False).view(policy.statistics)
+        for tokens, seed in ((60, 1), (40, 2))
+    )
+    policy.score(first)
+
+    assert torch.equal(policy.score(second), fresh.score(second))
+    assert policy == fresh
+    assert hash(policy) == hash(fresh)
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        policy.sinks = 3
+
+
+def test_tova_may_let_the_newest_token_go_unless_it_is_protected():
+    """Only its own query has seen it, and may have looked away: as published."""
+    history = make_history(tokens=30, evictions=0, layers=(0,), heads=1, group=1)
+    history.keys[:, 29] = -100 * history.query(0, 0, 29)
+    view = history.view(TOVA().statistics)
+
+    assert 29 not in kept_positions(view, TOVA().select(view, torch.tensor([20])))[0]
+    assert 29 in kept_positions(view, TOVA(recent=1).select(view, torch.tensor([20])))[0]
