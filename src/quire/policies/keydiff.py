@@ -8,7 +8,6 @@ block-wise form sees; keys are as stored, after RoPE.
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -31,7 +30,7 @@ class KeyDiff(SinksAndRecent):
     cost = "a read of the keys at an eviction"
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        unit = torch.where(view.live[:, :, None], normalize(view.keys, dim=2), 0.0)
+        unit = normalize(view.keys, dim=2)  # zeros where no slot is
         # the direction of the sum is that of the mean; no anchor (0) where keys cancel out
         anchor = normalize(unit.sum(dim=1, keepdim=True), dim=2)
         return -(unit * anchor).sum(dim=2)

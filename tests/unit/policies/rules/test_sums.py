@@ -51,6 +51,20 @@ def test_h2o_keeps_the_largest_sums_and_half_newest(group, heads, power):
     check(H2O(heads=heads, power=power), history, reference)
 
 
+@pytest.mark.parametrize("held", range(60, 80))
+def test_half_of_what_is_kept_leaves_room_for_the_edges_of_pieces(held):
+    """43 stay at most, in pieces of 20; one sink and 21 newest alone would touch up to four."""
+    policy = H2O(sinks=1)
+    [sums] = policy.statistics
+    positions = torch.arange(held)[None]
+    view = KVView(positions, held, statistics={sums.name: positions.float()})
+
+    kept = policy.select(view, torch.tensor([policy.least_cap + 2 * 20]), 20)
+
+    assert kept.sum() <= 43
+    assert kept[0, 0]
+
+
 @pytest.mark.parametrize("recent", [-1, 0, 5])
 def test_h2o_sinks_keeps_four_sinks_beside_them(recent):
     history = make_history(seed=1, fixed=1)  # sinks may have left before: none is made up
