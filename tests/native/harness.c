@@ -176,7 +176,7 @@ static int one_write(void) {
 }
 
 /* Every live slot gets its look, in pages and column sums that end where their memory ends. */
-static int one_tally(void) {
+static int one_tally(int path) {
     int rows = between(1, 3), lanes = between(1, 3), per_lane = between(1, 2), group = between(1, 4);
     int tokens = between(0, 1) ? 16 : between(1, 90), widest = 0, heads = between(0, 2), count = between(0, 2);
     int kv_heads = lanes * per_lane;
@@ -186,7 +186,7 @@ static int one_tally(void) {
         step_rows[r] = table_rows[r] = rows - 1 - r;
         fresh[r] = between(1, 9);
         for (int l = 0; l < lanes; l++) {
-            int held = slots[r * lanes + l] = fresh[r] + between(0, 200);
+            int held = slots[r * lanes + l] = fresh[r] + between(0, 400);
             widest = held > widest ? held : widest;
         }
     }
@@ -203,7 +203,7 @@ static int one_tally(void) {
         .table_row_stride = (int64_t)lanes * columns, .table_lane_stride = columns, .step_rows = step_rows,
         .table_rows = table_rows, .slots = slots, .fresh = fresh, .sums = sums, .sums_stride = widest,
         .num_rows = rows, .num_lanes = lanes, .heads_per_page = per_lane, .group = group,
-        .page_tokens = tokens, .heads = heads, .count = count,
+        .page_tokens = tokens, .heads = heads, .count = count, .path = path,
     };
     int wrong = quire_tally(&a, NULL);
     for (int r = 0; r < rows; r++)
@@ -230,8 +230,8 @@ static int one_tally(void) {
 
 int main(void) {
     int failures = 0;
-    for (int i = 0; i < 100; i++) failures += one_tally();
     for (int i = 0; i < 100; i++) failures += one_write();
+    for (int i = 0; i < 200; i++) failures += one_tally(i % (quire_best_path() + 1));
     for (int path = 0; path <= quire_best_path(); path++)
         for (int dtype = F32; dtype <= F16; dtype++)
             for (int i = 0; i < 40; i++) failures += one_case(path, dtype);

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.kernels.backend import LookCount, LookRows, LookTally
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
-from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.spec.statistics import MAX, MEAN, REDUCTIONS
 
@@ -18,10 +18,10 @@ CPU = torch.device("cpu")
 LIBRARY = load_library()
 BACKENDS = {"reference": ReferenceAttention(), "gathered": GatheredAttention(CPU)}
 if isinstance(LIBRARY, NativeLibrary):
-    BACKENDS["native"] = NativeAttention(LIBRARY, GatheredAttention(CPU))
-    BACKENDS["native, one thread"] = NativeAttention(
-        replace(LIBRARY, parallel_for=None), GatheredAttention(CPU)
-    )
+    for path in range(LIBRARY.path + 1):
+        library = replace(LIBRARY, path=path)
+        BACKENDS[f"native, {PATHS[path]}"] = NativeAttention(library, GatheredAttention(CPU))
+    BACKENDS["native"] = BACKENDS[f"native, {PATHS[LIBRARY.path]}"]
 
 
 class Numbers:
@@ -86,7 +86,7 @@ def numbers(draw):
     lanes = draw(st.sampled_from([1, 3]))
     rows = draw(st.integers(1, 3))
     fresh = [draw(st.sampled_from([1, 1, 2, 30])) for _ in range(rows)]
-    before = st.one_of(st.just(0), st.integers(0, 90))
+    before = st.one_of(st.just(0), st.integers(0, 90), st.integers(230, 300))
     return Numbers(
         slots=[[draw(before) + new for _ in range(lanes)] for new in fresh],
         fresh=fresh,

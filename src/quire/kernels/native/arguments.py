@@ -105,6 +105,7 @@ class TallyArgs(ctypes.Structure):
         ("page_tokens", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("count", ctypes.c_int32),
+        ("path", ctypes.c_int32),
     )
 
 

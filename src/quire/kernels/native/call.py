@@ -198,6 +198,7 @@ def tally(library: NativeLibrary, target: LookTally, rows: LookRows, column_sums
         page_tokens=page_tokens,
         heads=REDUCTIONS.index(target.heads),
         count=int(target.count),
+        path=library.path,
     )
     if library.tally(ctypes.byref(args), library.parallel_for):
         raise InvariantError("torch_parallel_for failed inside the C extension")

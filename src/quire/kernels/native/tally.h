@@ -2,8 +2,8 @@
  *
  * Column sums of a row with one token are that query's weights. The query heads of a KV head are
  * reduced first, then looks are counted; slots that are new have no number yet and are written over.
- * A page's numbers of one head are neighbours, and so are their column sums: all goes over runs of
- * at most RUN slots.
+ * Column sums of a head are neighbours, so looks are made for RUN slots at a time; its numbers are
+ * neighbours inside a page only, and pages lie anywhere: those of a run are asked for before.
  */
 #ifndef QUIRE_TALLY_H
 #define QUIRE_TALLY_H
@@ -12,7 +12,10 @@
 
 #include "args.h"
 
-#define RUN 64
+#define RUN 256
+#ifndef INLINE
+#define INLINE static inline
+#endif
 
 enum { HEADS_MEAN = 0, HEADS_MAX = 1, HEADS_SUM = 2 };
 enum { COUNT_SUM = 0, COUNT_SQUARES = 1, COUNT_LOW = 2 };
@@ -29,24 +32,24 @@ typedef struct {
     const float *sums;                     /* [rows of the step, num_heads, sums_stride] */
     int64_t sums_stride;
     int32_t num_rows, num_lanes, heads_per_page, group, first_lane, page_tokens;
-    int32_t heads, count;
+    int32_t heads, count, path;
 } tally_args;
 
 /* One number for the heads of a group, for slots side by side. */
-static void reduce_heads(const tally_args *a, const float *sums, int run, float *looks) {
+INLINE void reduce_heads(const tally_args *a, const float *restrict sums, int run, float *restrict looks) {
     memcpy(looks, sums, run * sizeof(float));
     for (int g = 1; g < a->group; g++) {
-        const float *more = sums + g * a->sums_stride;
+        const float *restrict more = sums + g * a->sums_stride;
         if (a->heads == HEADS_MAX)
             for (int i = 0; i < run; i++) looks[i] = more[i] > looks[i] ? more[i] : looks[i];
         else
             for (int i = 0; i < run; i++) looks[i] += more[i];
     }
-    if (a->heads == HEADS_MEAN)
-        for (int i = 0; i < run; i++) looks[i] /= a->group;
+    if (a->heads == HEADS_MEAN && a->group > 1)
+        for (int i = 0; i < run; i++) looks[i] /= (float)a->group;
 }
 
-static void count_looks(const tally_args *a, float *looks, int run, int64_t seen) {
+INLINE void count_looks(const tally_args *a, float *looks, int run, int64_t seen) {
     float low = 1.0f / (float)seen;
     if (a->count == COUNT_SQUARES)
         for (int i = 0; i < run; i++) looks[i] *= looks[i];
@@ -54,34 +57,56 @@ static void count_looks(const tally_args *a, float *looks, int run, int64_t seen
         for (int i = 0; i < run; i++) looks[i] = looks[i] < low ? 1.0f : 0.0f;
 }
 
-static void tally_lane(const tally_args *a, int row, int kv_head) {
-    int number = kv_head / a->heads_per_page;
+/* Add the looks of slots of one page; the first `old` of them have numbers, the others get one. */
+INLINE void put_looks(float *restrict numbers, const float *restrict looks, int64_t run, int64_t old) {
+    if (run == 16 && old >= 16) {
+        for (int i = 0; i < 16; i++) numbers[i] += looks[i];
+        return;
+    }
+    for (int64_t i = 0; i < run; i++) numbers[i] = (i < old ? numbers[i] : 0) + looks[i];
+}
+
+INLINE float *numbers_at(const tally_args *a, const int32_t *pages, int head, int64_t slot) {
+    float *page = (float *)(a->numbers + pages[slot / a->page_tokens] * a->page_bytes);
+    return page + (int64_t)head * a->page_tokens + slot % a->page_tokens;
+}
+
+INLINE void tally_lane_by(const tally_args *a, int row, int kv_head) {
+    int number = kv_head / a->heads_per_page, head = kv_head % a->heads_per_page;
     int64_t slots = a->slots[(int64_t)row * a->num_lanes + number], old = slots - a->fresh[row];
     const int32_t *pages = a->table + a->table_rows[row] * a->table_row_stride +
                            (a->first_lane + number) * a->table_lane_stride;
     int64_t num_heads = (int64_t)a->num_lanes * a->heads_per_page * a->group;
     const float *sums = a->sums + (a->step_rows[row] * num_heads + kv_head * a->group) * a->sums_stride;
-    int64_t head_at = (int64_t)(kv_head % a->heads_per_page) * a->page_tokens;
-    for (int64_t slot = 0; slot < slots;) {
+    for (int64_t first = 0; first < slots; first += RUN) {
         float looks[RUN];
-        int64_t offset = slot % a->page_tokens, run = a->page_tokens - offset;
-        if (run > RUN) run = RUN;
-        if (run > slots - slot) run = slots - slot;
-        if (slot < old && run > old - slot) run = old - slot; /* old ones and new ones apart */
-        float *numbers = (float *)(a->numbers + pages[slot / a->page_tokens] * a->page_bytes) + head_at + offset;
-        reduce_heads(a, sums + slot, (int)run, looks);
-        count_looks(a, looks, (int)run, slots);
-        if (slot < old)
-            for (int64_t i = 0; i < run; i++) numbers[i] += looks[i];
-        else
-            memcpy(numbers, looks, run * sizeof(float));
-        slot += run;
+        int64_t end = first + RUN < slots ? first + RUN : slots, run;
+        for (int64_t slot = first; slot < end; slot += a->page_tokens)
+            __builtin_prefetch(numbers_at(a, pages, head, slot), 1);
+        reduce_heads(a, sums + first, (int)(end - first), looks);
+        count_looks(a, looks, (int)(end - first), slots);
+        for (int64_t slot = first; slot < end; slot += run) {
+            run = a->page_tokens - slot % a->page_tokens;
+            if (run > end - slot) run = end - slot;
+            put_looks(numbers_at(a, pages, head, slot), looks + slot - first, run, old - slot);
+        }
     }
 }
+
+static void tally_lane_plain(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
+#ifdef HAVE_X86
+static AVX2 void tally_lane_avx2(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
+static AVX512 void tally_lane_avx512(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
+#endif
 
 static void tally_lanes(int64_t begin, int64_t end, void *context) {
     const tally_args *a = context;
     int heads = a->num_lanes * a->heads_per_page;
+    void (*tally_lane)(const tally_args *, int, int) = tally_lane_plain;
+#ifdef HAVE_X86
+    if (a->path >= PATH_AVX2) tally_lane = tally_lane_avx2;
+    if (a->path >= PATH_AVX512) tally_lane = tally_lane_avx512;
+#endif
     for (int64_t item = begin; item < end; item++) tally_lane(a, (int)(item / heads), (int)(item % heads));
 }
 
