@@ -19,10 +19,11 @@ from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.models.adapter import TransformersDecoder
-from quire.models.base import AttentionCall, PagedAttention
+from quire.models.base import AttentionCall, MeanRotations, PagedAttention
 from quire.plan.measured import ENGINE, KINDS, StepMeasure
 from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts
 from quire.spec.model import ModelSpec
+from quire.spec.statistics import Statistic
 
 _MODULES = {
     "q_proj": "qkv",
@@ -72,6 +73,14 @@ class TimedDecoder:
     def rope_regime(self, final_tokens: int) -> int:
         """See `Decoder`."""
         return self._inner.rope_regime(final_tokens)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder`."""
+        return self._inner.prepare(statistic)
+
+    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+        """See `Decoder`."""
+        return self._inner.rotations(rope_regime)
 
     def forward(
         self,

@@ -108,4 +108,13 @@ class StepBridge:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Pass the call on; the lane group knows the window."""
         math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return self._step.attend(call.layer, math, query, key, value)
+        return self._step.attend(call.layer, math, query, key, value, call.rotary)
+
+    @property
+    def wants_shift(self) -> bool:
+        """Whether any row remembers how much attention changes the residual stream."""
+        return self._step.wants_shift
+
+    def note_shift(self, layer: int, cosines: Tensor) -> None:
+        """Pass on how much it did in a layer."""
+        self._step.note_shift(layer, cosines)

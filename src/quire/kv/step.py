@@ -119,6 +119,9 @@ class StepAttention:
         kv: memory and bytes.
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
         tokens: [rows] new tokens of each.
+
+    Attributes:
+        wants_shift: whether any row has `AttentionShift`: then `note_shift` is to be called.
     """
 
     def __init__(self, kv: PagedKV, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
@@ -129,6 +132,8 @@ class StepAttention:
             for group in kv.memory.layout.groups
             if not group.private
         }
+        watches = (step.watch for step in self._groups.values())
+        self.wants_shift = any(watch is not None and watch.wants_shift for watch in watches)
 
     def attend(
         self,
@@ -162,13 +167,6 @@ class StepAttention:
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
         watch.note(index, backend, pages, math, query, sums, rotary)
         return out
-
-    @property
-    def wants_shift(self) -> bool:
-        """Whether any row has `AttentionShift`: then `note_shift` is to be called."""
-        return any(
-            step.watch is not None and step.watch.wants_shift for step in self._groups.values()
-        )
 
     def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
         """Write down how much a layer's attention changed the residual stream.

@@ -7,6 +7,8 @@ attention call; see `bridge`. Which architectures cannot be right is declared in
 
 import inspect
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -16,10 +18,13 @@ from transformers import PreTrainedModel
 from quire.errors import UnsupportedModel
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.observing import Observing
 from quire.models.packing import pack_linears
 from quire.models.rope import RopeRegimes
+from quire.models.rotations import Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.spec.model import ModelSpec
+from quire.spec.statistics import Statistic
 
 
 class TransformersDecoder:
@@ -53,6 +58,7 @@ class TransformersDecoder:
         self._forward_lock = threading.Lock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
+        self._observing = Observing(model, self._bridge, self._spec, self._probe)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -82,6 +88,27 @@ class TransformersDecoder:
     def rope_regime(self, final_tokens: int) -> int:
         """See `Decoder.rope_regime`."""
         return self._rope.regime(final_tokens)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder.prepare`."""
+        return self._observing.prepare(statistic)
+
+    def rotations(self, rope_regime: int = 0) -> Rotations | None:
+        """See `Decoder.rotations`."""
+        return self._observing.rotations(lambda: self._frequencies(rope_regime))
+
+    @contextmanager
+    def _frequencies(self, rope_regime: int) -> Iterator[None]:
+        """Outside of a forward: these frequencies, and nobody else's."""
+        with self._forward_lock:
+            self._rope.select(rope_regime)
+            yield
+
+    def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
+        """Show one token at these positions; nobody wants the logits."""
+        places = torch.tensor(positions, device=self._device)
+        token = torch.full_like(places, self._spec.vocab_size // 2)
+        self.forward(token, places, places[:0], attention)
 
     def forward(
         self,

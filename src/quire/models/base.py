@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.models.rotary import Rotary
 from quire.spec.model import ModelSpec
+from quire.spec.statistics import Statistic
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class AttentionCall:
             every position up to its own.
         softcap: products become `softcap * tanh(product / softcap)` before the softmax; or None.
         sinks: [num_heads] learned logits that join each softmax and carry no value; None for none.
+        rotary: what RoPE did to the queries; None where nobody asked, or where none can tell (see
+            `Decoder.prepare`).
     """
 
     layer: int
@@ -32,6 +36,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    rotary: Rotary | None = None
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -39,6 +44,8 @@ class PagedAttention(Protocol):
     """Stores the keys and values of a flat batch, and attends over what each sequence holds.
 
     One instance serves one forward pass: it knows which row belongs to which sequence and where.
+    One that has `wants_shift` set is also told `note_shift(layer, cosines)`, once for each layer:
+    the cosine between the residual stream before and after attention was added, for each token.
     """
 
     def attend(
@@ -58,6 +65,21 @@ class PagedAttention(Protocol):
 
         Returns:
             Weighted values, shaped and typed like query.
+        """
+        ...
+
+
+@runtime_checkable
+class MeanRotations(Protocol):
+    """What RoPE will do to queries, on average."""
+
+    def mean_rotation(
+        self, layer: int, start: int, tokens: int
+    ) -> Float[Tensor, "head_dim head_dim"]:
+        """R for which R @ q is the mean of q rotated to `tokens` positions from `start` on.
+
+        float32, with the factor on cosines and sines where a model has one; the identity for a
+        layer without RoPE.
         """
         ...
 
@@ -95,6 +117,18 @@ class Decoder(Protocol):
         Returns:
             A regime in range(num_rope_regimes); different regimes never share a forward.
         """
+        ...
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """Get ready to give attention what a statistic needs, in every forward from now on.
+
+        Returns:
+            Why this model cannot, or None.
+        """
+        ...
+
+    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+        """Mean rotations of queries; None where layers rotate in a way that nobody can tell."""
         ...
 
     def forward(

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.base import AttentionCall, PagedAttention
+from quire.models.rotary import Rotary
 
 ATTENTION_NAME = "quire"
 BRIDGE_ATTRIBUTE = "quire_bridge"
@@ -36,12 +37,18 @@ _KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
 
 
 class Bridge:
-    """Carries the attention of the forward in progress to the modules of one model."""
+    """Carries the attention of the forward in progress to the modules of one model.
 
-    __slots__ = ("attention",)
+    Attributes:
+        attention: None outside of a forward.
+        rotaries: what RoPE does in each layer, once somebody has asked.
+    """
+
+    __slots__ = ("attention", "rotaries")
 
     def __init__(self) -> None:
         self.attention: PagedAttention | None = None
+        self.rotaries: Mapping[int, Rotary] = {}
 
 
 def register() -> None:
@@ -115,6 +122,7 @@ def attend_through_bridge(
         window=_window(module, options),
         softcap=_softcap(options),
         sinks=_sinks(options),
+        rotary=bridge.rotaries.get(module.layer_idx),
     )
     out = bridge.attention.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

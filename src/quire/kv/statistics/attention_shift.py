@@ -4,17 +4,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.places import Records, StatisticPages
-
-
-def cosines(
-    before: Float[Tensor, "num_tokens hidden"], after: Float[Tensor, "num_tokens hidden"]
-) -> Float[Tensor, " num_tokens"]:
-    """Cosine between the residual stream before and after attention was added, in float32."""
-    return F.cosine_similarity(before.float(), after.float(), dim=-1)
 
 
 class ShiftStep:

@@ -1,0 +1,75 @@
+"""What a model must be looked at for before statistics can be kept: found out when first asked."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from quire.models.bridge import Bridge
+from quire.models.rotary import Rotary
+from quire.models.rotations import Probe, Rotations, find_rotaries
+from quire.models.shift import watch_shift
+from quire.spec.model import ModelSpec
+from quire.spec.statistics import AttentionShift, QueryMoments, Statistic
+
+
+class Observing:
+    """Looks into one model, and puts what it finds on its bridge.
+
+    Args:
+        model: has a bridge already.
+        bridge: the model's.
+        spec: the model's.
+        probe: runs the model.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, bridge: Bridge, spec: ModelSpec, probe: Probe
+    ) -> None:
+        self._model, self._bridge, self._spec, self._probe = model, bridge, spec, probe
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder.prepare`."""
+        if isinstance(statistic, QueryMoments) and not self._all_turn_as_known:
+            return f"{self._name} rotates its queries in a way that cannot be taken off again"
+        if isinstance(statistic, AttentionShift) and not self._shift_is_watched:
+            return (
+                f"{self._name} does not add attention to its residual stream before all else, so "
+                "there is no stream after attention alone"
+            )
+        return None
+
+    def rotations(self, chosen: Callable[[], AbstractContextManager[None]]) -> Rotations | None:
+        """Mean rotations of all layers without a window.
+
+        Args:
+            chosen: enters the frequencies of one kind of request.
+        """
+        if not self._all_turn_as_known:
+            return None
+        model = self._model
+        return Rotations(self._rotaries, self._spec.head_dim, model.device, chosen)
+
+    @property
+    def _name(self) -> str:
+        return type(self._model).__name__
+
+    @cached_property
+    def _rotaries(self) -> dict[int, Rotary]:
+        if self._spec.learned_positions:  # they are in the hidden states; nothing turns
+            found = dict.fromkeys(range(self._spec.num_layers), Rotary(None))
+        else:
+            found = find_rotaries(self._model, self._probe)
+        self._bridge.rotaries = found
+        return found
+
+    @property
+    def _all_turn_as_known(self) -> bool:
+        """Statistics are of layers without a window only."""
+        layers = enumerate(self._spec.layers)
+        return all(number in self._rotaries for number, layer in layers if layer.window is None)
+
+    @cached_property
+    def _shift_is_watched(self) -> bool:
+        return watch_shift(self._model, self._bridge, self._probe) is not None

@@ -1,0 +1,60 @@
+"""A real model's steps write down what was asked for, whole or in chunks."""
+
+import numpy as np
+import pytest
+import torch
+
+import zoo
+from flat import sequences
+from quire.engine.runner import StepBridge
+from quire.kernels.gathered import GatheredAttention
+from quire.kv.lane_reader import LaneReader
+from quire.kv.memory import KVMemory
+from quire.kv.step import PagedKV, StepAttention
+from quire.kv.store import PageStore
+from quire.models.adapter import TransformersDecoder
+from quire.spec.layout import layout_for
+from quire.spec.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
+
+CPU = torch.device("cpu")
+STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), AttentionShift())
+
+
+def remembered(name, cut):
+    """Statistics of a prompt read in pieces that end at `cut`."""
+    decoder = TransformersDecoder(zoo.build(name))
+    assert [decoder.prepare(statistic) for statistic in STATISTICS] == [None] * 4
+    layout = layout_for(
+        decoder.spec, codec="float32", page_tokens=4, evicting=True, statistics=STATISTICS
+    )
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * 40, max_rows=2)
+    store = PageStore(memory.total_bytes, CPU)
+    memory.store = store
+    kv, row = PagedKV(memory, store, GatheredAttention(CPU)), memory.start()
+    (prompt,), start = sequences(17, vocab_size=zoo.VOCAB_SIZE), 0
+    for end in cut:
+        rows, tokens = np.array([row]), np.array([end - start], dtype=np.int32)
+        memory.grow(rows, tokens)
+        attention = StepBridge(StepAttention(kv, rows, tokens))
+        places = torch.arange(start, end)
+        decoder.forward(prompt[start:end], places, places[:0], attention)
+        start = end
+    return decoder, LaneReader(kv, "full", row).statistics
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_chunks_and_single_tokens_leave_what_the_whole_prompt_leaves(name):
+    decoder, whole = remembered(name, [17])
+    full = sum(layer.window is None for layer in decoder.spec.layers)
+    for cut in ([6, 7, 15, 17], range(1, 18)):
+        _, pieces = remembered(name, cut)
+        for statistic, numbers in whole.items():
+            near = {"atol": 1e-4, "rtol": 1e-4}
+            torch.testing.assert_close(pieces[statistic], numbers, **near, msg=statistic)
+
+    assert len(whole) == 4
+    lanes = full * decoder.spec.num_kv_heads
+    torch.testing.assert_close(whole["attention_sum.mean"].sum(dim=1), torch.full((lanes,), 17.0))
+    assert whole["attention_shift"][:, 0, 1].tolist() == [17] * lanes
+    assert whole["query_moments.2"][:, 0, 0].tolist() == [15] * lanes
+    assert whole["query_ring.4"][0, :, -1].tolist() == [17, 14, 15, 16]
