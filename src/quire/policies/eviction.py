@@ -13,10 +13,11 @@ from torch import Tensor
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, Uniform
+from quire.policies.choose import in_whole_pieces
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
 from quire.policies.view import KVView
-from quire.spec.cap import Cap
+from quire.spec.cap import MOST, Cap
 from quire.spec.eviction import (
     DEFAULT_EVERY_TOKENS,
     PREFILL_AND_DECODE,
@@ -90,9 +91,11 @@ class Eviction:
             raise PolicyError("full keeps everything and selects nothing")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.select(view, keep, self.piece_tokens)
-        score, protected = policy.checked_score(view), policy.checked_protected(view, keep)
-        keep = self.budget.divide(view, score, protected, keep)
-        return policy.choose(view, score, protected, keep, self.piece_tokens)
+        score = policy.checked_score(view)
+        protected = policy.checked_protected(view, keep - 2 * (self.piece_tokens - 1))
+        must = in_whole_pieces(protected, view.live, self.piece_tokens)
+        keep = self.budget.divide(view, score, must, keep)
+        return policy.choose(view, score, must, keep, self.piece_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +151,11 @@ class EvictionRule:
             ragged=self.budget.ragged,
             statistics=self.statistics,
         )
-        if spec.least_cap < shape.least:
+        least_cap = min(cap, spec.least_cap)
+        if least_cap < shape.least:
             raise ConfigError(
-                f"{self.text!r} leaves {spec.least_cap - self.leaving} tokens in a lane after an "
-                f"eviction (cap {spec.least_cap}, {self.leaving} leave), but the rule needs "
+                f"{self.text!r} leaves {least_cap - self.leaving} tokens in a lane after an "
+                f"eviction (cap {least_cap}, {self.leaving} leave), but the rule needs "
                 f"{shape.least - self.leaving}; raise cap or lower every"
             )
         return Eviction(
@@ -165,17 +169,16 @@ class EvictionRule:
 
     def _shape(self, cap: int, prompt_tokens: int, lanes: LaneShape, pieces: int) -> Shape:
         assert self.policy is not None, "asked for rules that evict"
-        protected = self.policy.least_cap - 1
         # pieces that hold a protected slot stay whole, at both ends
         edges = 0 if pieces == 1 else 2 * pieces
         return Shape(
             cap=cap,
-            every=self.every,
+            leaving=self.leaving,
             num_layers=lanes.num_layers,
             heads=lanes.heads,
             prompt_tokens=prompt_tokens,
             least=max(1, self.policy.least_cap) + self.leaving + edges,
-            protected=protected,
+            piece_tokens=pieces,
         )
 
     @property
@@ -251,7 +254,7 @@ def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy) -> None:
             f"{rule.text!r}: budget {budget} compares scores, and this rule gives none; use "
             "budget=uniform, or a rule that scores"
         )
-    if rule.budget.ragged and policy.grain == LAYER:
+    if rule.budget.by_head and policy.grain == LAYER:
         raise UnsoundCombination(
             f"{rule.text!r}: budget {budget} divides a layer over its heads, and this rule keeps "
             "one set for all heads of a layer; use a rule whose heads choose for themselves, such "
@@ -280,6 +283,6 @@ def _integer(key: str, options: Mapping[str, str], default: int) -> int:
         raise ConfigError(
             f"option {key} needs a whole number of tokens, got {options[key]!r}"
         ) from None
-    if number < 1:
-        raise ConfigError(f"option {key} needs 1 or more, got {number}")
+    if not 1 <= number <= MOST:
+        raise ConfigError(f"option {key} needs a number from 1 to {MOST:,}, got {number}")
     return number

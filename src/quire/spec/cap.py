@@ -6,6 +6,9 @@ from quire.errors import ConfigError
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
+MOST = 1 << 40
+"""More tokens or bytes than any cap needs; a number below it fits wherever numbers are kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
@@ -38,7 +41,7 @@ class Cap:
             if "." in text:
                 return cls._of_share(float(text), text)
             return cls(tokens=_positive(int(text), text))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ConfigError(
                 f"expected a cap such as 512 (tokens), 25% or 0.25 (of the prompt) or 2MiB, got "
                 f"{text!r}"
@@ -66,6 +69,6 @@ class Cap:
 
 
 def _positive(number: int, text: str) -> int:
-    if number < 1:
-        raise ConfigError(f"expected a cap of 1 or more, got {text}")
+    if not 1 <= number <= MOST:
+        raise ConfigError(f"expected a cap from 1 to {MOST:,}, got {text}")
     return number

@@ -28,6 +28,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.spec.statistics import Statistic
 
 DEFAULT_EVERY_TOKENS = 64
+MOST_CHARACTERS = 1000  # requests carry these texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,13 @@ def parse_policy(text: str) -> PolicyText:
     """Split a policy text into its name and options.
 
     Raises:
-        ConfigError: no name, an option without a value or given twice, unbalanced parentheses.
+        ConfigError: no name, an option without a value or given twice, unbalanced parentheses, or
+            a text so long that it may nest without end.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"a policy is written in {MOST_CHARACTERS} characters at most, got {len(text)}"
+        )
     name, _, rest = text.strip().partition(":")
     if not name.isidentifier():
         raise ConfigError(f"expected a policy such as 'recent:cap=512,sinks=4', got {text!r}")

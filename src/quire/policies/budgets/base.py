@@ -4,9 +4,10 @@
     looks once, when it has been read   settle      squeeze, lazy, fastgen
     looks at every eviction             divide      ada: slots move between the heads of a layer
 
-The total is kept: the caps of all lanes add up to lanes * cap, unless the budget says otherwise.
+The total is kept, the caps of all lanes add up to lanes * cap, unless `keeps_total` says otherwise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,29 +28,42 @@ UNBOUNDED = 1 << 40
 class Shape:
     """What is divided.
 
+    Every lane holds `least - 1` tokens that no budget can take from it: those the rule protects,
+    those that leave at an eviction, and the edges of pieces. What is left of the cap, `spare`, is
+    what budgets divide: so no lane's cap falls below `least`.
+
     Attributes:
         cap: tokens of a lane on average.
-        every: tokens that leave at a time.
+        leaving: tokens by which a lane is under its cap after an eviction: `every`, or 0 where the
+            cache is cut once.
         num_layers: layers that evict (those with a sliding window do not).
         heads: KV heads of a layer.
         prompt_tokens: tokens of the prompt.
-        least: tokens below which a lane's cap may not fall: what the rule protects, one more, and
-            `every`.
-        protected: tokens the rule protects in each lane (sinks, recent, window).
+        least: tokens below which a lane's cap may not fall.
+        piece_tokens: neighbouring slots that stay or go together.
     """
 
     cap: int
-    every: int
+    leaving: int
     num_layers: int
     heads: int
     prompt_tokens: int
     least: int
-    protected: int = 0
+    piece_tokens: int = 1
 
     @property
     def num_lanes(self) -> int:
         """Lanes of a sequence."""
         return self.num_layers * self.heads
+
+    @property
+    def spare(self) -> int:
+        """Tokens of a lane that can be divided: the cap without what every lane must hold."""
+        return self.cap - (self.least - 1)
+
+    def of_layers(self, caps: Sequence[int]) -> tuple[int, ...]:
+        """The cap of each lane, from those of the layers."""
+        return tuple(cap for cap in caps for _ in range(self.heads))
 
 
 class Budget:
@@ -59,6 +73,10 @@ class Budget:
     """Whether it looks at the whole prompt's cache (`settle`): no eviction while that is read."""
     ragged: ClassVar[bool] = False
     """Whether it moves slots between the heads of a layer at each eviction (`divide`)."""
+    by_head: ClassVar[bool] = False
+    """Whether the heads of a layer can get unequal caps: not for rules with one set a layer."""
+    keeps_total: ClassVar[bool] = True
+    """Whether caps add up to lanes * cap; otherwise lanes may be UNBOUNDED."""
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -67,6 +85,9 @@ class Budget:
 
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
         """Caps of all lanes, layer-major, before anything is read; None: the same for all.
+
+        A budget that `needs_prompt` gives the most each lane may get, which is what is reserved
+        until it has looked.
 
         Raises:
             ConfigError: they cannot be divided so; says why.
@@ -91,7 +112,17 @@ class Budget:
         protected: Bool[Tensor, "lane slot"],
         keep: Int[Tensor, " lane"],
     ) -> Int[Tensor, " lane"]:
-        """Slots to keep in each lane, of the same total for every layer."""
+        """Slots to keep in each lane: no fewer than are protected, no more than it holds.
+
+        Args:
+            view: whole layers.
+            score: of the rule.
+            protected: slots that stay.
+            keep: of each lane, were they not moved; a lane may hold less by now.
+
+        Returns:
+            For every layer the same total as `keep`, or all that its lanes hold.
+        """
         del view, score, protected
         return keep
 

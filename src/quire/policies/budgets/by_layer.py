@@ -1,0 +1,74 @@
+"""Caps of layers by hand: no paper's, for what was found by measuring.
+
+Either tokens or sizes in proportion; `x` repeats:
+
+    budget=(by_layer:caps=768x4/256x4)       four layers of 768 tokens, then four of 256
+    budget=(by_layer:factors=1.5x4/0.5x4)    the same at cap=512, in proportion at any other
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quire.errors import ConfigError
+from quire.policies.budgets.base import Budget, Shape
+from quire.policies.budgets.shares import share_out
+from quire.policies.registry import register_budget
+
+# few digits: requests carry these texts, and a number such as 1e-999999999 would fill the memory
+_TOKENS = re.compile(r"(\d{1,9})(?:x([1-9]\d{0,2}))?", re.ASCII)
+_FACTOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:x([1-9]\d{0,2}))?", re.ASCII)
+
+
+@register_budget("by_layer")
+@dataclass(frozen=True, slots=True)
+class ByLayer(Budget):
+    """Caps as written, one for each layer that evicts; `8x4` stands for four times 8.
+
+    Attributes:
+        caps: tokens, with `/` between layers; their mean must be the cap.
+        factors: instead, sizes in proportion to each other.
+    """
+
+    caps: str = ""
+    factors: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.caps) == bool(self.factors):
+            raise ConfigError("budget by_layer needs caps=512/256/... or factors=1.5/0.5/...")
+        self._numbers()
+
+    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+        numbers = self._numbers()
+        if len(numbers) != shape.num_layers:
+            raise ConfigError(
+                f"budget by_layer names {len(numbers)} layers, but {shape.num_layers} evict"
+            )
+        total = shape.num_layers * shape.cap
+        if self.caps and sum(numbers) != total:
+            raise ConfigError(
+                f"the caps of budget by_layer come to {sum(numbers)} tokens, but "
+                f"{shape.num_layers} layers of cap={shape.cap} to {total}; change them, or write "
+                f"cap={float(sum(numbers) / shape.num_layers):g}"
+            )
+        return shape.of_layers(share_out(total, numbers))
+
+    def _numbers(self) -> list[Fraction]:
+        """What was written, one number a layer.
+
+        Raises:
+            ConfigError: it is not numbers above 0, or the caps are not whole.
+        """
+        form = _FACTOR if self.factors else _TOKENS
+        parts = [form.fullmatch(part.strip()) for part in (self.caps or self.factors).split("/")]
+        numbers = [
+            number
+            for part in parts
+            for number in ([Fraction(part[1])] * int(part[2] or 1) if part else [Fraction(0)])
+        ]
+        if not numbers or min(numbers) <= 0:
+            raise ConfigError(
+                "expected numbers above 0 with / between layers, such as 512x2/256x2, got "
+                f"{self.caps or self.factors!r}"
+            )
+        return numbers

@@ -1,0 +1,48 @@
+"""More for the last layers, along a line (Scissorhands, Liu et al. 2023, section 4.3).
+
+With C = cap - w, where w is what every layer holds anyway (see `pyramid`), layer l of L gets
+
+    C (1 + slope (2 l / (L - 1) - 1)) + w          from C (1 - slope) + w up to C (1 + slope) + w
+
+Differs from the paper: it gives later layers more, since attention persists less there, and leaves
+open how much; the line is ours.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quire.errors import ConfigError
+from quire.policies.budgets.base import Budget, Shape
+from quire.policies.budgets.shares import decimal_fraction, share_out
+from quire.policies.registry import register_budget
+
+
+@register_budget("scissors")
+@dataclass(frozen=True, slots=True)
+class Scissors(Budget):
+    """Caps that rise along a line from the first layer to the last.
+
+    Attributes:
+        slope: how steep, from 0 (all alike) to below 1 (next to nothing for the first layer).
+    """
+
+    slope: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slope < 1:
+            raise ConfigError(f"expected 0 <= slope < 1, got {self.slope}")
+
+    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+        if shape.num_layers < 2:
+            return None
+        slope, last = decimal_fraction(self.slope), shape.num_layers - 1
+        first = shape.spare * (1 - slope)
+        if first < 1:
+            raise ConfigError(
+                f"budget scissors:slope={self.slope} leaves the first layer nothing but the "
+                f"{shape.least - 1} tokens that every layer holds; raise cap from {shape.cap} or "
+                "lower slope"
+            )
+        weights = [1 + slope * (Fraction(2 * layer, last) - 1) for layer in range(last + 1)]
+        caps = share_out(shape.num_layers * shape.spare, weights)
+        return shape.of_layers([cap + shape.least - 1 for cap in caps])

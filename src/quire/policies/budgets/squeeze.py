@@ -1,0 +1,82 @@
+"""Less for the layers that change least (SqueezeAttention, Wang and Gan 2024, Algorithm 1).
+
+While the prompt is read each layer notes the cosine between the residual stream before and after
+its attention, mean over tokens. The layers' cosines are clustered; the group with the highest ones,
+whose attention changes least, gives away all but `share` of its budget to the others:
+
+    C = cap - w,   w as in `pyramid`
+    a layer of that group, of G layers     share C + w
+    the others, of L layers                (L - G share) C / (L - G) + w
+
+Worked: L = 4, cap = 100, nothing protected (w = 0), cosines 0.2 0.5 0.9 0.91, three groups: the
+last two layers are one, so 0.3 * 100 = 30 each, and (4 - 2 * 0.3) * 100 / 2 = 170 for each other.
+
+Differs from the paper: what every layer must hold (w) is not divided; the clusters are the best
+there are in one dimension, not those of a k-means run; largest fractions keep the total exact.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from quire.errors import ConfigError
+from quire.policies.base import ScorePolicy
+from quire.policies.budgets.base import Budget, Shape
+from quire.policies.budgets.clusters import highest_cluster
+from quire.policies.budgets.shares import decimal_fraction, share_out
+from quire.policies.registry import register_budget
+from quire.policies.view import KVView
+from quire.spec.statistics import AttentionShift, Statistic
+
+
+@register_budget("squeeze")
+@dataclass(frozen=True, slots=True)
+class Squeeze(Budget):
+    """Layers whose attention changes little get a share of their budget, the others the rest.
+
+    Attributes:
+        share: of its budget that such a layer keeps; the paper's p, 0.3 to 0.4 there.
+        groups: of layers; the one that changes least gives.
+    """
+
+    needs_prompt = True
+
+    share: float = 0.3
+    groups: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"expected 0 < share <= 1, got {self.share}")
+        if self.groups < 2:
+            raise ConfigError(f"expected 2 groups or more, got {self.groups}")
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (AttentionShift(),)
+
+    def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
+        share, layers = decimal_fraction(self.share), shape.num_layers
+        if shape.spare * share < 1:
+            raise ConfigError(
+                f"budget squeeze:share={self.share} leaves some layers nothing but the "
+                f"{shape.least - 1} tokens that every layer holds; raise cap from {shape.cap} or "
+                "raise share"
+            )
+        most = ceil(shape.spare * (layers - (layers - 1) * share)) + shape.least - 1
+        return (most,) * shape.num_lanes
+
+    def settle(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
+        del rule
+        first_heads = view.by_layer(view.remembered(AttentionShift()))[:, 0, 0].double()
+        cosines = (first_heads[:, 0] / first_heads[:, 1].clamp_min(1)).tolist()
+        giving = highest_cluster(cosines, self.groups)
+        weights = self._weights(giving, shape.num_layers)
+        caps = share_out(shape.num_layers * shape.spare, weights)
+        return shape.of_layers([cap + shape.least - 1 for cap in caps])
+
+    def _weights(self, giving: frozenset[int], layers: int) -> list[Fraction]:
+        if len(giving) == layers:  # all alike
+            return [Fraction(1)] * layers
+        share = decimal_fraction(self.share)
+        others = (layers - len(giving) * share) / (layers - len(giving))
+        return [share if layer in giving else others for layer in range(layers)]

@@ -1,0 +1,223 @@
+"""Budgets that are known before a prompt is read: lines over layers, and caps by hand."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, UnknownName
+from quire.policies.budgets.base import Shape
+from quire.policies.budgets.by_layer import ByLayer
+from quire.policies.budgets.pyramid import PUBLISHED, Pyramid
+from quire.policies.budgets.scissors import Scissors
+from quire.policies.budgets.shares import share_out
+from quire.policies.registry import make_budget
+
+
+def shape_of(
+    cap: int, *, layers: int = 4, heads: int = 1, prompt: int = 10_000, least: int = 1
+) -> Shape:
+    return Shape(
+        cap=cap, leaving=0, num_layers=layers, heads=heads, prompt_tokens=prompt, least=least
+    )
+
+
+shapes = st.builds(
+    shape_of,
+    st.integers(30, 3000),
+    layers=st.integers(1, 40),
+    heads=st.integers(1, 3),
+    prompt=st.integers(1, 9000),
+    least=st.integers(1, 29),
+)
+
+
+# ---- whole tokens from shares --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "shares"),
+    [
+        (10, [3, 2, 1], [5, 3, 2]),  # 5, 3 1/3, 1 2/3: the largest fraction is rounded up
+        (10, [1, 1, 1], [4, 3, 3]),  # equal fractions: the first is
+        (1, [1, 1], [1, 0]),
+        (0, [1, 2], [0, 0]),
+        (7, [0, 1], [0, 7]),
+    ],
+)
+def test_what_rounding_leaves_goes_to_the_largest_fractions(total, weights, shares) -> None:
+    assert share_out(total, weights) == shares
+
+
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 99), min_size=1, max_size=40))
+def test_shares_are_rounded_by_less_than_one_and_come_to_the_total(total, weights) -> None:
+    assume(sum(weights))
+
+    shares = share_out(total, weights)
+
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - total * weight / sum(weights)) < 1
+
+
+# ---- pyramid -------------------------------------------------------------------------------------
+
+
+def test_the_pyramid_s_line_is_the_published_one() -> None:
+    """The paper's own setting, w = 8 held by every layer.
+
+    cap 128, w 8: C = 120, low = 120 // 20 = 6, high = 240 - 6 = 234; L = 4: steps of 228 / 3 = 76,
+    so 234 158 82 6, and 8 more each; together 4 * 128 = 512.
+    """
+    caps = Pyramid().lane_caps(shape_of(128, least=9))
+
+    assert caps == (242, 166, 90, 14)
+    assert sum(caps) == 4 * 128
+
+
+def test_the_published_rounding_keeps_more_than_the_total() -> None:
+    """cap 128, w 0, L = 6: low = 6, high = 250, the step 244 / 5 = 48.8 becomes 48.
+
+    Published: 250 202 154 106 58 10, together 780, 12 over 6 * 128 = 768. With largest fractions:
+    250, 201.2, 152.4, 103.6, 54.8, 6: two are left, to 0.8 and 0.6.
+    """
+    published = Pyramid(rounding=PUBLISHED).lane_caps(shape_of(128, layers=6))
+    exact = Pyramid().lane_caps(shape_of(128, layers=6))
+
+    assert published == (250, 202, 154, 106, 58, 10)
+    assert exact == (250, 201, 152, 104, 55, 6)
+    assert sum(exact) == 768
+
+
+def test_a_short_prompt_flattens_the_pyramid() -> None:
+    """C = 100: below 200 tokens all get the cap; at 195 - 0 the first layer would get the prompt.
+
+    n = 200, beta 100: high = min(199, 200) = 199. With w = 20, cap 120, n = 205: high = 185, low
+    = 200 - 185 = 15, in place of 195 and 5.
+    """
+    assert Pyramid().lane_caps(shape_of(100, prompt=199)) is None
+    assert Pyramid(beta=100).lane_caps(shape_of(100, prompt=200, layers=2)) == (199, 1)
+    assert Pyramid().lane_caps(shape_of(120, prompt=205, layers=2, least=21)) == (205, 35)
+
+
+@given(shapes, st.integers(1, 30))
+def test_a_pyramid_keeps_the_total_and_falls(shape: Shape, beta: int) -> None:
+    assume(shape.spare >= beta)
+
+    caps = Pyramid(beta=beta).lane_caps(shape) or (shape.cap,) * shape.num_lanes
+
+    assert sum(caps) == shape.num_lanes * shape.cap
+    assert min(caps) >= shape.least
+    assert list(caps) == sorted(caps, reverse=True)
+    for layer in range(shape.num_layers):
+        assert len(set(caps[layer * shape.heads : (layer + 1) * shape.heads])) == 1
+
+
+@given(shapes, st.integers(1, 30))
+def test_the_published_pyramid_exceeds_the_total_by_no_more_than_its_rounding(shape, beta) -> None:
+    assume(shape.spare >= beta)
+
+    caps = Pyramid(beta=beta, rounding=PUBLISHED).lane_caps(shape)
+
+    over = 0 if caps is None else sum(caps) // shape.heads - shape.num_layers * shape.cap
+    assert 0 <= over <= shape.num_layers * (shape.num_layers - 1) / 2
+
+
+def test_a_pyramid_too_steep_for_its_cap_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match="raise cap from 30 to 31 or lower beta to 19"):
+        Pyramid().lane_caps(shape_of(30, least=12))
+
+    assert Pyramid().lane_caps(shape_of(31, least=12)) is not None
+    assert Pyramid(beta=19).lane_caps(shape_of(30, least=12)) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("pyramid:beta=0", ConfigError, "beta >= 1"),
+        ("pyramid:rounding=publishd", UnknownName, "did you mean published"),
+        ("pyramid:bta=3", UnknownName, "did you mean beta"),
+        ("scissors:slope=1", ConfigError, "0 <= slope < 1"),
+        ("scissors:slope=nan", ConfigError, "0 <= slope < 1"),
+        ("by_layer", ConfigError, "needs caps=512/256/... or factors="),
+        ("by_layer:caps=8/8,factors=1/1", ConfigError, "needs caps=512/256/... or factors="),
+        ("by_layer:caps=8/x", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:caps=8.5/8", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:caps=8/-1", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:factors=1/0", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:caps=8x0/8", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:caps=8x999999999", ConfigError, "numbers above 0 with / between layers"),
+        ("by_layer:factors=1e-999999999/1", ConfigError, "numbers above 0 with / between layers"),
+    ],
+)
+def test_options_that_divide_nothing_are_refused(text, error, says) -> None:
+    with pytest.raises(error, match=says):
+        make_budget(text)
+
+
+# ---- scissors ------------------------------------------------------------------------------------
+
+
+def test_scissors_give_the_last_layers_more() -> None:
+    """cap 100, w 0, L = 5, slope 0.5: 50 75 100 125 150."""
+    assert Scissors().lane_caps(shape_of(100, layers=5)) == (50, 75, 100, 125, 150)
+    assert Scissors(slope=0.0).lane_caps(shape_of(100, layers=2)) == (100, 100)
+    assert Scissors().lane_caps(shape_of(100, layers=1)) is None
+
+
+@given(shapes, st.floats(0, 0.99))
+def test_scissors_keep_the_total_and_rise(shape: Shape, slope: float) -> None:
+    try:
+        caps = Scissors(slope=slope).lane_caps(shape) or (shape.cap,) * shape.num_lanes
+    except ConfigError:
+        assert shape.spare * (1 - slope) < 1.001
+        return
+
+    assert sum(caps) == shape.num_lanes * shape.cap
+    assert min(caps) >= shape.least
+    if slope * shape.spare * 2 > shape.num_layers - 1 or not slope:  # steps of a token or more
+        assert list(caps) == sorted(caps)
+
+
+def test_scissors_too_steep_for_the_cap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves the first layer nothing but the 9 tokens"):
+        Scissors(slope=0.9).lane_caps(shape_of(18, least=10))
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def test_caps_by_hand_are_taken_as_written() -> None:
+    assert ByLayer(caps="700x2/300x2").lane_caps(shape_of(500, heads=2)) == (
+        *(700, 700, 700, 700),
+        *(300, 300, 300, 300),
+    )
+
+
+def test_factors_share_the_total_out() -> None:
+    """2 : 1 : 1 of 3 * 100: 150 75 75. 1 : 1 : 1 of 3 * 100 whatever their size."""
+    assert ByLayer(factors="2/1/1").lane_caps(shape_of(100, layers=3)) == (150, 75, 75)
+    assert ByLayer(factors="0.2x3").lane_caps(shape_of(100, layers=3)) == (100, 100, 100)
+
+
+def test_caps_that_do_not_come_to_the_total_are_refused_with_the_cap_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"come to 900 tokens, but 4 layers of cap=200 to 800"):
+        ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
+    with pytest.raises(ConfigError, match="cap=225"):
+        ByLayer(caps="300x2/150x2").lane_caps(shape_of(200))
+
+
+def test_a_layer_without_a_cap_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names 3 layers, but 4 evict"):
+        ByLayer(caps="200x3").lane_caps(shape_of(200))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 2000))
+def test_factors_keep_the_total(factors: list[int], cap: int) -> None:
+    budget = ByLayer(factors="/".join(map(str, factors)))
+
+    caps = budget.lane_caps(shape_of(cap, layers=len(factors)))
+
+    assert sum(caps) == cap * len(factors)
+    for more, cap_of_more in zip(factors, caps, strict=True):
+        for less, cap_of_less in zip(factors, caps, strict=True):
+            assert more <= less or cap_of_more >= cap_of_less

@@ -1,0 +1,268 @@
+"""Budgets that look once at the whole prompt's cache: squeeze, lazy, fastgen."""
+
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.policies.base import SinksAndRecent
+from quire.policies.budgets.base import UNBOUNDED, Shape
+from quire.policies.budgets.clusters import highest_cluster
+from quire.policies.budgets.fastgen import FastGen
+from quire.policies.budgets.lazy import Lazy
+from quire.policies.budgets.squeeze import Squeeze
+from quire.policies.registry import make_budget
+from quire.policies.view import KVView
+from quire.spec.statistics import AttentionShift, AttentionSum, QueryRing
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys and values that are there."""
+
+    stored: torch.Tensor
+
+    def keys(self) -> torch.Tensor:
+        return self.stored
+
+    def values(self) -> torch.Tensor:
+        return self.stored
+
+
+@dataclass(frozen=True)
+class ByLooks(SinksAndRecent):
+    """Scores by the attention a slot got."""
+
+    def score(self, view: KVView) -> torch.Tensor:
+        return view.remembered(AttentionSum())
+
+
+def shape_of(cap: int, layers: int, *, heads: int = 1, least: int = 1, leaving: int = 0) -> Shape:
+    return Shape(
+        cap=cap, leaving=leaving, num_layers=layers, heads=heads, prompt_tokens=99, least=least
+    )
+
+
+# ---- groups of layers ----------------------------------------------------------------------------
+
+
+def tightest(numbers: list[float], groups: int) -> float:
+    """The least sum of squared distances from means, of all ways to cut the sorted numbers."""
+    ranked = sorted(numbers)
+    cuts = combinations(range(1, len(ranked)), min(groups, len(set(ranked))) - 1)
+    groupings = [
+        [ranked[start:end] for start, end in pairwise((0, *cut, len(ranked)))] for cut in cuts
+    ]
+    return min(sum(map(spread, grouping)) for grouping in groupings)
+
+
+def spread(numbers: list[float]) -> float:
+    return sum((number - sum(numbers) / len(numbers)) ** 2 for number in numbers)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(2, 4))
+def test_the_highest_group_is_one_of_the_tightest_grouping(whole: list[int], groups: int) -> None:
+    numbers = [float(number) for number in whole]
+
+    found = highest_cluster(numbers, groups)
+
+    inside = [number for i, number in enumerate(numbers) if i in found]
+    outside = [number for i, number in enumerate(numbers) if i not in found]
+    assert max(outside, default=-1) < min(inside)
+    assert bool(outside) == (len(set(numbers)) > 1)
+    rest = tightest(outside, min(groups, len(set(numbers))) - 1) if outside else 0
+    assert spread(inside) + rest == pytest.approx(tightest(numbers, groups), abs=1e-9)
+
+
+# ---- squeeze -------------------------------------------------------------------------------------
+
+
+def view_with_cosines(cosines: list[float], heads: int = 1, tokens: int = 50) -> KVView:
+    record = torch.tensor([[[c * tokens, tokens]] for c in cosines for _ in range(heads)])
+    return KVView(
+        torch.zeros(len(record), 1, dtype=torch.long),
+        next_position=1,
+        heads_per_layer=heads,
+        statistics={AttentionShift().name: record},
+    )
+
+
+def test_the_worked_example_of_squeeze() -> None:
+    """Cosines 0.2 0.5 0.9 0.91: the last two give; 0.3 * 100 = 30, (4 - 0.6) * 100 / 2 = 170."""
+    view = view_with_cosines([0.2, 0.5, 0.9, 0.91], heads=2)
+
+    caps = Squeeze().settle(view, ByLooks(), shape_of(100, 4, heads=2))
+
+    assert caps == (170, 170, 170, 170, 30, 30, 30, 30)
+
+
+def test_what_every_layer_holds_is_not_squeezed() -> None:
+    """20 of 100 are held: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140."""
+    view = view_with_cosines([0.1, 0.9])
+
+    assert Squeeze(share=0.5, groups=2).settle(view, ByLooks(), shape_of(100, 2, least=21)) == (
+        140,
+        60,
+    )
+
+
+def test_layers_that_change_alike_share_alike() -> None:
+    caps = Squeeze().settle(view_with_cosines([0.5] * 3), ByLooks(), shape_of(100, 3))
+
+    assert caps == (100, 100, 100)
+
+
+@given(
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(40, 500),
+    st.integers(1, 30),
+    st.sampled_from([0.1, 0.3, 0.5, 1.0]),
+)
+def test_squeezed_caps_keep_the_total(cosines, heads, cap, least, share) -> None:
+    shape, budget = shape_of(cap, len(cosines), heads=heads, least=least), Squeeze(share=share)
+
+    reserved = budget.lane_caps(shape)
+    caps = budget.settle(view_with_cosines(cosines, heads), ByLooks(), shape)
+
+    assert sum(caps) == cap * shape.num_lanes
+    assert min(caps) >= least
+    assert all(cap <= most for cap, most in zip(caps, reserved, strict=True))
+
+
+def test_a_squeeze_to_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves some layers nothing but the 8 tokens"):
+        Squeeze(share=0.1).lane_caps(shape_of(17, 3, least=9))
+
+    assert Squeeze(share=0.1).lane_caps(shape_of(18, 3, least=9)) == (8 + 28,) * 3
+
+
+# ---- lazy ----------------------------------------------------------------------------------------
+
+
+def view_with_masses(far: list[float], tokens: int = 10) -> KVView:
+    """One head a layer; its last query gives `far` of its attention to the token at position 3."""
+    ring = QueryRing(window=1)
+    keys = torch.zeros(len(far), tokens, 1)
+    for layer, mass in enumerate(far):
+        # softmax of one product x against tokens - 1 zeros is mass
+        keys[layer, 3, 0] = torch.tensor(mass * (tokens - 1) / (1 - mass)).log()
+    record = torch.tensor([[[1.0, tokens]]] * len(far))  # the query 1, at the last position
+    return KVView(
+        torch.arange(tokens).expand(len(far), tokens),
+        next_position=tokens,
+        statistics={ring.name: record},
+        slots=Stored(keys),
+        head_dim=1,
+    )
+
+
+def test_layers_that_look_near_keep_the_cap_and_the_others_everything() -> None:
+    """Ten tokens, cap 9 with one sink and the newest 8 (2 to 9): only position 1 is far.
+
+    Cap 7: the sink and 4 to 9; positions 1, 2, 3 are far, of which 3 has 0.05 or 0.5 and the other
+    nine share the rest: 0.95 * 7 / 9 = 0.739 near, and 0.5 * 7 / 9 = 0.389.
+    """
+    view, budget = view_with_masses([0.05, 0.5]), Lazy(threshold=0.7, sinks=1, last=1)
+
+    assert budget.settle(view, ByLooks(), shape_of(7, 2)) == (7, UNBOUNDED)
+    assert budget.settle(view, ByLooks(), shape_of(9, 2, leaving=2)) == (9, UNBOUNDED)
+    assert Lazy(threshold=0.74, sinks=1, last=1).settle(view, ByLooks(), shape_of(7, 2)) == (
+        UNBOUNDED,
+        UNBOUNDED,
+    )
+    assert Lazy(threshold=0.38, sinks=1, last=1).settle(view, ByLooks(), shape_of(7, 2)) == (7, 7)
+
+
+@given(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_threshold_makes_no_layer_lazy(far: list[float], one: float, other: float) -> None:
+    view, shape = view_with_masses(far), shape_of(6, len(far))
+
+    low, high = (
+        Lazy(threshold=threshold, sinks=1, last=1).settle(view, ByLooks(), shape)
+        for threshold in sorted((one, other))
+    )
+
+    assert all(a <= b for a, b in zip(low, high, strict=True))
+
+
+def test_lazy_layers_need_room_for_recent_tokens() -> None:
+    with pytest.raises(ConfigError, match="counts 4 sinks and the newest of the 4 tokens"):
+        Lazy().lane_caps(shape_of(12, 2, leaving=8))
+
+    assert Lazy().lane_caps(shape_of(13, 2, leaving=8)) == (UNBOUNDED, UNBOUNDED)
+
+
+# ---- fastgen -------------------------------------------------------------------------------------
+
+
+def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
+    """Ten slots, one sink and two recent protected; least = 4, cap = 6; 0.9 must be recovered.
+
+    Head 0: the protected got 95 of 100. Head 1: they got 40, the best three others 30 20 5: with
+    one more 70, with three more 95. Head 2: all got the same 10, so six give 60.
+    """
+    looks = torch.tensor(
+        [
+            [60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15],
+            [20.0, 30, 20, 5, 1, 1, 1, 2, 10, 10],
+            [10.0] * 10,
+        ]
+    )
+    view = KVView(
+        torch.arange(10).expand(3, 10),
+        next_position=10,
+        heads_per_layer=3,
+        statistics={AttentionSum().name: looks},
+    )
+    rule = ByLooks(sinks=1, recent=2)
+
+    caps = FastGen(share=0.9).settle(view, rule, shape_of(6, 1, heads=3, least=4))
+
+    assert caps == (4, 6, UNBOUNDED)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=8, max_size=8), min_size=1, max_size=4),
+    st.sampled_from([0.2, 0.5, 0.9, 1.0]),
+    st.integers(4, 12),
+    st.integers(0, 1),
+)
+def test_what_a_head_keeps_recovers_the_share(looks, share, cap, leaving) -> None:
+    got = torch.tensor(looks, dtype=torch.float32)
+    view = KVView(
+        torch.arange(8).expand(len(looks), 8),
+        next_position=8,
+        heads_per_layer=len(looks),
+        statistics={AttentionSum().name: got},
+    )
+    rule = ByLooks(sinks=1, recent=1)
+    shape = shape_of(cap, 1, heads=len(looks), least=3 + leaving, leaving=leaving)
+
+    caps = FastGen(share=share).settle(view, rule, shape)
+
+    assert set(caps) <= {shape.least, shape.cap, UNBOUNDED}
+    for lane, lane_cap in enumerate(caps):
+        keep = torch.full((len(looks),), min(8, lane_cap - leaving))
+        kept = (got * rule.select(view, keep))[lane].sum()
+        assert kept >= share * got[lane].sum()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("squeeze:share=0", "0 < share <= 1"),
+        ("squeeze:groups=1", "2 groups or more"),
+        ("lazy:threshold=2", "0 <= threshold <= 1"),
+        ("lazy:sinks=-1", "sinks >= 0"),
+        ("lazy:last=0", "window of 1 query or more"),
+        ("fastgen:share=1.5", "0 < share <= 1"),
+    ],
+)
+def test_options_that_ask_for_nothing_sensible_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_budget(text)

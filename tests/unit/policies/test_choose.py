@@ -1,0 +1,190 @@
+"""Kept sets against plain loops: ties, lanes of unequal length, protected slots, whole pieces."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import PolicyError
+from quire.policies.base import LAYER, ScorePolicy
+from quire.policies.choose import best_and_tied, choose_pieces, choose_slots, in_whole_pieces
+from quire.policies.view import KVView
+
+FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # so that many are equal
+MANY_SCORES = st.floats(-1e6, 1e6, width=32)
+
+
+@st.composite
+def lanes(draw, most_slots: int = 12):
+    """Scores, live and protected slots of some lanes; -1 stands behind a lane's last slot."""
+    width = draw(st.integers(1, most_slots))
+    scores = draw(st.sampled_from([FEW_SCORES, MANY_SCORES]))
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        count = draw(st.integers(0, width))
+        score = draw(st.lists(scores, min_size=width, max_size=width))
+        marks = draw(st.lists(st.booleans(), min_size=width, max_size=width))
+        live = [slot < count for slot in range(width)]
+        made.append(
+            (score, live, [mark and there for mark, there in zip(marks, live, strict=True)])
+        )
+    return tuple(zip(*made, strict=True))
+
+
+def tensors(lanes):
+    score, live, protected = lanes
+    return torch.tensor(score, dtype=torch.float64), torch.tensor(live), torch.tensor(protected)
+
+
+def plainly_chosen(score, live, protected, keep) -> list[bool]:
+    """One lane: protected first, then by score, the lower place first among equals."""
+    order = sorted(
+        (slot for slot in range(len(score)) if live[slot]),
+        key=lambda slot: (not protected[slot], -score[slot], slot),
+    )
+    return [slot in order[:keep] for slot in range(len(score))]
+
+
+@given(st.data(), lanes())
+def test_the_kept_set_is_that_of_a_plain_sort(data, lanes) -> None:
+    _, live, protected = lanes
+    bounds = [(sum(must), sum(there)) for must, there in zip(protected, live, strict=True)]
+    keep = [data.draw(st.integers(*ends)) for ends in bounds]
+
+    kept = choose_slots(*tensors(lanes), torch.tensor(keep))
+
+    assert kept.tolist() == [
+        plainly_chosen(*lane, number) for *lane, number in zip(*lanes, keep, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_precision_is_ranked(dtype: torch.dtype) -> None:
+    score = torch.tensor([[3.0, 1.0, 2.0, 4.0]], dtype=dtype)
+    live = torch.ones(1, 4, dtype=torch.bool)
+
+    kept = choose_slots(score, live, ~live, torch.tensor([2]))
+
+    assert kept.tolist() == [[True, False, False, True]]
+
+
+def test_lanes_without_slots_keep_none() -> None:
+    none = torch.zeros(2, 0, dtype=torch.bool)
+
+    kept = choose_slots(torch.zeros(2, 0), none, none, torch.tensor([0, 0]))
+
+    assert kept.shape == (2, 0)
+
+
+def test_what_is_not_live_is_never_kept_whatever_stands_there() -> None:
+    score = torch.tensor([[1.0, torch.nan, torch.inf]])
+    live = torch.tensor([[True, False, False]])
+
+    kept = choose_slots(score, live, ~live, torch.tensor([1]))
+
+    assert kept.tolist() == [[True, False, False]]
+
+
+def test_equals_are_left_to_the_caller_with_their_number() -> None:
+    score = torch.tensor([[5.0, 2.0, 2.0, 2.0, 1.0]])
+    free = torch.ones(1, 5, dtype=torch.bool)
+
+    above, tied, left = best_and_tied(score, free, torch.tensor([3]))
+
+    assert above.tolist() == [[True, False, False, False, False]]
+    assert tied.tolist() == [[False, True, True, True, False]]
+    assert left.tolist() == [2]
+
+
+def plain_pieces(score, live, protected, keep, piece_tokens) -> list[bool]:
+    """One lane, piece by piece: what must stay, then by mean, the lower piece first."""
+    count = sum(live)
+    pieces = [
+        list(range(start, min(start + piece_tokens, count)))
+        for start in range(0, count, piece_tokens)
+    ]
+    must = [p for p in pieces if len(p) < piece_tokens or any(protected[slot] for slot in p)]
+    free = [p for p in pieces if p not in must]
+    free.sort(key=lambda p: (-sum(score[slot] for slot in p) / piece_tokens, p[0]))
+    room = (keep - sum(map(len, must))) // piece_tokens
+    kept = {slot for piece in [*must, *free[:room]] for slot in piece}
+    return [slot in kept for slot in range(len(score))]
+
+
+@given(st.data(), lanes(most_slots=24), st.integers(1, 7))
+def test_whole_pieces_stay_as_a_plain_loop_says(data, lanes, piece_tokens: int) -> None:
+    score, live, protected = lanes
+    score = tuple([float(round(number)) for number in lane] for lane in score)  # exact means
+    lanes = list(zip(score, live, protected, strict=True))
+    needed = [sum(plain_pieces(*lane, 0, piece_tokens)) for lane in lanes]
+    keep = [
+        data.draw(st.integers(must, max(must, sum(there))))
+        for must, there in zip(needed, live, strict=True)
+    ]
+
+    kept = choose_pieces(*tensors((score, live, protected)), torch.tensor(keep), piece_tokens)
+
+    assert kept.tolist() == [
+        plain_pieces(*lane, number, piece_tokens) for lane, number in zip(lanes, keep, strict=True)
+    ]
+    assert (kept.sum(dim=1) <= torch.tensor(keep)).all()
+
+
+@given(lanes(most_slots=24), st.integers(1, 7))
+def test_protected_slots_widen_to_whole_pieces_and_the_rest_at_the_end(lanes, piece_tokens) -> None:
+    score, live, protected = tensors(lanes)
+    nothing = torch.zeros_like(score)
+    needed = in_whole_pieces(protected, live, piece_tokens)
+
+    kept = choose_pieces(nothing, live, protected, needed.sum(dim=1), piece_tokens)
+
+    assert kept.equal(needed)
+
+
+def test_a_piece_scores_its_mean() -> None:
+    """Means of pairs: 5, 4.5, 1; the single best slot (8) stands in the second."""
+    score = torch.tensor([[5.0, 5.0, 8.0, 1.0, 1.0, 1.0]])
+    live = torch.ones(1, 6, dtype=torch.bool)
+
+    kept = choose_pieces(score, live, ~live, torch.tensor([3]), 2)
+
+    assert kept.tolist() == [[True, True, False, False, False, False]]
+
+
+def test_more_protected_pieces_than_may_stay_are_refused_with_both_numbers() -> None:
+    live = torch.ones(1, 8, dtype=torch.bool)
+    protected = torch.zeros_like(live)
+    protected[0, [0, 7]] = True
+
+    with pytest.raises(PolicyError, match=r"pieces of 8 tokens together, but 6 may stay"):
+        choose_pieces(torch.zeros(1, 8), live, protected, torch.tensor([6]), 4)
+
+
+class OfLayer(ScorePolicy):
+    """Scores as they are given; one set for the heads of a layer."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+    @property
+    def grain(self) -> str:
+        return LAYER
+
+    def score(self, view: KVView) -> torch.Tensor:
+        return self.scores
+
+
+@given(st.lists(FEW_SCORES, min_size=24, max_size=24), st.integers(4, 6), st.integers(1, 3))
+def test_heads_of_a_layer_keep_one_set_by_their_mean_score(
+    scores: list[float], keep: int, piece_tokens: int
+) -> None:
+    by_lane = torch.tensor(scores, dtype=torch.float64).view(4, 6)  # two layers of two heads
+    view = KVView(torch.arange(6).expand(4, 6), next_position=6, heads_per_layer=2)
+
+    kept = OfLayer(by_lane).select(view, torch.full((4,), keep), piece_tokens)
+
+    for layer in (0, 1):
+        mean = by_lane[2 * layer : 2 * layer + 2].mean(dim=0).tolist()
+        lane = (mean, [True] * 6, [False] * 6)
+        expected = plain_pieces(*lane, keep, piece_tokens)
+        assert kept[2 * layer].tolist() == kept[2 * layer + 1].tolist() == expected
