@@ -104,8 +104,10 @@ def step(kv, chunks, math=MATH):
 def evict(kv, row, keep):
     """Compact a row to `keep` [lanes, slots] of the full group."""
     commit_compaction(kv.memory, plan_compaction(kv.memory, "full", row, keep))
+    held = kv.memory.tables["full"].num_slots[row]
     for group in kv.memory.layout.mirrors_of("full"):
-        if kv.memory.tables[group.name].active[row]:
+        table = kv.memory.tables[group.name]
+        if table.active[row] and (table.num_slots[row] != held).any():
             commit_compaction(kv.memory, plan_compaction(kv.memory, group.name, row, keep))
 
 
