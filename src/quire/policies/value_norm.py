@@ -68,7 +68,7 @@ class ValueNorm(ScorePolicy):
                 f"value_norm multiplies scores, and {type(self.base).__name__} gives negative "
                 "ones; use a base whose scores are attention, such as h2o"
             )
-        length = torch.linalg.vector_norm(view.values, dim=2)
+        length: Tensor = torch.linalg.vector_norm(view.values, dim=2)
         return (score + self.epsilon) * length.pow(self.power)
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
