@@ -215,7 +215,7 @@ def test_what_a_policy_text_gets_wrong_is_said(model):
 
 
 def test_a_policy_with_nothing_to_evict_is_refused():
-    with pytest.raises(UnsoundCombination, match="every layer of mistral has a sliding window"):
+    with pytest.raises(UnsoundCombination, match="every layer of the model has a sliding window"):
         Engine(load("mistral"), KVConfig(memory="1MiB", evict=EVICT))
 
 

@@ -145,6 +145,7 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
             "dtype": settings.loading.dtype,
             "kv-codec": settings.kv.codec,
             "evict": settings.kv.evict,
+            "evict-allow": settings.kv.evict_allow,
             "with-prompt": task.with_prompt,
             **asdict(task.form),
             **asdict(task.sampling),

@@ -10,18 +10,20 @@ done. Nothing here needs torch or knows where lines are kept.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError, UnknownName
 
+T = TypeVar("T")
 LineKind = Literal["plain", "completions", "chat"]
 
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
+_OF_KV = ("evict", "record_evictions")
 _NOTES = frozenset({"model", "user", "metadata", "service_tier", "store"})
 """Members of a body that say nothing about the answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -71,11 +73,15 @@ class BatchLine:
         prompt: text or token ids; None when there are messages.
         messages: a chat; None when there is a prompt.
         sampling: options this line sets, by the names of SamplingParams.
+        evict: which of its tokens stay; None where it does not say.
+        record_evictions: whether its record is to say which tokens stayed.
     """
 
     head: LineHead
     prompt: str | list[int] | None = None
     messages: list[dict[str, str]] | None = None
+    evict: str | None = None
+    record_evictions: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -160,10 +166,23 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
 def _line(
     body: Mapping[str, Any], head: LineHead, asked: Literal["messages", "prompt"], form: LineFormat
 ) -> BatchLine:
-    sampling = _sampling({k: v for k, v in body.items() if k != asked}, head)
+    others = {k: v for k, v in body.items() if k != asked and k not in _OF_KV}
+    line = BatchLine(
+        head=head,
+        evict=_typed(body, "evict", str, head),
+        record_evictions=_typed(body, "record_evictions", bool, head),
+        sampling=_sampling(others, head),
+    )
     if asked == "messages":
-        return BatchLine(head=head, messages=_messages(body.get(asked), head), sampling=sampling)
-    return BatchLine(head=head, prompt=_prompt(body.get(asked), head, form), sampling=sampling)
+        return replace(line, messages=_messages(body.get(asked), head))
+    return replace(line, prompt=_prompt(body.get(asked), head, form))
+
+
+def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> T | None:
+    value = body.get(key)
+    if value is None or isinstance(value, kind):
+        return value
+    raise BatchError(f"expected {key} to be a {kind.__name__}, got {_short(value)}", head)
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
@@ -176,7 +195,7 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if key in _NEUTRAL or key in _REPORTS:
             raise BatchError(f"{key}={value!r} is not answered in a batch: leave it out", head)
         if key not in SAMPLING_FIELDS:
-            raise BatchError(str(UnknownName("member", key, SAMPLING_FIELDS)), head)
+            raise BatchError(str(UnknownName("member", key, (*SAMPLING_FIELDS, *_OF_KV))), head)
         if key in found:
             raise BatchError("both max_tokens and max_completion_tokens are given", head)
         found[key] = _token_keys(value) if key == "logit_bias" else value

@@ -91,6 +91,8 @@ class BatchRun:
             prompt=line.prompt,
             messages=line.messages,
             params=replace(self._task.sampling, **own),
+            evict=line.evict,
+            record_evictions=line.record_evictions,
         )
 
     def _put(self, record: Record, answer: Answer | None) -> None:

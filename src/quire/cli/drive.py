@@ -23,10 +23,14 @@ class Job:
         prompt: text or token ids; None when there are messages.
         messages: a chat, each {"role", "content"}; None when there is a prompt.
         params: how it samples.
+        evict: which of its tokens stay; None takes the engine's rule.
+        record_evictions: keep which tokens leave.
     """
 
     key: int
     params: SamplingParams
+    evict: str | None = None
+    record_evictions: bool | None = None
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
 
@@ -61,7 +65,9 @@ class Driver:
     def _submit(self, job: Job) -> RequestError | None:
         try:
             token_ids = self._encode(job)
-            request_id = self._llm.engine.submit(token_ids, job.params)
+            request_id = self._llm.engine.submit(
+                token_ids, job.params, evict=job.evict, record_evictions=job.record_evictions
+            )
         except RequestError as refusal:
             return refusal
         self._open[request_id] = (job, AnswerBuilder(request_id, tuple(token_ids)))

@@ -42,10 +42,11 @@ def generate(
 
 def usage_line(usage: "Usage") -> str:
     """What an answer took, on one line."""
+    evicted = f", {usage.evicted_tokens} tokens evicted" if usage.evicted_tokens else ""
     return (
         f"[{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, first after "
         f"{usage.first_token_s:.2f} s, all in {usage.total_s:.2f} s, "
-        f"{usage.kv_peak_bytes:,} B of KV]"
+        f"{usage.kv_peak_bytes:,} B of KV{evicted}]"
     )
 
 

@@ -21,6 +21,8 @@ class Submission:
         priority: lower goes first, within its tenant.
         tenant: on whose account it runs.
         cache_salt: only requests of the same tenant and salt share its KV.
+        evict: which of its tokens stay; None takes the engine's rule.
+        record_evictions: keep which tokens leave; None as the engine says.
     """
 
     prompt_token_ids: Sequence[int]
@@ -29,6 +31,8 @@ class Submission:
     priority: int = 0
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
+    evict: str | None = None
+    record_evictions: bool | None = None
 
 
 class AnswerStream:

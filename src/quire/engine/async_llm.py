@@ -6,11 +6,11 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from quire.engine.answer_stream import AnswerStream, Submission
+from quire.engine.commands import Command
 from quire.engine.core import Engine
 from quire.engine.events import KINDS, KVEvent
 from quire.engine.ledger import Snapshot
@@ -22,31 +22,6 @@ from quire.errors import ConfigError, EngineDead, QuireError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Command(Generic[T]):
-    """Work for the engine's thread, and where its result goes."""
-
-    work: Callable[[], T]
-    future: "Future[T]"
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self.work()
-        except QuireError as error:  # a refusal: its caller's business only
-            self.future.set_exception(error)
-        except BaseException as error:
-            self.future.set_exception(error)
-            raise
-        else:
-            self.future.set_result(result)
-
-    def refuse(self, error: EngineDead) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
 
 
 class AsyncLLM:
@@ -68,7 +43,7 @@ class AsyncLLM:
                 "give an engine with a thread of its own a KV memory of its own"
             )
         self.engine = engine
-        self._commands: queue.SimpleQueue[_Command[None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
         self._state = threading.Lock()  # guards the three below against a last command
         self._closing = False
@@ -104,6 +79,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        evict: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Submit a request and yield its deltas. Closing the iterator cancels the request.
 
@@ -119,6 +95,7 @@ class AsyncLLM:
             params=params,
             request_id=request_id,
             priority=priority,
+            evict=evict,
         )
         answers = await self.submit([submission])
         try:
@@ -134,6 +111,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        evict: str | None = None,
     ) -> Answer:
         """Submit a request and wait for its whole answer; see `stream`."""
         submission = Submission(
@@ -141,6 +119,7 @@ class AsyncLLM:
             params=params,
             request_id=request_id,
             priority=priority,
+            evict=evict,
         )
         answers = await self.submit([submission])
         try:
@@ -179,7 +158,7 @@ class AsyncLLM:
         """Stop after the current step, and leave the engine idle. Open requests end as dead."""
         with self._state:
             self._closing = True
-            self._commands.put(_Command(lambda: None, Future()))  # wakes an idle loop
+            self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -192,7 +171,7 @@ class AsyncLLM:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """Have the engine's thread do something between two steps."""
-        command = _Command(work, Future())
+        command = Command(work, Future())
         with self._state:
             if not self.is_alive:
                 raise self._dead()
@@ -202,7 +181,7 @@ class AsyncLLM:
     def _cancel(self, answers: AnswerStream) -> None:
         with self._state:
             if self.is_alive:
-                self._commands.put(_Command(partial(self._withdraw, answers), Future()))
+                self._commands.put(Command(partial(self._withdraw, answers), Future()))
 
     def _dead(self) -> EngineDead:
         if self._error is None:
@@ -258,6 +237,8 @@ class AsyncLLM:
             priority=submission.priority,
             tenant=submission.tenant,
             cache_salt=submission.cache_salt,
+            evict=submission.evict,
+            record_evictions=submission.record_evictions,
         )
         request_ids.append(request_id)
 

@@ -1,10 +1,11 @@
 """How many tokens of a prompt a step reads."""
 
 from quire.engine.group import readable_tokens
+from quire.engine.lane_room import evicting_table, in_blocks, room_tokens
 from quire.engine.request import Request
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
-from quire.spec.eviction import EvictionSpec
+from quire.kv.memory import KVMemory
 
 SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
 
@@ -14,23 +15,15 @@ class ChunkSizes:
 
     Args:
         config: step and chunk sizes.
-        eviction: how many tokens a lane may hold, and how many leave at a time.
+        memory: the pool, whose lanes may have caps.
     """
 
-    def __init__(self, config: ScheduleConfig, eviction: EvictionSpec) -> None:
-        self._config, self._eviction = config, eviction
-
-    @property
-    def longest(self) -> int:
-        """Tokens one prompt can add in a step."""
-        # over its cap a prompt is read `every` tokens at once, however short chunks are else
-        whole_chunk = 0 if self._eviction.cap is None else self._eviction.every
-        return max(self._config.longest_chunk, whole_chunk)
+    def __init__(self, config: ScheduleConfig, memory: KVMemory) -> None:
+        self._config, self._table = config, evicting_table(memory)
 
     def is_atomic(self, request: Request) -> bool:
         """Whether the next chunk is read whole or not at all, after an eviction."""
-        cap = self._eviction.cap
-        return cap is not None and request.num_computed >= cap
+        return self._table is not None and in_blocks(request)
 
     def tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Tokens of the next chunk within the budget.
@@ -38,12 +31,16 @@ class ChunkSizes:
         Where lanes have a cap: up to it while there is room, then one eviction, then `every` tokens
         (or the rest) at once or none, so that who else is in the batch changes nothing.
         """
+        most = min(readable_tokens(request), room_tokens(request, self._table))
         if self.is_atomic(request):
-            tokens = min(readable_tokens(request), self._eviction.every)
-            return tokens if tokens <= budget else 0
+            return most if most <= budget else 0
         budget = min(budget, self._config.chunk_tokens)
         if request.params.prompt_logprobs is not None:
             budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
-        if self._eviction.cap is not None:
-            budget = min(budget, self._eviction.cap - request.num_computed)
-        return min(readable_tokens(request), budget)
+        return min(most, budget, _to_snapshot(request))
+
+
+def _to_snapshot(request: Request) -> int:
+    """Tokens up to where what is remembered of a prompt is kept for others; 1 at least."""
+    ahead = [end - request.num_computed for end in request.snapshot_ends]
+    return min((tokens for tokens in ahead if tokens > 0), default=request.num_uncomputed)

@@ -1,14 +1,14 @@
 """The engine: requests in, deltas out, one step at a time. Single-threaded; its callers are not."""
 
-import itertools
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from quire.engine.choosing import Choosing
 from quire.engine.events import EventLog
+from quire.engine.eviction_trace import KeptSets
 from quire.engine.host_memory import keep_freed_memory
+from quire.engine.intake import Asked, Intake
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.make_scheduler import make_scheduler
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
@@ -32,8 +32,9 @@ from quire.engine.stats import (
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
-from quire.engine.validation import checked_params, checked_prompt, checked_salt
-from quire.errors import InvariantError, RequestError
+from quire.engine.traces import Traces
+from quire.engine.validation import checked_prompt
+from quire.errors import InvariantError
 from quire.kv.config import KVConfig
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
@@ -88,6 +89,9 @@ class Engine:
         self.times = StepTimes()
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._clock = clock
+        layout, rules = self.pool.kv.memory.layout, self.pool.rules
+        self._intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
+        self._traces = Traces()
         eos_token_ids = model.generation.eos_token_ids
         self._replies = Replies(self._open_text, self.scheduler.finish, eos_token_ids)
         sampler = Sampler(model.spec.vocab_size, eos_token_ids)
@@ -111,7 +115,7 @@ class Engine:
         """Tokens of answers chosen since the start."""
         return self._choosing.num_generated_tokens
 
-    def submit(
+    def submit(  # noqa: PLR0913 - one parameter per option
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
@@ -120,6 +124,8 @@ class Engine:
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
+        evict: str | None = None,
+        record_evictions: bool | None = None,
     ) -> str:
         """Queue a request; return its id.
 
@@ -130,42 +136,34 @@ class Engine:
             priority: lower goes first, within its tenant.
             tenant: on whose account.
             cache_salt: only requests of the same tenant and salt share this prompt's KV.
+            evict: which of its tokens stay, such as "h2o:cap=512"; None takes `KVConfig.evict`.
+            record_evictions: keep which tokens leave, for `eviction_trace`; None takes
+                `KVConfig.record_evictions`.
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, a prompt over the context,
                 options that do not fit the model, a salt that is too long or has control
-                characters, or an id that is in use.
+                characters, an eviction rule this engine was not started for, or an id in use.
             NeverFits: it needs more KV than the whole pool has.
         """
-        spec = self.model.spec
-        prompt = checked_prompt(prompt_token_ids, spec)
-        resolved = checked_params(params or SamplingParams(), len(prompt), self.model)
-        cache_salt = checked_salt(cache_salt)
-        if request_id is None:
-            request_id = self._free_id()
-        elif request_id in self._replies:
-            raise RequestError(f"a request {request_id!r} is already running; use another id")
-        seed = resolved.seed
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            params=resolved,
-            sampling_seed=random.getrandbits(63) if seed is None else seed,
+        asked = Asked(
+            params=params,
             priority=priority,
-            arrival=self._arrivals + 1,
             tenant=tenant,
             cache_salt=cache_salt,
-            evict=self.pool.eviction.text,
-            eviction=self.pool.eviction.spec,
-            rope_regime=self.model.decoder.rope_regime(len(prompt) + resolved.max_tokens),
-            arrival_s=self._clock(),
+            evict=evict,
+            record_evictions=record_evictions,
         )
+        request = self._intake.make(prompt_token_ids, asked)
+        request.request_id = self._replies.free_id(request_id, self._arrivals + 1)
+        request.arrival = self._arrivals + 1
         sequences = make_sequences(request)
-        reply = self._replies.make(request_id, resolved, sequences)
+        reply = self._replies.make(request.request_id, request.params, sequences)
+        self._traces.follow(sequences)
         self._arrivals += len(sequences)
         self.scheduler.submit(sequences[0])
         self._replies.open(reply)
-        return request_id
+        return request.request_id
 
     def _open_text(self, request: Request) -> OutputText:
         model = self.model
@@ -180,10 +178,6 @@ class Engine:
         self.scheduler.residency.identities.register_public(
             checked_prompt(token_ids, self.model.spec)
         )
-
-    def _free_id(self) -> str:
-        ids = (f"request-{number}" for number in itertools.count(self._arrivals + 1))
-        return next(request_id for request_id in ids if request_id not in self._replies)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request now; its last delta comes with the next step. Unknown ids are ignored.
@@ -276,6 +270,18 @@ class Engine:
     def ledger(self) -> Snapshot:
         """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
         return self._ledger.snapshot()
+
+    def eviction_trace(self, request_id: str) -> list[KeptSets]:
+        """What stayed of a request's tokens after each of its evictions, the first one first.
+
+        Args:
+            request_id: of a request that is not done, or of one of the last that were recorded
+                (`record_evictions`); `request#1` is the second of several answers.
+
+        Raises:
+            RequestError: no such request is remembered.
+        """
+        return self._traces.of(request_id, self._requests())
 
     def _requests(self) -> list[Request]:
         """All requests that have not ended."""

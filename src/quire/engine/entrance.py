@@ -8,7 +8,6 @@ turns      one that comes back after it gave way, one that is new, one that come
 from collections.abc import Callable, Iterator
 
 from quire.engine.group import (
-    NO_LIMIT,
     copies_to_come,
     num_rows,
     plan_reading,
@@ -35,7 +34,6 @@ class Entrance:
         self._config, self._residency = parts.config, parts.residency
         self._admission, self._fairness = parts.admission, parts.fairness
         self._preempter, self._memory = parts.preempter, parts.residency.memory
-        self._most_shared = parts.eviction.cap or NO_LIMIT
         self._running, self._preempt = running, preempt
         self._refused: dict[Request, tuple[int, int]] = {}  # what there was when it was refused
         self._last_returned = False
@@ -56,6 +54,21 @@ class Entrance:
                     return entered
         tried = (self._try(request, may_take=False) for request in borrowers)
         return next((request for request in tried if request is not None), None)
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether memory is above the low watermark, or short for the first that waits."""
+        above = self._residency.available_bytes < self._kept_free_bytes
+        if above or not self._running:
+            return above
+        head = next(self._fairness.waiting.heads(), None)
+        if head is None or head not in self._refused or not self._rows_left(num_rows(head)):
+            return False
+        return not self._has_room(head, 0)
+
+    @property
+    def _kept_free_bytes(self) -> float:
+        return (1 - self._config.low_watermark) * self._memory.total_bytes
 
     def claim(self) -> None:
         """Let in those who get what is their tenant's own only if others give it back.
@@ -143,7 +156,7 @@ class Entrance:
         if not (self._running or self._preempter.has_place(away)):
             self._preempter.give_up(away)  # no piece is long enough, and none will come free
         whole = self._preempter.is_whole(away)
-        first = away if whole else plan_reading(request, self._most_shared)
+        first = away if whole else plan_reading(request)
         head_tokens = self._preempter.head_tokens(first)
         lease = None if whole else self._residency.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
@@ -175,7 +188,7 @@ class Entrance:
         for copy in copies_to_come([request, *self._running]):
             promised = promised + self._admission.promised(copy, [], peaks.shared_tokens(copy))
         left_bytes = self._residency.available_bytes - peaks.num_bytes(promised)
-        if left_bytes < (1 - self._config.low_watermark) * self._memory.total_bytes:
+        if left_bytes < self._kept_free_bytes:
             return False
         return self._residency.make_room(peaks.by_class(promised))
 

@@ -6,6 +6,7 @@
 | chunk | tokens, kv_bytes |
 | shared | tokens, kv_bytes |
 | copied | kv_bytes |
+| evicted | tokens, freed_bytes, reason, length |
 | swapped_out, swapped_in | kv_bytes, seconds |
 | preempted | how, reason, lost_tokens, freed_bytes |
 | cached, uncached | blocks, kv_bytes |
@@ -26,7 +27,7 @@ Listener = Callable[["KVEvent"], None]
 
 KINDS = (
     *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in"),
-    *("preempted", "cached", "uncached", "freed"),
+    *("preempted", "evicted", "cached", "uncached", "freed"),
 )
 KEPT_EVENTS = 4096
 

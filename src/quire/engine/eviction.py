@@ -1,107 +1,193 @@
-"""Carries an eviction out: ask the policy which slots stay, then compact the lanes."""
+"""Carries evictions out: ask the policy which slots stay, then compact the lanes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
-from jaxtyping import Bool
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.engine.eviction_rules import EvictionRules
+from quire.engine.eviction_trace import EvictionEntry
+from quire.engine.lane_caps import Evicted
+from quire.engine.lane_room import Slots, evicting_table
 from quire.engine.request import Request
 from quire.errors import PolicyError
 from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
-from quire.kv.tables import LaneTable
 from quire.policies.eviction import Eviction
-from quire.policies.view import KVView
+from quire.policies.view import KVView, Rotation
 
-NO_SLOT = -1
-_BEHIND_ALL = 1 << 40  # sorts places without a slot behind the last one
+FLOAT_BYTES = 4
+_TENSORS_OF_A_VIEW = 4  # keys, values, and what a rule makes of them
 
 
-class Evictor:
-    """Applies an eviction to the lanes without order of a KV memory.
+class PolicyEvictor:
+    """Applies the policies of requests to the lanes of a KV memory.
 
     Args:
         kv: bookkeeping and bytes.
-        eviction: what stays.
-        heads: KV heads of a layer.
+        rules: that requests may have.
+        scratch_bytes: keys and values that a policy looks at, gathered at a time: so many layers
+            are shown together, one at least.
+        rotation: what RoPE does to queries; None for models that do not say.
     """
 
-    def __init__(self, kv: PagedKV, eviction: Eviction, heads: int) -> None:
-        self._kv, self._eviction, self._heads = kv, eviction, heads
+    def __init__(
+        self,
+        kv: PagedKV,
+        rules: EvictionRules,
+        scratch_bytes: int,
+        rotation: Rotation | None = None,
+    ) -> None:
+        table = evicting_table(kv.memory)
+        assert table is not None, "made for pools whose lanes lose tokens"
+        self._kv, self._rules, self._table = kv, rules, table
+        self._scratch_bytes, self._rotation = scratch_bytes, rotation
 
-    def __call__(self, request: Request, keep: int) -> None:
-        """Leave `keep` slots in every evicting lane of a request.
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Bring the lanes of a request down; see `quire.engine.lane_caps.Evictor`.
 
         Raises:
             PolicyError: the policy broke its contract.
+            OutOfPages: no room for private copies of shared pages; nothing was changed.
         """
-        for table in self._kv.memory.tables.values():
-            if not table.group.ordered and not table.group.private:
-                self._evict_group(table, request, keep)
-
-    def _evict_group(self, table: LaneTable, request: Request, keep: int) -> None:
-        memory, group = self._kv.memory, table.group
-        stored = self._positions(table, request.row)  # in the order of slots
-        order = stored.masked_fill(stored < 0, _BEHIND_ALL).argsort(dim=1)
-        heads = self._heads // group.lanes_per_layer
-        view = KVView(
-            stored.gather(1, order).repeat_interleave(heads, dim=0),
-            int(memory.lengths[request.row]),
-            heads_per_layer=self._heads,
-            layers=group.layers,
-            prompt_tokens=len(request.prompt_token_ids),
-        )
-        kept = self._checked(self._select(view, keep), view, keep)
-        mask = torch.zeros_like(stored, dtype=torch.bool)
-        mask.scatter_(1, order, _of_lanes(kept, heads))
-        plan = plan_compaction(memory, group.name, request.row, mask.cpu().numpy())
+        eviction, done = _eviction_of(request), request.num_computed
+        parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
+        mask = _stacked([lying for lying, _ in parts])
+        memory, group = self._kv.memory, self._table.group
+        plan = plan_compaction(memory, group.name, request.row, mask)
+        if least_gain is not None and plan.gain_pages < least_gain:
+            return None
+        entry = EvictionEntry.joined(done, [left for _, left in parts])
         commit_compaction(memory, plan)
+        return Evicted(entry.num_slots, group.num_lanes, entry)
 
-    def _select(self, view: KVView, keep: int) -> object:
-        """Ask the policy; whatever it raises is its request's business and nobody else's."""
-        wanted = torch.full((len(view.positions),), keep, device=view.positions.device)
-        try:
-            return self._eviction.select(view, wanted)
-        except PolicyError:
-            raise
-        except Exception as error:
-            name = type(self._eviction.policy).__name__
-            raise PolicyError(f"policy {name} raised {type(error).__name__}: {error}") from error
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Let the tokens of an entry leave again."""
+        reader = self._reader(request, range(len(self._table.group.layers)))
+        heads = self._table.group.page_class.heads
+        stays = entry.stays(reader.positions.cpu().numpy()[::heads])
+        mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
+        name = self._table.group.name
+        commit_compaction(
+            self._kv.memory, plan_compaction(self._kv.memory, name, request.row, mask)
+        )
 
-    def _checked(self, mask: object, view: KVView, keep: int) -> Tensor:
-        name, shape = type(self._eviction.policy).__name__, list(view.positions.shape)
-        if not isinstance(mask, Tensor):
-            raise PolicyError(
-                f"policy {name} must give a mask, a tensor of type torch.bool {shape}, got a "
-                f"{type(mask).__name__}"
-            )
-        if mask.dtype != torch.bool or list(mask.shape) != shape:
-            raise PolicyError(
-                f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
-                f"{list(mask.shape)}"
-            )
-        kept = (mask & view.live).sum(dim=1)
-        if bool((kept != keep).any()):
-            raise PolicyError(
-                f"policy {name} must keep {keep} live slots in each lane, it kept "
-                f"{sorted(set(kept.tolist()))}"
-            )
-        return mask
+    def settle(self, request: Request) -> None:
+        """Divide the cap of a request whose whole prompt has been read."""
+        eviction = _eviction_of(request)
+        reader = self._reader(request, range(len(self._table.group.layers)))
+        view = self._view(request, reader)
+        rule = self._rules.rule(request.evict)
+        with _named(eviction):
+            settled = rule.settle(eviction, view, self._rules.lanes_of(rule))
+        request.selection, request.eviction = settled, settled.spec
 
-    def _positions(self, table: LaneTable, row: int) -> Tensor:
-        """[lanes, slots] logical positions, NO_SLOT behind a lane's last slot."""
-        views = self._kv.store.views(table.group.page_class)
-        assert views.positions is not None, "lanes without order carry positions"
-        columns = int(table.num_pages[row].max())
-        pages = self._kv.tables[table.group.name].current()[row, :, :columns].long()
-        positions = views.positions[pages.clamp_min(0)].flatten(1).long()
-        slots = torch.from_numpy(table.num_slots[row].copy()).to(positions.device)
-        slot = torch.arange(positions.shape[1], device=positions.device)
-        return positions.masked_fill(slot >= slots[:, None], NO_SLOT)
+    # ---- views ---------------------------------------------------------------------------------
+
+    def _parts(self, request: Request) -> Iterator[range]:
+        """Layers to look at together."""
+        group, page_class = self._table.group, self._table.group.page_class
+        slots = int(self._table.num_slots[request.row].max())
+        numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
+        layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
+        together = max(1, self._scratch_bytes // max(1, layer_bytes))
+        for start in range(0, len(group.layers), together):
+            yield range(start, min(start + together, len(group.layers)))
+
+    def _reader(self, request: Request, layers: range) -> LaneReader:
+        return LaneReader(self._kv, self._table.group.name, request.row, layers)
+
+    def _view(self, request: Request, reader: LaneReader) -> KVView:
+        return KVView(
+            reader.positions,
+            request.num_computed,
+            heads_per_layer=reader.heads_per_layer,
+            layers=reader.layers,
+            prompt_tokens=len(request.prompt_token_ids),
+            statistics=reader.statistics,
+            slots=reader,
+            head_dim=self._table.group.page_class.head_dim,
+            scale=self._kv.scale,
+            rotation=self._rotation,
+        )
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def _choose(
+        self, request: Request, eviction: Eviction, keep: Slots, layers: range
+    ) -> tuple[NDArray[np.bool_], EvictionEntry]:
+        """Which slots of some layers stay, as they lie, and what leaves."""
+        reader = self._reader(request, layers)
+        view, group = self._view(request, reader), self._table.group
+        per_layer, heads = group.lanes_per_layer, group.page_class.heads
+        of_part = keep[layers.start * per_layer : layers.stop * per_layer]
+        wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
+        with _named(eviction):
+            given = eviction.select(view, wanted)
+        mask = _checked(given, eviction, view, wanted) & view.live
+        lying = reader.unsort(mask)
+        positions = view.positions[::heads].cpu().numpy()
+        kept = mask[::heads].cpu().numpy()
+        return lying, EvictionEntry.of(request.num_computed, positions, kept)
 
 
-def _of_lanes(kept: Bool[Tensor, "head slot"], heads: int) -> Bool[Tensor, "lane slot"]:
-    """One mask for each lane of a table, of the heads that it holds, which must agree."""
-    by_lane = kept.view(-1, heads, kept.shape[1])
-    if bool((by_lane != by_lane[:, :1]).any()):
-        raise PolicyError("the heads of a layer share its pages, and so must keep the same tokens")
-    return by_lane[:, 0]
+def _eviction_of(request: Request) -> Eviction:
+    eviction = request.selection
+    assert isinstance(eviction, Eviction), "requests that evict say how"
+    return eviction
+
+
+@contextmanager
+def _named(eviction: Eviction) -> Iterator[None]:
+    """Whatever a policy raises is its request's business and nobody else's."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:
+        name = type(eviction.policy).__name__
+        raise PolicyError(f"policy {name} raised {type(error).__name__}: {error}") from error
+
+
+def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
+    """A mask, proved to be one.
+
+    Raises:
+        PolicyError: another type or shape, or other numbers of slots than were asked for.
+    """
+    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
+    if not isinstance(mask, Tensor):
+        raise PolicyError(
+            f"policy {name} must give a mask, a tensor of type torch.bool {shape}, got a "
+            f"{type(mask).__name__}"
+        )
+    if mask.dtype != torch.bool or list(mask.shape) != shape:
+        raise PolicyError(
+            f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
+            f"{list(mask.shape)}"
+        )
+    kept = (mask & view.live).sum(dim=1)
+    if eviction.spec.ragged:  # heads of a layer share what may stay
+        kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
+    wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
+    if bool(wrong.any()):
+        lane = int(wrong.int().argmax())
+        what = "layer" if eviction.spec.ragged else "lane"
+        most = "at most " if eviction.piece_tokens > 1 else ""
+        raise PolicyError(
+            f"policy {name} must keep {most}{int(keep[lane])} live slots in {what} {lane}, it kept "
+            f"{int(kept[lane])}"
+        )
+    return mask
+
+
+def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """Masks of the parts' lanes under each other, as wide as the widest."""
+    slots = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, slots - part.shape[1]))) for part in parts])

@@ -19,8 +19,6 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
 
-NO_LIMIT = 1 << 62
-
 
 def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> None:
     """Refuse a search whose beams can never decode together.
@@ -99,13 +97,14 @@ def same_group(one: Request, other: Request) -> bool:
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def plan_reading(request: Request, most_shared: int = NO_LIMIT) -> Request:
+def plan_reading(request: Request) -> Request:
     """Decide who is read and who is copied; return the member to begin with.
+
+    Two members that differ share no more than both hold before their first eviction: what leaves
+    then, and how chunks fall behind it, is each one's own.
 
     Args:
         request: any member, or a request alone, which is its own answer.
-        most_shared: tokens two members that differ may share at most. Where a rule evicts it is
-            the cap: behind it chunks must fall as they fall in a sequence alone.
     """
     group = request.group
     if group is None:
@@ -115,7 +114,7 @@ def plan_reading(request: Request, most_shared: int = NO_LIMIT) -> Request:
     for parent, child in pairwise(ordered):
         tokens = _common_tokens(parent, child)
         if tokens < child.num_tokens:
-            tokens = min(tokens, most_shared)
+            tokens = min(tokens, parent.exact_tokens, child.exact_tokens)
         while id(parent) in origin and origin[id(parent)].tokens >= tokens:
             parent = origin[id(parent)].parent  # it begins where that one is by then
         origin[id(child)] = PlannedFork(child, parent, tokens)

@@ -54,6 +54,24 @@ def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
     return options
 
 
+def as_policies(evict: object, count: int) -> list[str | None]:
+    """Eviction policies, one for each of `count` prompts; None where none are given.
+
+    Raises:
+        RequestError: neither one text nor a list of `count` texts.
+    """
+    if evict is None or isinstance(evict, str):
+        return [evict] * count
+    policies: list[str | None] = []
+    for text in evict if isinstance(evict, Sequence) else [evict]:
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"expected evict to be a text such as 'h2o:cap=512', got {text!r}")
+        policies.append(text)
+    if len(policies) != count:
+        raise RequestError(f"expected one eviction policy or {count} of them, got {len(policies)}")
+    return policies
+
+
 def _hint(prompt: object) -> str:
     if isinstance(prompt, bytes | bytearray):
         return "; decode it"

@@ -1,13 +1,96 @@
-"""Keeps lanes at or under their cap: asks for an eviction before the next token is processed."""
+"""Keeps lanes at or under their cap: asks for evictions before the next tokens are processed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+
+from quire.engine.eviction_trace import EvictionEntry
+from quire.engine.lane_room import (
+    Slots,
+    evicting_table,
+    held_slots,
+    lookahead,
+    over_cap,
+    slots_to_keep,
+)
 from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
-from quire.errors import OutOfPages, PolicyError
-from quire.spec.eviction import EvictionSpec
+from quire.errors import InvariantError, OutOfPages, PolicyError
+from quire.spec.eviction import PRESSURE
 
-Evictor = Callable[[Request, int], None]  # (request, slots to keep in every evicting lane)
+CAP, REPLAY = "cap", "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction did.
+
+    Attributes:
+        slots: that left, over all lanes.
+        lanes: of the table.
+        entry: which tokens they were; None where nobody knows (a simulation).
+    """
+
+    slots: int
+    lanes: int
+    entry: EvictionEntry | None = None
+
+
+@runtime_checkable
+class Evictor(Protocol):
+    """Chooses the slots that leave, and moves the others; which leave depends on tensors."""
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Bring the lanes of a request down to so many slots.
+
+        Args:
+            request: runs.
+            keep: [lanes] slots that stay.
+            least_gain: pages that must come free at least, else nothing is done; None: whatever.
+
+        Returns:
+            None where nothing was done.
+
+        Raises:
+            PolicyError: the policy broke its contract.
+            OutOfPages: no room for private copies of shared pages; nothing was changed.
+        """
+        ...
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Let the tokens of an entry leave, as they did before.
+
+        Raises:
+            OutOfPages: see `evict`.
+        """
+        ...
+
+    def settle(self, request: Request) -> None:
+        """Divide the cap of a request whose whole prompt has been read.
+
+        Raises:
+            PolicyError: the policy broke its contract.
+        """
+        ...
+
+
+class _NoEvictor:
+    """Of a pool whose lanes lose nothing."""
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
+
+    def settle(self, request: Request) -> None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
 
 
 class LaneCaps:
@@ -15,56 +98,166 @@ class LaneCaps:
 
     Args:
         residency: requests' rows.
-        eviction: how many tokens a lane may hold, and how many leave at a time.
-        evict: chooses and moves; which tokens leave depends on tensors.
+        evictor: chooses and moves; None where no request evicts.
         fail: called with a request whose policy broke its contract.
+
+    Attributes:
+        num_evictions, evicted_tokens: so far, repeated ones not counted.
     """
 
     def __init__(
         self,
         residency: Residency,
-        eviction: EvictionSpec,
-        evict: Evictor,
+        evictor: Evictor | None,
         fail: Callable[[Request, PolicyError], None],
     ) -> None:
-        self._residency, self._eviction, self._evict = residency, eviction, evict
-        self._fail = fail
+        self._residency, self._fail = residency, fail
+        self._evictor = _NoEvictor() if evictor is None else evictor
+        self._table = evicting_table(residency.memory)
+        self.num_evictions = 0
+        self.evicted_tokens = 0.0
 
     def bring_down(self, requests: list[Request]) -> list[Request]:
         """Evict from those whose lanes are full; return the requests that can go on."""
-        cap = self._eviction.cap
-        if cap is None:
+        if self._table is None:
             return requests
-        full = [r for r in requests if self._held_tokens(r) >= cap]
-        failed = [r for r in full if not self._try(r, cap - self._eviction.every)]
-        if not failed:
+        stuck = [r for r in requests if r.eviction.cap is not None and not self._try(r)]
+        if not stuck:
             return requests
         # others of a group leave with the member they were to be copied from
-        return [r for r in requests if r not in failed and r.state is RequestState.RUNNING]
+        return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
 
-    def _try(self, request: Request, keep: int) -> bool:
-        """Evict; False where the policy failed, or private copies of shared pages found no room."""
+    def may_relieve(self, requests: Iterable[Request]) -> bool:
+        """Whether any of these goes down to its cap where room is short."""
+        return any(r.eviction.when == PRESSURE and r.eviction.cap is not None for r in requests)
+
+    def relieve(self, requests: Iterable[Request]) -> bool:
+        """Room is short: let the longest of those that are over their cap go down to it.
+
+        Args:
+            requests: running ones, of which none is in the step that is being planned.
+
+        Returns:
+            Whether pages came free.
+        """
+        if self._table is None:
+            return False
+        asked = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
+        for request in sorted(asked, key=lambda r: (-self._held(r), r.order)):
+            if request.state is RequestState.RUNNING and self._relieve(request):
+                return True
+        return False
+
+    def _held(self, request: Request) -> int:
+        assert self._table is not None
+        return int(held_slots(self._table, request).sum())
+
+    def _relieve(self, request: Request) -> bool:
+        assert self._table is not None
+        keep = over_cap(request, self._table)
+        if keep is None or self._residency.borrows_unwritten(request):
+            return False
+        # what others may find of it goes first: a page that a cached prefix names is not freed
         self._residency.stop_sharing(request)
-        request.exact = False
+        self._residency.drop_cached()
         try:
-            self._evict_unsharing(request, keep)
+            return self._evict(request, keep, PRESSURE, least_gain=1)
+        except OutOfPages:
+            return False
+        except PolicyError as error:
+            self._fail(request, error)
+            return True
+
+    def _try(self, request: Request) -> bool:
+        """Evict; False where the policy failed, or private copies of shared pages found no room."""
+        try:
+            return self._bring_down(request)
         except OutOfPages:
             return False
         except PolicyError as error:
             self._fail(request, error)
             return False
+
+    def _bring_down(self, request: Request) -> bool:
+        """Make room for the next tokens; False where what is held has yet to be written."""
+        assert self._table is not None
+        if self._residency.borrows_unwritten(request):
+            return not self._is_due(request)
+        while (entry := request.next_replay) is not None:
+            if entry.num_computed != request.num_computed:
+                return True
+            self._repeat(request, entry)
+        if request.unsettled and request.num_computed >= len(request.prompt_token_ids):
+            self._evictor.settle(request)
+            request.unsettled = False
+        keep = slots_to_keep(request, self._table, lookahead(request))
+        if keep is not None and np.any(keep < held_slots(self._table, request)):
+            self._evict(request, keep, CAP)
         return True
 
-    def _evict_unsharing(self, request: Request, keep: int) -> None:
-        """Evict; where copies of shared pages find no room, after the cached prefixes are gone."""
+    def _is_due(self, request: Request) -> bool:
+        entry = request.next_replay
+        if entry is not None:
+            return entry.num_computed == request.num_computed
+        assert self._table is not None
+        return slots_to_keep(request, self._table, lookahead(request)) is not None
+
+    def _evict(
+        self, request: Request, keep: Slots, reason: str, *, least_gain: int | None = None
+    ) -> bool:
+        memory = self._residency.memory
+        free_bytes = memory.free_bytes
+        done: list[Evicted | None] = []
+        self._changing(
+            request, lambda: done.append(self._evictor.evict(request, keep, least_gain=least_gain))
+        )
+        evicted = done[-1]
+        if evicted is None:
+            return False
+        if evicted.entry is not None:
+            request.trace.append(evicted.entry)
+            request.replayed = len(request.trace)
+        tokens = evicted.slots / evicted.lanes
+        request.exact = False
+        request.num_evictions += 1
+        request.evicted_tokens += tokens
+        self.num_evictions += 1
+        self.evicted_tokens += tokens
+        self._tell(request, tokens, memory.free_bytes - free_bytes, reason)
+        return True
+
+    def _repeat(self, request: Request, entry: EvictionEntry) -> None:
+        memory = self._residency.memory
+        free_bytes = memory.free_bytes
+        self._changing(request, lambda: self._evictor.repeat(request, entry))
+        request.exact = False
+        request.replayed += 1
+        tokens = entry.num_slots / len(entry.counts)
+        self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
+
+    def _changing(self, request: Request, change: Callable[[], None]) -> None:
+        """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
+        self._residency.stop_sharing(request)
+        copied_bytes = self._residency.memory.copied_bytes
         try:
-            self._evict(request, keep)
+            change()
         except OutOfPages:
             self._residency.drop_cached()
-            self._evict(request, keep)
+            change()
+        copied_bytes = self._residency.memory.copied_bytes - copied_bytes
+        if copied_bytes:
+            self._residency.events.emit("copied", request, kv_bytes=copied_bytes)
 
-    def _held_tokens(self, request: Request) -> int:
-        """Most slots any evicting lane of the request holds."""
-        tables = self._residency.memory.tables.values()
-        evicting = (t for t in tables if not t.group.ordered and not t.group.private)
-        return max((int(t.num_slots[request.row].max()) for t in evicting), default=0)
+    def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
+        last = request.trace[request.replayed - 1] if request.replayed else None
+        wanted = request.records_evictions and last is not None
+        extra = {"digest": last.digest} if wanted and last is not None else {}
+        self._residency.events.emit(
+            "evicted",
+            request,
+            tokens=round(tokens, 3),
+            freed_bytes=freed_bytes,
+            reason=reason,
+            length=request.num_computed,
+            **extra,
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from quire.engine.core import Engine
-from quire.engine.inputs import as_options, as_prompts, as_token_ids
+from quire.engine.inputs import as_options, as_policies, as_prompts, as_token_ids
 from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
 from quire.engine.request import DEFAULT_TENANT
@@ -107,6 +107,7 @@ class LLM:
         progress: Progress | None = None,
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
+        evict: str | Sequence[str | None] | None = None,
     ) -> list[Answer]:
         """Answer prompts, all of them together; answers come in the order of the prompts.
 
@@ -116,13 +117,15 @@ class LLM:
             progress: called after every step with the engine's numbers and the step's deltas.
             tenant: on whose account, see `ScheduleConfig.tenants`.
             cache_salt: only requests of the same tenant and salt share KV.
+            evict: which tokens stay, such as "h2o:cap=512", one for all or one for each; None
+                takes `KVConfig.evict`.
 
         Raises:
             RequestError: a prompt or its options are wrong; nothing has been run then.
             NeverFits: a prompt needs more KV than the whole pool has.
         """
         many = as_prompts(prompts)
-        options = as_options(sampling, len(many))
+        options, policies = as_options(sampling, len(many)), as_policies(evict, len(many))
         builders: dict[str, AnswerBuilder] = {}
         answers: dict[str, Answer] = {}
 
@@ -132,10 +135,11 @@ class LLM:
                 answers[delta.request_id] = answer
 
         try:
-            for index, (prompt, params) in enumerate(zip(many, options, strict=True)):
+            asked = zip(many, options, policies, strict=True)
+            for index, (prompt, params, policy) in enumerate(asked):
                 with _named(f"prompt {index}" if len(many) > 1 else ""):
                     ids = self._encode(prompt)
-                    request_id = self._submit(ids, params, take, tenant, cache_salt)
+                    request_id = self._submit(ids, params, take, tenant, cache_salt, policy)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
@@ -145,7 +149,13 @@ class LLM:
             self._withdraw(builders)
         return [answers[request_id] for request_id in builders]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        evict: str | None = None,
+    ) -> Iterator[Delta]:
         """Answer one prompt piece by piece. Closing the iterator cancels the request.
 
         Several streams may be open, and `generate` may be called meanwhile: each gets its own.
@@ -155,7 +165,7 @@ class LLM:
         """
         inbox: deque[Delta] = deque()
         [params] = as_options(sampling, 1)
-        request_id = self._submit(self.encode(prompt), params, inbox.append)
+        request_id = self._submit(self.encode(prompt), params, inbox.append, evict=evict)
         done = False
         try:
             while not done:
@@ -182,8 +192,11 @@ class LLM:
         take: _Taker,
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
+        evict: str | None = None,
     ) -> str:
-        request_id = self.engine.submit(ids, params, tenant=tenant, cache_salt=cache_salt)
+        request_id = self.engine.submit(
+            ids, params, tenant=tenant, cache_salt=cache_salt, evict=evict
+        )
         self._takers[request_id] = take
         return request_id
 

@@ -6,16 +6,15 @@ import os
 import torch
 
 from quire.engine.events import EventLog, PrefixEvents
-from quire.engine.eviction import Evictor
+from quire.engine.eviction import PolicyEvictor
+from quire.engine.lane_caps import Evictor
 from quire.engine.pool import KVPool
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.prefix_identities import PrefixIdentities
-from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
-from quire.errors import InvariantError
 from quire.kv.config import KVConfig
 from quire.kv.host_store import device_name
 from quire.kv.prefix import PrefixIndex
@@ -25,6 +24,8 @@ from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
+from quire.plan.sizes import parse_size
+from quire.policies.view import Rotation
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def make_scheduler(
         events: told what happens to requests.
         listener: told which prefixes come and go.
     """
-    memory, eviction = pool.kv.memory, pool.eviction
+    memory = pool.kv.memory
     # a store whose pages have one holder each can share nothing
     shares = kv.prefix_cache and memory.placement.shares
     prefix = PrefixIndex(memory, listener) if shares else None
@@ -57,12 +58,18 @@ def make_scheduler(
     residency = Residency(
         memory,
         prefix,
-        identities=PrefixIdentities((model.name, pool.codec, kv.evict, str(kv.page_tokens))),
+        identities=PrefixIdentities((model.name, pool.codec, str(kv.page_tokens))),
         events=events,
     )
-    evictor = Evictor(pool.kv, eviction, model.spec.num_kv_heads) if eviction.policy else _never
-    parts = make_parts(schedule, eviction.spec, residency, _swapper(pool, schedule, model))
-    return Scheduler(memory, schedule, eviction.spec, evictor, parts=parts)
+    parts = make_parts(schedule, residency, _swapper(pool, schedule, model))
+    return Scheduler(memory, schedule, _evictor(pool, kv, model), parts=parts)
+
+
+def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
+    if not pool.rules.evicts:
+        return None
+    rotation = model.decoder if isinstance(model.decoder, Rotation) else None
+    return PolicyEvictor(pool.kv, pool.rules, parse_size(kv.scratch), rotation)
 
 
 def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:
@@ -78,7 +85,3 @@ def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swap
         logger.info("%s", known.notice)
     costs = LearnedCosts(known.costs)
     return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt)
-
-
-def _never(request: Request, keep: int) -> None:
-    raise InvariantError(f"request {request.request_id}: eviction to {keep} without a policy")

@@ -151,6 +151,7 @@ def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
         completion_tokens=sum(len(r.output_token_ids) for r in listed),
         cached_tokens=max(r.cached_tokens for r in listed),
         preemptions=max(r.preemptions for r in listed),
+        evicted_tokens=round(max(r.evicted_tokens for r in listed)),
         kv_peak_bytes=max(peaks),
         first_token_s=min(started, default=now_s) - first.arrival_s,
         total_s=now_s - first.arrival_s,

@@ -19,6 +19,8 @@ class Usage:
             beam search the tokens of the sequences that are returned.
         cached_tokens: prompt tokens whose KV was there already.
         preemptions: times the request was thrown out and begun again.
+        evicted_tokens: tokens whose KV was given up, the mean over all lanes; 0 where the cap was
+            never reached, and of several answers the most of any.
         kv_peak_bytes: most KV bytes it referred to at any time; pages that its answers share count
             once.
         first_token_s: from submission to the first token.
@@ -29,6 +31,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     preemptions: int
+    evicted_tokens: int
     kv_peak_bytes: int
     first_token_s: float
     total_s: float

@@ -7,6 +7,7 @@ import torch
 
 from quire.engine.activation import measure_activation_peak
 from quire.engine.device_memory import free_device_bytes
+from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
@@ -30,7 +31,7 @@ from quire.kv.stores.run_lengths import LaneLimits
 from quire.models.loader import LoadedModel
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
-from quire.policies.eviction import Eviction, LaneShape, make_eviction
+from quire.policies.eviction import Eviction
 from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import layout_for
 from quire.spec.pages import CacheLayout, PageClass
@@ -42,7 +43,8 @@ class KVPool:
 
     Attributes:
         kv: bookkeeping, bytes and backend.
-        eviction: policy and schedule.
+        rules: which tokens may leave.
+        eviction: the default rule, for the longest prompt there is.
         codec: how numbers are stored.
         reason: why this backend.
         store: who gives lanes their pages.
@@ -50,6 +52,7 @@ class KVPool:
     """
 
     kv: PagedKV
+    rules: EvictionRules
     eviction: Eviction
     codec: str
     reason: str
@@ -91,22 +94,25 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
-    eviction = make_eviction(config.evict).for_request(
-        model.spec.max_positions, _lane_shape(model, config)
+    rules = EvictionRules(
+        config.evict,
+        config.evict_allow,
+        model=model.spec,
+        page_tokens=config.page_tokens,
+        number_bytes=decoder.dtype.itemsize,
     )
-    _check_chunks(eviction, schedule)
-    if eviction.policy is not None and all(layer.window for layer in model.spec.layers):
-        raise UnsoundCombination(
-            f"every layer of {model.name} has a sliding window, which bounds its KV already: "
-            f"{config.evict!r} would find nothing to evict; use evict=full"
-        )
+    check_blocks(rules.default, schedule)
+    longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
     codec = _codec(config.codec, decoder.dtype)
     layout = layout_for(
         model.spec,
         codec=codec,
         page_tokens=config.page_tokens,
-        evicting=eviction.policy is not None,
+        evicting=rules.evicts,
+        heads_apart=rules.heads_apart,
+        statistics=rules.statistics,
     )
+    _check_store(config, rules)
     refuse_unsound(config.store, features_of(layout, prefix_cache=False))
     choice = select_backend(
         config.attention,
@@ -117,25 +123,23 @@ def build_pool(
     )
     host_bytes = _host_bytes(config)
     if member is None:
-        memory, store = _own_memory(model, config, schedule, layout, eviction.spec)
+        memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:
         _check_member(config, member)
         memory, store = member.make_memory(layout, schedule.max_running, decoder.device)
     kv = PagedKV(memory, store, choice.backend)
     host = _host_pool(store, layout, host_bytes) if host_bytes else None
-    return KVPool(kv, eviction, codec, choice.reason, config.store, host)
+    return KVPool(kv, rules, longest, codec, choice.reason, config.store, host)
 
 
-def _lane_shape(model: LoadedModel, config: KVConfig) -> LaneShape:
-    spec = model.spec
-    num_layers = sum(layer.window is None for layer in spec.layers)
-    number_bytes = model.decoder.dtype.itemsize
-    return LaneShape(
-        num_layers=num_layers,
-        heads=spec.num_kv_heads,
-        token_bytes=2 * num_layers * spec.num_kv_heads * spec.head_dim * number_bytes,
-        page_tokens=config.page_tokens,
-    )
+def _check_store(config: KVConfig, rules: EvictionRules) -> None:
+    """A store that reserves lanes ahead must know how long they get, whoever asks for what."""
+    if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
+        raise UnsoundCombination(
+            f"store {config.store!r} reserves lanes as long as --evict lets them get, and with "
+            f"--evict-allow {config.evict_allow!r} requests could ask for longer ones; use "
+            "--kv-store paged or leave out --evict-allow"
+        )
 
 
 def _own_memory(
@@ -186,15 +190,6 @@ def _host_bytes(config: KVConfig) -> int:
 def _host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
     largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
     return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
-
-
-def _check_chunks(eviction: Eviction, schedule: ScheduleConfig) -> None:
-    if eviction.policy is not None and eviction.spec.every > schedule.step_tokens:
-        raise ConfigError(
-            f"a step of {schedule.step_tokens} tokens has no room for a chunk of every="
-            f"{eviction.spec.every} tokens, which an evicting prompt reads at once; raise "
-            "--step-tokens or lower every"
-        )
 
 
 def _codec(name: str, dtype: torch.dtype) -> str:

@@ -79,9 +79,11 @@ class Reading:
         budget = self._behind_tail(request, budget)
         tokens = self._chunks.tokens(plan, request, budget)
         atomic = self._chunks.is_atomic(request)
-        if tokens and atomic and not self._can_evict(request):
+        if tokens and not self._caps.bring_down([request]):
             return 0
-        if tokens and not self._residency.can_grow([request], [tokens]):
+        if tokens and not self._has_room(plan, request, tokens):
+            if request.state is not RequestState.RUNNING:  # its policy failed
+                return 0
             tokens = 0 if atomic else self._largest_fitting(request, tokens)
         if tokens:
             self._residency.grow([request], [tokens])
@@ -91,10 +93,14 @@ class Reading:
             plan.add(request, tokens)
         return tokens
 
-    def _can_evict(self, request: Request) -> bool:
-        """Bring a request's lanes down, where all that is in them has been written already."""
-        unwritten = self._residency.borrows_unwritten(request)
-        return not unwritten and bool(self._caps.bring_down([request]))
+    def _has_room(self, plan: StepPlan, request: Request, tokens: int) -> bool:
+        """Whether there is room for a chunk, others gone down to their caps where they can."""
+        while not self._residency.can_grow([request], [tokens]):
+            planned = set(map(id, plan.requests))
+            others = (r for r in self._running if id(r) not in planned)
+            if not self._caps.relieve(others) or request.state is not RequestState.RUNNING:
+                return False
+        return True
 
     def _behind_tail(self, request: Request, budget: int) -> int:
         """Tokens a request may read where its tail is on the host: up to it, then on from it."""

@@ -1,5 +1,6 @@
 """All replies that are open, by the id of their submission."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from quire.engine.beam import BeamSearch
@@ -9,6 +10,7 @@ from quire.engine.request import Request, RequestState
 from quire.engine.sampler import SampledToken, ScoredToken
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.stop_rules import OutputText
+from quire.errors import RequestError
 
 
 class Replies:
@@ -33,6 +35,23 @@ class Replies:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open or request_id in self._of_sequence
+
+    def free_id(self, wanted: str | None, number: int) -> str:
+        """An id for a new submission.
+
+        Args:
+            wanted: of the caller's choice; None for one of ours.
+            number: that ours begin with.
+
+        Raises:
+            RequestError: it is in use.
+        """
+        if wanted is None:
+            ids = (f"request-{n}" for n in itertools.count(number))
+            return next(request_id for request_id in ids if request_id not in self)
+        if wanted in self:
+            raise RequestError(f"a request {wanted!r} is already running; use another id")
+        return wanted
 
     def make(
         self, reply_id: str, params: SamplingParams, sequences: Sequence[Request]

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.sampling_params import SamplingParams
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
 
@@ -82,8 +83,19 @@ class Request:
         row: its row of the KV memory while it runs.
         num_computed: tokens whose KV has been computed in this run (logical).
         cached_tokens: tokens of its prompt whose KV was there when it first entered.
+        evict: the eviction policy as text.
+        eviction: how many of its tokens stay, and when; resolved for its prompt.
+        selection: what chooses them, a `quire.policies.eviction.Eviction`; who plans never looks.
+        unsettled: caps of its lanes are divided when its prompt has been read.
+        statistics: names of the lane groups in which things about its tokens are remembered.
+        trace: what has left it so far, over all its runs; read again, the same leaves again.
+        replayed: entries of the trace that have been carried out in this run.
+        records_evictions: whether its caller wants the trace.
+        num_evictions: times tokens left, those of a repeated run not counted.
+        evicted_tokens: tokens that left, the mean over its lanes.
         exact: whether no token of its KV has been evicted in this run.
         swapped: its KV outside the arena, while it waits with it.
+        snapshot_ends: tokens behind which what is remembered of its prompt is kept for others.
         lease: the cached prefix it uses and adds to, while it runs.
         entries: times it has entered the KV memory.
         entered_tokens: tokens it had when it last did; it moves on before it gives way again.
@@ -105,15 +117,24 @@ class Request:
     cache_salt: str = ""
     evict: str = "full"
     eviction: EvictionSpec = KEEP_ALL
+    selection: object | None = None
+    unsettled: bool = False
+    statistics: frozenset[str] = frozenset()
+    records_evictions: bool = False
     group: RequestGroup | None = None
     apart: RequestGroup | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    trace: list[EvictionEntry] = field(default_factory=list)
+    replayed: int = 0
+    num_evictions: int = 0
+    evicted_tokens: float = 0.0
     state: RequestState = RequestState.WAITING
     row: int = -1
     num_computed: int = 0
     cached_tokens: int = 0
     exact: bool = True
     swapped: object | None = None
+    snapshot_ends: tuple[int, ...] = ()
     lease: object | None = None
     entries: int = 0
     entered_tokens: int = 0
@@ -145,6 +166,19 @@ class Request:
     def final_tokens(self) -> int:
         """Tokens whose KV it can come to need: the last one generated is never processed."""
         return len(self.prompt_token_ids) + max(0, self.params.max_tokens - 1)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens it holds before the first of them leaves: so far it can be as any other is."""
+        exact = self.eviction.exact_tokens(len(self.prompt_token_ids))
+        if self.unsettled:
+            exact = min(exact, len(self.prompt_token_ids))
+        return min(exact, self.trace[0].num_computed) if self.trace else exact
+
+    @property
+    def next_replay(self) -> EvictionEntry | None:
+        """The eviction to be repeated next; None where none is left."""
+        return self.trace[self.replayed] if self.replayed < len(self.trace) else None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -26,8 +26,6 @@ class Residency:
         prefix: finds and keeps prefixes; None where nothing is to be shared.
         identities: who may share whose prefix.
         events: told of what happens.
-        with_statistics: the policy remembers things about tokens, so that a prefix is only of use
-            up to where such a memory was kept.
     """
 
     def __init__(
@@ -37,12 +35,10 @@ class Residency:
         *,
         identities: PrefixIdentities | None = None,
         events: EventLog | None = None,
-        with_statistics: bool = False,
     ) -> None:
         self.memory, self.prefix = memory, prefix
         self.identities = identities or PrefixIdentities()
         self.events = events or EventLog()
-        self._with_statistics = with_statistics
 
     # ---- room ----------------------------------------------------------------------------------
 
@@ -83,6 +79,8 @@ class Residency:
 
         One that others are to be copied from finds no more than they have in common.
         One whose prompt is scored reads all of it again: scores need the logits of every token.
+        One that will evict finds what it would hold before its first eviction, so that neither its
+        answer nor its peak depends on what is cached.
 
         Args:
             request: waits.
@@ -93,11 +91,11 @@ class Residency:
         identity = self.identities.of(request)
         if request.scores_prompt:
             return PrefixLease(identity)
-        wanted = readable_tokens(request)
+        wanted = min(readable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:
             wanted = min(wanted, most_tokens + 1)
         tokens = request.token_ids(0, wanted)
-        return self.prefix.match(identity, tokens, with_statistics=self._with_statistics)
+        return self.prefix.match(identity, tokens, statistics=request.statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
         """Let go of what `look_up` held."""
@@ -111,16 +109,30 @@ class Residency:
             OutOfPages: there is none; nothing was changed.
         """
         if self.prefix is not None and lease is not None and lease.nodes:
-            request.row = self.prefix.start(lease, with_statistics=self._with_statistics)
+            request.row = self.prefix.start(lease, statistics=request.statistics)
             request.num_computed = lease.tokens
         else:
-            request.row = self.memory.start()
-        request.lease, request.exact = lease, True
+            request.row = self.memory.start(request.statistics)
+        request.lease, request.exact, request.replayed = lease, True, 0
+        request.snapshot_ends = self._snapshot_ends(request)
         if self.prefix is not None and lease is not None:
             self.prefix.count(request.num_tokens, lease)
         if not request.entries:
             request.cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
         self.note_entry(request)
+
+    def _snapshot_ends(self, request: Request) -> tuple[int, ...]:
+        """Tokens behind which what is remembered of a prompt is to be kept for others.
+
+        The last whole block of the prompt, for who asks more behind it; and where another prompt
+        began like this one, for the next that does.
+        """
+        lease, prefix = request.lease, self.prefix
+        if prefix is None or not request.statistics or not isinstance(lease, PrefixLease):
+            return ()
+        most = min(len(request.prompt_token_ids) - 1, request.exact_tokens)
+        ends = {min(lease.known_tokens, most), most // prefix.block_tokens * prefix.block_tokens}
+        return tuple(sorted(end for end in ends if end > lease.tokens))
 
     def note_entry(self, request: Request) -> None:
         """Count an entry, however it came about, and tell of it."""
@@ -196,10 +208,10 @@ class Residency:
         if self.prefix is None:
             return
         self.prefix.confirm()
-        if self._with_statistics:
-            for request in requests:
-                if isinstance(request.lease, PrefixLease):
-                    self.prefix.snapshot(request.lease, request.row)
+        for request in requests:
+            at_end = request.num_computed in request.snapshot_ends
+            if at_end and request.exact and isinstance(request.lease, PrefixLease):
+                self.prefix.snapshot(request.lease, request.row)
 
     def withdraw(self) -> None:
         """A step has failed: what it published is not there."""
@@ -226,12 +238,24 @@ class Residency:
         """
         child.row = fork(self.memory, parent.row)
         child.num_computed, child.exact = parent.num_computed, parent.exact
+        share_evictions(parent, child)
         if self.prefix is not None and isinstance(parent.lease, PrefixLease):
             child.lease = self.prefix.share(parent.lease)
         if not child.entries:
             child.cached_tokens = parent.cached_tokens
         child.state = RequestState.RUNNING
         self.note_entry(child)
+
+
+def share_evictions(parent: Request, child: Request) -> None:
+    """Let a copy have lost what its parent has; what it lost later itself it will lose again."""
+    child.trace[: parent.replayed] = parent.trace[: parent.replayed]
+    child.replayed = parent.replayed
+    if child.unsettled or not parent.unsettled:
+        child.eviction, child.selection = parent.eviction, parent.selection
+        child.unsettled = parent.unsettled
+    if len(child.trace) == child.replayed:  # its own past is that of its parent
+        child.num_evictions, child.evicted_tokens = parent.num_evictions, parent.evicted_tokens
 
 
 def rows_of(requests: Sequence[Request]) -> NDArray[np.int64]:

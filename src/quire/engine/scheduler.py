@@ -31,7 +31,6 @@ from quire.engine.scheduler_parts import SchedulerParts, make_parts
 from quire.engine.step_plan import StepPlan
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
-from quire.spec.eviction import EvictionSpec
 
 
 class Scheduler:
@@ -40,8 +39,7 @@ class Scheduler:
     Args:
         memory: the pool.
         config: step and queue sizes.
-        eviction: how many tokens a lane may hold, and how many leave at a time.
-        evict: called before a request's lane would pass its cap.
+        evictor: asked before a request's lane would pass its cap; None where no lane has one.
         parts: rows, rules and books; by default those of the config, with nothing shared.
     """
 
@@ -49,12 +47,11 @@ class Scheduler:
         self,
         memory: KVMemory,
         config: ScheduleConfig,
-        eviction: EvictionSpec,
-        evict: Evictor,
+        evictor: Evictor | None = None,
         *,
         parts: SchedulerParts | None = None,
     ) -> None:
-        parts = parts or make_parts(config, eviction, Residency(memory))
+        parts = parts or make_parts(config, Residency(memory))
         self.memory, self.config = memory, config
         self.residency, self.preempter = parts.residency, parts.preempter
         self.admission = parts.admission
@@ -63,10 +60,10 @@ class Scheduler:
         self.waiting = parts.fairness.waiting
         self.running: list[Request] = []
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
-        self._caps = LaneCaps(parts.residency, eviction, evict, self._fail)
+        self.caps = LaneCaps(parts.residency, evictor, self._fail)
         self._limits = Limits(parts, self.running, self._preempt)
         self._entrance = Entrance(parts, self.running, self._preempt)
-        self._reading = Reading(parts, self.running, self._caps, self._entrance)
+        self._reading = Reading(parts, self.running, self.caps, self._entrance)
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -195,6 +192,7 @@ class Scheduler:
         """Plan a step and make room for it. Rows that decode come first."""
         plan = StepPlan()
         self.fairness.recount(self.running)
+        self._relieve()
         self._limits.respect()
         self._entrance.claim()
         self._schedule_decoding(plan)
@@ -202,6 +200,12 @@ class Scheduler:
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
+
+    def _relieve(self) -> None:
+        """Room is short: let those that may go down to their caps, before anybody gives way."""
+        if self.caps.may_relieve(self.running):
+            while self._entrance.lacks_room and self.caps.relieve(self.running):
+                pass
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Note that the step's tokens have been processed; return the copies made then."""
@@ -236,6 +240,7 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         self.residency.leave(request, "beam dropped")
+        request.trace.clear()  # when it comes back it is another beam's copy
 
     # ---- decoding ------------------------------------------------------------------------------
 
@@ -244,7 +249,7 @@ class Scheduler:
         if len(decoding) > self.config.step_tokens:
             decoding = sorted(decoding, key=self.preempter.order)[: self.config.step_tokens]
             decoding = whole_groups(decoding)
-        decoding = self._make_room(whole_groups(self._caps.bring_down(decoding)))
+        decoding = self._make_room(whole_groups(self.caps.bring_down(decoding)))
         if decoding:
             ones = [1] * len(decoding)
             self.residency.grow(decoding, ones)
@@ -255,6 +260,9 @@ class Scheduler:
     def _make_room(self, decoding: list[Request]) -> list[Request]:
         """Take out as few as it takes for the others to get their next token's page."""
         while decoding and not self.residency.can_grow(decoding, [1] * len(decoding)):
+            if self.caps.relieve(self.running):
+                decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
+                continue
             first = min(decoding, key=self.preempter.order)
             victim = self.preempter.victim(self.running, first)
             if victim is None:  # those behind have just come back: the last ones miss a step

@@ -13,7 +13,6 @@ from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.tenant_book import TenantBook
 from quire.engine.tenants import parse_tenants
-from quire.spec.eviction import EvictionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,6 @@ class SchedulerParts:
 
     Attributes:
         config: steps and queues.
-        eviction: how many tokens a lane may hold, and how many leave at a time.
         residency: requests' rows in the memory.
         chunks: how much of a prompt a step reads.
         admission: when a waiting request may start.
@@ -31,7 +29,6 @@ class SchedulerParts:
     """
 
     config: ScheduleConfig
-    eviction: EvictionSpec
     residency: Residency
     chunks: ChunkSizes
     admission: AdmissionRule
@@ -41,7 +38,6 @@ class SchedulerParts:
 
 def make_parts(
     config: ScheduleConfig,
-    eviction: EvictionSpec,
     residency: Residency,
     swapper: Swapper | None = None,
 ) -> SchedulerParts:
@@ -50,14 +46,13 @@ def make_parts(
     Raises:
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
     """
-    chunks = ChunkSizes(config, eviction)
-    peaks = Peaks(residency.memory, chunks.longest)
+    chunks = ChunkSizes(config, residency.memory)
+    peaks = Peaks(residency.memory, config.longest_chunk)
     arena = residency.memory.arena
     book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
     fairness = Fairness(book, residency)
     return SchedulerParts(
         config=config,
-        eviction=eviction,
         residency=residency,
         chunks=chunks,
         admission=make_admission(config.admission, peaks),

@@ -38,4 +38,5 @@ def _sibling(request: Request, index: int) -> Request:
             logprobs=0 if params.ranked and params.logprobs is None else params.logprobs,
         ),
         output_token_ids=[],
+        trace=[],
     )

@@ -54,6 +54,8 @@ class EngineStats:
         weight_bytes: parameters and buffers, outside the arena.
         num_running, num_waiting: requests with and without KV.
         num_preemptions, num_steps: since the start.
+        num_evictions: times tokens of a request left since the start, repeated ones not counted.
+        evicted_tokens: that left then; of each request the mean over its lanes.
         num_processed_tokens: tokens that went through the model, repeated reading included.
         num_generated_tokens: tokens of answers.
         times: where the steps' time went.
@@ -76,6 +78,8 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_evictions: int
+    evicted_tokens: int
     num_steps: int
     num_processed_tokens: int
     num_generated_tokens: int
@@ -145,6 +149,8 @@ def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
         "num_running": len(scheduler.running),
         "num_waiting": scheduler.num_waiting,
         "num_preemptions": scheduler.num_preemptions,
+        "num_evictions": scheduler.caps.num_evictions,
+        "evicted_tokens": round(scheduler.caps.evicted_tokens),
         "num_swaps": 0 if swapper is None else swapper.num_swaps,
         "queried_tokens": 0 if prefix is None else prefix.queried_tokens,
         "cached_tokens": 0 if prefix is None else prefix.hit_tokens,

@@ -41,7 +41,17 @@ class KVConfig:
     page_tokens: int = option(16, help="slots in a page", unit="tokens")
     codec: str = option("none", help="how keys and values are stored", flag="kv-codec")
     evict: str = option(
-        "full", help="which tokens stay, such as recent:cap=512,every=64,sinks=4; full keeps all"
+        "full",
+        help="which tokens stay where a request says nothing else, such as "
+        "recent:cap=512,every=64,sinks=4; full keeps all",
+    )
+    evict_allow: str = option(
+        "",
+        help="rules that requests may name themselves, such as 'h2o; snapkv:window=16', all or "
+        "none; not said: the rule of --evict with other numbers. full may always be named",
+    )
+    record_evictions: bool = option(
+        False, help="keep which tokens left each request, for who wants to look at it"
     )
     prefix_cache: bool = option(
         True, help="keep the KV of prompts and answers for requests that begin alike"

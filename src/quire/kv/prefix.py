@@ -11,7 +11,9 @@ A node is published when its tokens are scheduled, so that requests of the same 
 in each layer a step writes all its keys and values before anybody attends. If the step fails, the
 nodes it published are withdrawn.
 
-Only exact KV is published: a row that has evicted tokens publishes nothing more.
+Only exact KV is published: a row that has evicted tokens publishes nothing more. What a policy
+remembers of tokens is kept beside a node's pages, for each set of statistics apart; a sequence
+whose policy needs some begins behind a node that has them.
 """
 
 import math
@@ -84,14 +86,14 @@ class PrefixIndex:
         identity: PrefixIdentity,
         token_ids: Sequence[int],
         *,
-        with_statistics: bool = False,
+        statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
         """Hold the longest published prefix of some tokens.
 
         Args:
             identity: who asks.
             token_ids: what is known of the sequence. At least one token is left to compute.
-            with_statistics: only up to a block that has a snapshot of them.
+            statistics: names of private groups; only up to a block that has a snapshot of them.
 
         Returns:
             A lease, to be given back with `release`; without nodes where nothing was found.
@@ -104,29 +106,35 @@ class PrefixIndex:
                 break
             nodes.append(node)
             parent = node
-        while with_statistics and nodes and nodes[-1].statistics is None:
+        known_tokens = nodes[-1].block.end if nodes else 0
+        while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         self._use(nodes)
-        return PrefixLease(identity, nodes)
+        return PrefixLease(identity, nodes, known_tokens=known_tokens)
 
     def count(self, queried_tokens: int, lease: PrefixLease) -> None:
         """Note that a prompt has entered with what it found."""
         self.queried_tokens += queried_tokens
         self.hit_tokens += lease.tokens
 
-    def start(self, lease: PrefixLease, *, with_statistics: bool = False) -> int:
+    def start(self, lease: PrefixLease, *, statistics: frozenset[str] = frozenset()) -> int:
         """Start a sequence from a lease that has nodes; return its row.
+
+        Args:
+            lease: was matched for these statistics.
+            statistics: names of the private groups that the sequence uses.
 
         Raises:
             OutOfPages: no row, or no pages for private groups; nothing was changed.
         """
-        statistics = lease.nodes[-1].statistics if with_statistics else None
-        return borrow(self.memory, [node.loan for node in lease.nodes], statistics)
+        snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
+        loans = [node.loan for node in lease.nodes]
+        return borrow(self.memory, loans, snapshot, used=statistics)
 
     def share(self, lease: PrefixLease) -> PrefixLease:
         """A second lease on the same nodes, for a sequence forked from the first's."""
         self._use(lease.nodes)
-        return PrefixLease(lease.identity, list(lease.nodes), lease.publishes)
+        return PrefixLease(lease.identity, list(lease.nodes), lease.publishes, lease.known_tokens)
 
     def _use(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
@@ -215,11 +223,16 @@ class PrefixIndex:
     def snapshot(self, lease: PrefixLease, row: int) -> None:
         """Keep the statistics of a row that has just read up to the end of its chain's last block.
 
-        Does nothing where there are none, where one is kept already, or without room for the copy.
+        Does nothing where there are none, where some are kept already, or without room for the
+        copy.
         """
-        length = int(self.memory.lengths[row])
-        if lease.nodes and lease.tokens == length and lease.nodes[-1].statistics is None:
-            lease.nodes[-1].statistics = lend_statistics(self.memory, row)
+        used = self.memory.statistics_of(row)
+        if not used or not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
+            return
+        kept = lease.nodes[-1].statistics
+        loan = None if used in kept else lend_statistics(self.memory, row)
+        if loan is not None:
+            kept[used] = loan
 
     # ---- making room ---------------------------------------------------------------------------
 
@@ -261,7 +274,7 @@ class PrefixIndex:
                 del self._nodes[node.block.key]
             self._idle.pop(node, None)
             self._public.pop(node, None)
-            loans += [node.loan] if node.statistics is None else [node.loan, node.statistics]
+            loans += [node.loan, *node.statistics.values()]
         return_loans(self.memory, loans)
 
 

@@ -14,7 +14,8 @@ class PrefixNode:
         block: key, tokens and end.
         parent: the node before it; None for the first block.
         loan: its pages.
-        statistics: copies of the private pages of a row that ended here; None where none did.
+        statistics: copies of the private pages of rows that ended here, by the names of their
+            groups: what was remembered of the chain's tokens.
         is_public: whether all tenants may use it.
         num_users: leases that hold it.
     """
@@ -22,7 +23,7 @@ class PrefixNode:
     block: Block
     parent: "PrefixNode | None"
     loan: Loan
-    statistics: Loan | None = None
+    statistics: dict[frozenset[str], Loan] = field(default_factory=dict)
     is_public: bool = False
     num_users: int = 1
 
@@ -35,11 +36,14 @@ class PrefixLease:
         identity: who may share it.
         nodes: the chain from the first block on.
         publishes: whether it may add to the chain.
+        known_tokens: tokens of the chain that was found, those included of which nothing is
+            remembered that the sequence needs.
     """
 
     identity: PrefixIdentity
     nodes: list[PrefixNode] = field(default_factory=list)
     publishes: bool = True
+    known_tokens: int = 0
 
     @property
     def tokens(self) -> int:

@@ -30,6 +30,7 @@ class PagedKV:
 
     def __init__(self, memory: KVMemory, store: PageStore, backend: AttentionBackend) -> None:
         self.memory, self.store, self.backend = memory, store, backend
+        self.scale = 1.0  # on products of queries and keys, as the last layer that attended said
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
         }
@@ -156,6 +157,7 @@ class StepAttention:
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._kv.backend
+        self._kv.scale = math.scale
         slots = step.new_slots[index]
         backend.write(slots, key, value)
         if step.positions is not None:

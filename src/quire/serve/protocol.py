@@ -72,6 +72,7 @@ class GenerationBody(Body):
     seed: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    evict: str | None = None
 
 
 class CompletionBody(GenerationBody):

@@ -66,7 +66,8 @@ class Envelope:
 def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     """What a response took.
 
-    `kv_peak_bytes` is Quire's own: the sum of the prompts' peaks, each with all its answers.
+    `kv_peak_bytes` and `evicted_tokens` are Quire's own: the sums over the prompts, of each the
+    peak with all its answers and the tokens whose KV was given up.
 
     Args:
         usages: one for each prompt, with all its answers.
@@ -80,6 +81,7 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     return body | {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "kv_peak_bytes": sum(usage.kv_peak_bytes for usage in listed),
+        "evicted_tokens": sum(usage.evicted_tokens for usage in listed),
     }
 
 

@@ -28,11 +28,13 @@ class Caller:
         tenant: on whose account.
         cache_salt: only requests of the same tenant and salt share KV.
         priority: lower goes first, within its tenant.
+        evict: which tokens stay; None takes the engine's rule.
     """
 
     tenant: str
     cache_salt: str
     priority: int
+    evict: str | None = None
 
 
 class Service:
@@ -152,6 +154,7 @@ class Service:
                     priority=caller.priority,
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
+                    evict=caller.evict,
                 )
                 for number, prompt in enumerate(prompts)
             ]

@@ -2,7 +2,11 @@
 
 import numpy as np
 
+from quire.engine.eviction_trace import EvictionEntry
+from quire.engine.lane_caps import Evicted
+from quire.engine.lane_room import Slots, evicting_table
 from quire.engine.request import Request
+from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 
@@ -17,12 +21,24 @@ class OldestLeave:
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
 
-    def __call__(self, request: Request, keep: int) -> None:
-        """Keep the last `keep` slots of every lane that may lose some."""
-        for name, table in self._memory.tables.items():
-            slots = int(table.num_slots[request.row].max())
-            if table.group.ordered or table.group.private or slots <= keep:
-                continue
-            mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
-            mask[:, slots - keep :] = True
-            commit_compaction(self._memory, plan_compaction(self._memory, name, request.row, mask))
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Keep the last `keep` [lanes] slots of every lane that may lose some."""
+        memory, table = self._memory, evicting_table(self._memory)
+        assert table is not None, "requests evict where lanes lose tokens"
+        held = table.num_slots[request.row]
+        slot = np.arange(int(held.max(initial=0)))
+        mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
+        plan = plan_compaction(memory, table.group.name, request.row, mask)
+        if least_gain is not None and plan.gain_pages < least_gain:
+            return None
+        commit_compaction(memory, plan)
+        return Evicted(int((held - keep).clip(min=0).sum()), len(held))
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Nothing is noted, so that nothing is repeated: it is evicted anew."""
+        raise InvariantError(f"request {request.request_id} repeats what was not noted")
+
+    def settle(self, request: Request) -> None:
+        """Caps stay as they are: how a prompt would divide them only a model can tell."""

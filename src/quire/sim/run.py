@@ -123,8 +123,8 @@ def make_scheduler(
         events=EventLog(clock, kept=1),
     )
     swapper = _make_swapper(memory, config, copies)
-    parts = make_parts(config.schedule, config.eviction, residency, swapper)
-    return Scheduler(memory, config.schedule, config.eviction, OldestLeave(memory), parts=parts)
+    parts = make_parts(config.schedule, residency, swapper)
+    return Scheduler(memory, config.schedule, OldestLeave(memory), parts=parts)
 
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:

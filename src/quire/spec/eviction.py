@@ -85,6 +85,7 @@ PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE = (
     "decode",
     "pressure",
 )
+UNLIMITED = 1 << 62
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
 
 
@@ -134,6 +135,22 @@ class EvictionSpec:
     def reads_in_blocks(self) -> bool:
         """Whether a prompt over the cap is read block by block, each behind an eviction."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
+
+    def exact_tokens(self, prompt_tokens: int) -> int:
+        """Tokens a sequence can hold before any of them leaves.
+
+        Under pressure nobody knows: what has left is asked of the sequence itself.
+
+        Args:
+            prompt_tokens: of its prompt.
+        """
+        if self.cap is None or self.when == PRESSURE:
+            return UNLIMITED
+        if self.when == PREFILL_AND_DECODE:
+            return self.least_cap
+        if self.when == DECODE:
+            return max(prompt_tokens, self.least_cap)
+        return UNLIMITED if prompt_tokens <= self.least_cap else prompt_tokens
 
     def peak_tokens(self, tokens: int, prompt_tokens: int | None = None) -> int:
         """Most tokens a lane of the common cap holds while a sequence grows to `tokens`.

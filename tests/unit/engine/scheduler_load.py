@@ -5,14 +5,17 @@ move nothing and fail when they are told to.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from quire.engine.admission.need import need_of
+from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.group import distinct_bytes, have_moved_on
+from quire.engine.lane_caps import Evicted
+from quire.engine.lane_room import Slots
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.request import Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
@@ -29,7 +32,13 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import (
+    KEEP_ALL,
+    PREFILL_AND_DECODE,
+    PRESSURE,
+    SCHEDULES,
+    EvictionSpec,
+)
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
@@ -71,11 +80,53 @@ class FailingCopies(NoCopies):
                 raise OSError("the link is gone")
 
 
+class Newest:
+    """An evictor that keeps the last slots, and notes how many left.
+
+    Args:
+        memory: without bytes.
+        broken: ids of requests whose policy raises.
+    """
+
+    def __init__(self, memory: KVMemory, broken: Container[str] = ()) -> None:
+        self.memory, self.broken = memory, broken
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        if request.request_id in self.broken:
+            raise PolicyError("broken on purpose")
+        held = self.memory.tables["full"].num_slots[request.row]
+        assert ((keep > 0) & (keep <= held)).all()
+        counts = (held - keep).astype(np.int32)
+        if not self._leave(request, counts, least_gain):
+            return None
+        left = np.zeros(counts.sum(), dtype=np.int32)
+        return Evicted(len(left), len(counts), EvictionEntry(request.num_computed, counts, left))
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        assert entry.num_computed == request.num_computed
+        assert self._leave(request, entry.counts, None)
+
+    def settle(self, request: Request) -> None:
+        raise AssertionError("caps are settled already")
+
+    def _leave(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
+        slots = np.arange(self.memory.tables["full"].num_slots[request.row].max())
+        mask = slots >= counts[:, None]
+        plan = plan_compaction(self.memory, "full", request.row, mask)
+        if least_gain is not None and plan.gain_pages < least_gain:
+            return False
+        commit_compaction(self.memory, plan)
+        return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One scheduler.
 
     Attributes:
+        mixed: requests have policies of their own, of all schedules.
         pages: tokens-of-one-page sequences the arena holds.
         host_pages: the same of the host pool; 0 for none.
         guaranteed: of tenant a, in percent of the arena; None without tenants.
@@ -85,6 +136,7 @@ class Setting:
     page_tokens: int = 3
     window: int | None = None
     cap: int | None = None
+    mixed: bool = False
     pages: int = 20
     step_tokens: int = 16
     chunk_tokens: int = 200
@@ -110,7 +162,10 @@ class SchedulerLoad:
 
     def __init__(self, setting: Setting) -> None:
         every, cap = 2 if setting.cap == 6 else 7, setting.cap
-        self.eviction = EvictionSpec() if cap is None else EvictionSpec(cap=cap, every=every)
+        self.evictions = [KEEP_ALL if cap is None else EvictionSpec(cap=cap, every=every)]
+        if setting.mixed and cap is not None:
+            schedules = [EvictionSpec(cap=cap + 2, every=every, when=when) for when in SCHEDULES]
+            self.evictions += [KEEP_ALL, *schedules]
         layout = make_layout(setting.page_tokens, setting.window, evicting=cap is not None)
         unit_bytes = layout.smallest_sequence_bytes
         self.memory = KVMemory(layout, unit_bytes * setting.pages, setting.max_running)
@@ -118,9 +173,9 @@ class SchedulerLoad:
         self.copies = FailingCopies()
         pool_bytes = unit_bytes * setting.host_pages
         self.pool = HostPool(pool_bytes, self.copies) if pool_bytes else None
+        self.broken: set[str] = set()
         self.scheduler = self._scheduler(shares=setting.shares)
         self.requests: dict[str, Request] = {}
-        self.broken: set[str] = set()
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
         logging.getLogger("quire.engine.preemption.swapper").disabled = True  # faults are ours
 
@@ -146,7 +201,7 @@ class SchedulerLoad:
         memory, config = self.memory, self.config
         residency = Residency(memory, PrefixIndex(memory) if shares else None)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
-        parts = make_parts(config, self.eviction, residency, swapper)
+        parts = make_parts(config, residency, swapper)
         take_out = parts.preempter.take_out
 
         def watched(requests: list[Request], reason: str) -> None:
@@ -156,16 +211,7 @@ class SchedulerLoad:
             take_out(requests, reason)
 
         parts.preempter.take_out = watched
-        return Scheduler(memory, config, self.eviction, self.evict, parts=parts)
-
-    def evict(self, request: Request, keep: int) -> None:
-        if request.request_id in self.broken:
-            raise PolicyError("broken on purpose")
-        table = self.memory.tables["full"]
-        slots = int(table.num_slots[request.row].max())
-        mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
-        mask[:, slots - keep :] = True
-        commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
+        return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
 
     # ---- what callers do -----------------------------------------------------------------------
 
@@ -179,7 +225,7 @@ class SchedulerLoad:
             priority=priority,
             arrival=self.arrivals,
             tenant="ab"[text % 2] if self.config.tenants else "default",
-            eviction=self.eviction,
+            eviction=self.evictions[self.arrivals % len(self.evictions)],
         )
 
     def submit(self, request: Request, *, breaks: bool = False) -> bool:
@@ -205,7 +251,7 @@ class SchedulerLoad:
         else:
             group.members = members
         for member in members:
-            member.group = group
+            member.group, member.eviction = group, members[0].eviction
         if atomic and len(members) > min(self.config.max_running, self.config.step_tokens):
             with pytest.raises(RequestError, match=r"max_running|step_tokens"):
                 self.scheduler.submit(members[0])
@@ -278,9 +324,18 @@ class SchedulerLoad:
             assert request.state is RequestState.RUNNING
             assert 1 <= tokens <= request.num_uncomputed
             assert self.memory.lengths[request.row] == request.num_computed + tokens
-            held = self.memory.tables["full"].num_slots[request.row]
-            cap = self.eviction.cap
-            assert (held <= cap if cap else held == request.num_computed + tokens).all()
+            self._check_lanes(request, request.num_computed + tokens)
+
+    def _check_lanes(self, request: Request, tokens: int) -> None:
+        """No lane holds more than its schedule lets it, and one that loses nothing holds all."""
+        held = self.memory.tables["full"].num_slots[request.row]
+        if request.eviction.cap is None:
+            assert (held == tokens).all()
+        elif request.eviction.when != PRESSURE:
+            prompt_tokens = len(request.prompt_token_ids)
+            assert (held <= request.eviction.peak_tokens(tokens, prompt_tokens)).all()
+        if request.eviction.when == PREFILL_AND_DECODE and request.eviction.cap:
+            assert (held <= request.eviction.cap).all()
 
     def _answer(self, request: Request, *, stop_early: bool) -> None:
         if request.params.max_tokens:

@@ -16,7 +16,6 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
-from quire.spec.eviction import EvictionSpec
 from unit.engine.scheduler_load import make_layout
 
 
@@ -128,7 +127,7 @@ def run_load(admission, *, seed=7, pages=80, stop_share=1.0, **schedule):
     rng = random.Random(seed)
     memory = memory_of(pages)
     config = ScheduleConfig(admission=admission, step_tokens=64, **schedule)
-    scheduler = Scheduler(memory, config, EvictionSpec(), lambda request, keep: None)
+    scheduler = Scheduler(memory, config)
     for arrival in range(60):
         scheduler.submit(request_of(rng.randint(1, 20), rng.randint(8, 40), arrival=arrival))
     most = 0
@@ -177,7 +176,7 @@ def test_the_low_watermark_leaves_a_part_free_when_somebody_enters():
 def test_above_the_high_watermark_somebody_gives_way_before_memory_is_full():
     memory = memory_of(80)
     config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, step_tokens=64)
-    scheduler = Scheduler(memory, config, EvictionSpec(), lambda request, keep: None)
+    scheduler = Scheduler(memory, config)
     for arrival in range(20):
         scheduler.submit(request_of(8, 40, arrival=arrival))
     while scheduler.has_work:

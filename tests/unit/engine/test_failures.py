@@ -177,19 +177,20 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
         KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
         ScheduleConfig(max_running=4),
     )
-    evict, run, failed = engine.scheduler._caps._evict, engine._runner.run, []
+    evictor, run, failed = engine.scheduler.caps._evictor, engine._runner.run, []
+    evict = evictor.evict
 
-    def break_once(request, keep):
+    def break_once(request, keep, *, least_gain=None):
         if request.request_id.startswith("beams") and not failed:
             failed.append(request)
             raise PolicyError("broken on purpose")
-        evict(request, keep)
+        return evict(request, keep)
 
     def run_rows(plan):
         assert all(request.row >= 0 for request in plan.requests)
         return run(plan)
 
-    monkeypatch.setattr(engine.scheduler._caps, "_evict", break_once)
+    monkeypatch.setattr(evictor, "evict", break_once)
     monkeypatch.setattr(engine._runner, "run", run_rows)
     beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
     engine.submit([3, 4, 5, 6], beams, request_id="beams")

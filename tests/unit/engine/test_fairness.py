@@ -7,17 +7,11 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
 from quire.engine.step_plan import StepPlan
-from quire.errors import InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.spec.eviction import EvictionSpec
 from unit.engine.scheduler_load import make_layout
 
 PAGE_TOKENS = 2
-
-
-def never(request, keep):
-    raise InvariantError("nothing evicts here")
 
 
 class Service:
@@ -28,8 +22,8 @@ class Service:
         self.memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
         self.index = PrefixIndex(self.memory) if prefix else None
         config, residency = ScheduleConfig(**schedule), Residency(self.memory, self.index)
-        parts = make_parts(config, EvictionSpec(), residency)
-        self.scheduler = Scheduler(self.memory, config, EvictionSpec(), never, parts=parts)
+        parts = make_parts(config, residency)
+        self.scheduler = Scheduler(self.memory, config, parts=parts)
         self.arrivals = 0
 
     def submit(self, prompt_tokens=6, max_tokens=8, **options) -> Request:

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from quire.engine.admission.need import Need
@@ -13,10 +12,9 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_plan import StepPlan
-from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.spec.eviction import EvictionSpec
-from unit.engine.scheduler_load import make_layout
+from unit.engine.scheduler_load import Newest, make_layout
 
 
 class Load:
@@ -30,19 +28,12 @@ class Load:
         while not fits:
             total_bytes += total_bytes // 100 + 64
             self.memory = KVMemory(layout, total_bytes, config.max_running)
-            self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
+            self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
             fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
         if room > 1:
             self.memory = KVMemory(layout, room * total_bytes, config.max_running)
-            self.scheduler = Scheduler(self.memory, config, eviction, self.evict)
+            self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
         self.arrivals = itertools.count()
-
-    def evict(self, request: Request, keep: int) -> None:
-        table = self.memory.tables["full"]
-        slots = int(table.num_slots[request.row].max())
-        mask = np.zeros((table.group.num_lanes, slots), dtype=bool)
-        mask[:, slots - keep :] = True
-        commit_compaction(self.memory, plan_compaction(self.memory, "full", request.row, mask))
 
     def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:
         request = Request(

@@ -15,6 +15,7 @@ FULL = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS = LaneGroup(
     name="sums", page_class=plain_class(head_dim=32, value=False), layers=(0,), private=True
 )
+OF_SUMS = frozenset({"sums"})
 
 
 class Listener:
@@ -33,12 +34,12 @@ class Listener:
             del self.known[key]
 
 
-def read(index, tokens, identity=EVERYBODY, *, with_statistics=False):
+def read(index, tokens, identity=EVERYBODY):
     """Enter with what is found, read the rest, publish; return the row and its lease."""
     memory = index.memory
-    lease = index.match(identity, tokens, with_statistics=with_statistics)
+    lease = index.match(identity, tokens)
     found = lease.tokens
-    row = index.start(lease, with_statistics=with_statistics) if found else memory.start()
+    row = index.start(lease) if found else memory.start()
     grow(memory, row, len(tokens) - found)
     for name in ("kv", "window"):
         if name in memory.tables and found < len(tokens):
@@ -308,8 +309,8 @@ def test_statistics_are_found_only_where_they_were_kept():
     index.publish(lease, row, TOKENS[8:12])
 
     assert index.match(EVERYBODY, TOKENS).tokens == 12
-    other = index.match(EVERYBODY, TOKENS, with_statistics=True)
-    child = index.start(other, with_statistics=True)
+    other = index.match(EVERYBODY, TOKENS, statistics=OF_SUMS)
+    child = index.start(other, statistics=OF_SUMS)
 
     assert other.tokens == 8
     assert keys(memory, child, name="sums") == list(range(8))
@@ -325,8 +326,8 @@ def test_a_snapshot_without_room_is_left_out():
 
     index.snapshot(lease, row)
 
-    assert lease.nodes[-1].statistics is None
-    assert index.match(EVERYBODY, TOKENS, with_statistics=True).nodes == []
+    assert lease.nodes[-1].statistics == {}
+    assert index.match(EVERYBODY, TOKENS, statistics=OF_SUMS).nodes == []
 
 
 def test_numbers_of_tokens_asked_for_and_found():

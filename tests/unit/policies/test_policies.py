@@ -10,7 +10,6 @@ import torch
 import engines
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core import Engine
-from quire.engine.eviction import Evictor
 from quire.errors import ConfigError, PolicyError
 from quire.kv.config import KVConfig
 from quire.policies import registry
@@ -18,7 +17,6 @@ from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.eviction import Eviction, LaneShape, make_eviction
 from quire.policies.recent import Recent
 from quire.policies.view import KVView
-from quire.spec.eviction import EvictionSpec
 
 VIEW = KVView(torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]]), next_position=4)
 LANES = LaneShape(num_layers=2, heads=2, token_bytes=64, page_tokens=4)
@@ -93,10 +91,11 @@ class Unchecked(Eviction):
         return self.policy.select(view, keep, self.piece_tokens)
 
 
-def evictor_of(engine: Engine, policy: EvictionPolicy) -> Evictor:
-    """One that asks a policy which stands in no registry."""
-    spec = EvictionSpec(cap=24, every=6)
-    return Evictor(engine.pool.kv, Unchecked(policy=policy, spec=spec), heads=2)
+def ask(engine: Engine, policy: EvictionPolicy) -> None:
+    """Submit a request that asks a policy which stands in no registry."""
+    engine.submit([3] * 40, engines.greedy(), request_id="long")
+    [request] = engine.scheduler.waiting.of_tenant("default")
+    request.selection = Unchecked(policy=policy, spec=request.eviction)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +114,7 @@ def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint)
     model = engines.load("llama")
     config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
     engine = Engine(model, config)
-    engine.scheduler._caps._evict = evictor_of(engine, Masked(make_mask))
-    engine.submit([3] * 40, engines.greedy(), request_id="long")
+    ask(engine, Masked(make_mask))
     engine.submit([4] * 5, engines.greedy(), request_id="short")
 
     last = {}
@@ -186,13 +184,19 @@ def test_the_smallest_cap_that_is_asked_for_is_taken():
         assert make_eviction(text).for_request(100, LANES).spec.cap == cap
 
 
-def test_a_server_goes_on_after_a_policy_that_raises():
-    def broken(view, keep):
+@dataclass(frozen=True)
+class Broken(Recent):
+    """Raises what Python raises."""
+
+    def score(self, view):
         raise ZeroDivisionError("no budget")
 
-    config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
+
+@pytest.mark.usefixtures("policies")
+def test_a_server_goes_on_after_a_policy_that_raises():
+    registry.register("broken")(Broken)
+    config = KVConfig(memory="1MiB", page_tokens=4, evict="broken:cap=24,every=6")
     engine = Engine(engines.load("llama"), config)
-    engine.scheduler._caps._evict = evictor_of(engine, Masked(broken))
 
     async def main():
         async with AsyncLLM(engine) as llm:
@@ -202,6 +206,6 @@ def test_a_server_goes_on_after_a_policy_that_raises():
 
     failed, answered, alive = asyncio.run(main())
 
-    assert "policy Masked raised ZeroDivisionError: no budget" in failed.error
+    assert "policy Broken raised ZeroDivisionError: no budget" in failed.error
     assert answered.finish_reason == "length"
     assert alive

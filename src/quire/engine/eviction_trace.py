@@ -1,0 +1,105 @@
+"""What has left a sequence, eviction by eviction: enough to read it again to the same kept sets.
+
+An entry holds the positions that left, lane by lane, so that all entries of a sequence together
+take 4 bytes for each token of a lane that is gone: less than a hundredth of its keys and values.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int32]
+_LANE = 1 << 40  # a position is less: lane and position make one number
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionEntry:
+    """One eviction.
+
+    Attributes:
+        num_computed: tokens of the sequence that had been processed.
+        counts: [lanes] tokens that left each lane.
+        left: their positions, lane by lane, ascending.
+    """
+
+    num_computed: int
+    counts: NDArray[np.int32]
+    left: Positions
+
+    @classmethod
+    def of(
+        cls, num_computed: int, positions: NDArray[np.int64], keep: NDArray[np.bool_]
+    ) -> "EvictionEntry":
+        """What a mask means.
+
+        Args:
+            num_computed: tokens processed.
+            positions: [lanes, slots] logical positions; -1 where a lane has no slot.
+            keep: [lanes, slots] which stay.
+        """
+        gone = ~keep & (positions >= 0)
+        lane, slot = np.nonzero(gone)
+        order = np.lexsort((positions[lane, slot], lane))
+        left = positions[lane, slot][order].astype(np.int32)
+        return cls(num_computed, gone.sum(axis=1, dtype=np.int32), left)
+
+    @classmethod
+    def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
+        """One entry of those of some lanes each, one behind the other."""
+        counts = np.concatenate([part.counts for part in parts])
+        return cls(num_computed, counts, np.concatenate([part.left for part in parts]))
+
+    def stays(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of a sequence's slots stay when the same leave again: [lanes, slots]."""
+        lanes = np.arange(len(self.counts))
+        gone = np.repeat(lanes, self.counts) * _LANE + self.left
+        held = lanes[:, None] * _LANE + positions
+        stays: NDArray[np.bool_] = (positions >= 0) & ~np.isin(held, gone)
+        return stays
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that left, over all lanes."""
+        return len(self.left)
+
+    @property
+    def digest(self) -> str:
+        """Of everything in it: equal entries have equal ones."""
+        made = hashlib.blake2b(digest_size=8)
+        made.update(np.int64(self.num_computed).tobytes())
+        made.update(self.counts.tobytes() + self.left.tobytes())
+        return made.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """What stayed after one eviction.
+
+    Attributes:
+        num_computed: tokens processed then.
+        kept: for each lane the positions that stayed, ascending.
+    """
+
+    num_computed: int
+    kept: tuple[Positions, ...]
+
+
+def kept_sets(trace: Sequence[EvictionEntry]) -> Iterator[KeptSets]:
+    """What stayed after each eviction of a sequence, from its first on."""
+    if not trace:
+        return
+    lanes = len(trace[0].counts)
+    kept = [np.arange(0, dtype=np.int32)] * lanes
+    length = 0
+    for entry in trace:
+        new = np.arange(length, entry.num_computed, dtype=np.int32)
+        left = np.split(entry.left, np.cumsum(entry.counts)[:-1])
+        kept = [
+            np.setdiff1d(np.concatenate([held, new]), gone, assume_unique=True)
+            for held, gone in zip(kept, left, strict=True)
+        ]
+        length = entry.num_computed
+        yield KeptSets(entry.num_computed, tuple(kept))

@@ -1,0 +1,143 @@
+"""Turns a submission into a request: checked, with the model's defaults and a policy's numbers."""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from quire.engine.eviction_rules import EvictionRules, check_blocks
+from quire.engine.request import DEFAULT_TENANT, Request
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.validation import checked_params, checked_prompt, checked_salt
+from quire.errors import ConfigError, RequestError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.policies.base import LAYER
+from quire.policies.budgets.base import UNBOUNDED
+from quire.policies.eviction import Eviction
+from quire.spec.eviction import EvictionSpec
+from quire.spec.layout import statistics_used
+from quire.spec.pages import CacheLayout
+
+MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one object
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller says of a request besides its prompt.
+
+    Attributes:
+        params: sampling options; None takes the defaults.
+        priority: lower goes first, within its tenant.
+        tenant: on whose account.
+        cache_salt: only requests of the same tenant and salt share this prompt's KV.
+        evict: which tokens stay; None takes the engine's rule.
+        record_evictions: keep which tokens leave; None as the engine says.
+    """
+
+    params: SamplingParams | None = None
+    priority: int = 0
+    tenant: str = DEFAULT_TENANT
+    cache_salt: str = ""
+    evict: str | None = None
+    record_evictions: bool | None = None
+
+
+class Intake:
+    """Makes an engine's requests.
+
+    Args:
+        model: that they are for.
+        rules: eviction rules that they may have.
+        layout: lane groups of every sequence.
+        schedule: steps and queues.
+        kv: what is recorded where a request does not say.
+        clock: seconds, for time stamps.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        rules: EvictionRules,
+        layout: CacheLayout,
+        schedule: ScheduleConfig,
+        kv: KVConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model, self._rules, self._layout = model, rules, layout
+        self._schedule, self._clock = schedule, clock
+        self._records_evictions = kv.record_evictions
+        self._specs: dict[EvictionSpec, EvictionSpec] = {}
+
+    def make(self, prompt_token_ids: Sequence[int], asked: Asked) -> Request:
+        """A request without an id.
+
+        Raises:
+            RequestError: see `Engine.submit`.
+        """
+        model = self._model
+        prompt = checked_prompt(prompt_token_ids, model.spec)
+        params = checked_params(asked.params or SamplingParams(), len(prompt), model)
+        seed, records = params.seed, asked.record_evictions
+        request = Request(
+            request_id="",
+            prompt_token_ids=prompt,
+            params=params,
+            sampling_seed=random.getrandbits(63) if seed is None else seed,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            cache_salt=checked_salt(asked.cache_salt),
+            rope_regime=model.decoder.rope_regime(len(prompt) + params.max_tokens),
+            records_evictions=self._records_evictions if records is None else records,
+            arrival_s=self._clock(),
+        )
+        self._give_policy(request, asked.evict)
+        return request
+
+    def _give_policy(self, request: Request, text: str | None) -> None:
+        """Let a request have the policy it asks for.
+
+        Raises:
+            RequestError: one this engine does not serve, or that leaves too little.
+        """
+        rule = self._rules.rule(text)
+        if not rule.evicts:
+            return
+        eviction = _alike_in_layers(
+            self._rules.resolve(rule, len(request.prompt_token_ids)), self._model.spec.num_kv_heads
+        )
+        spec, final_tokens = eviction.spec, request.final_tokens
+        assert spec.cap is not None, "a rule that evicts has a cap"
+        try:
+            check_blocks(rule, self._schedule)
+        except ConfigError as error:
+            raise RequestError(f"evict: {error}") from error
+        request.evict, request.selection = rule.text, eviction
+        if rule.budget.needs_prompt and final_tokens > spec.cap:
+            # who knows which lanes will keep everything
+            lanes = self._rules.lanes_of(rule)
+            caps = (UNBOUNDED,) * (lanes.num_layers * lanes.heads)
+            request.unsettled, spec = True, replace(spec, lane_caps=caps)
+        elif final_tokens <= spec.least_cap:
+            logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
+        request.eviction = self._one_of(spec)
+        request.statistics = statistics_used(self._layout, spec.statistics)
+
+    def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
+        """One object for equal specs: admission counts requests of one spec together."""
+        if len(self._specs) >= MOST_SPECS:
+            self._specs.clear()
+        return self._specs.setdefault(spec, spec)
+
+
+def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
+    """Let heads that keep one set have one cap, the least of theirs, whatever pages they lie in."""
+    caps, policy = eviction.spec.lane_caps, eviction.policy
+    if caps is None or policy is None or policy.grain != LAYER:
+        return eviction
+    least = [min(caps[i : i + heads]) for i in range(0, len(caps), heads)]
+    alike = tuple(cap for cap in least for _ in range(heads))
+    return replace(eviction, spec=replace(eviction.spec, lane_caps=alike))
