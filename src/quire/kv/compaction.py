@@ -1,15 +1,20 @@
-"""Compaction: free evicted slots of lanes without order, by filling the holes with survivors.
+"""Compaction: give the pages of slots that leave back, and keep lanes dense.
 
-    slots      0 1 2 3 | 4 5 6 7 | 8 9 . .        keep 6 of 10: x marks the evicted
-    keep       o x o o | x o x o | o x
-    moves      8 -> 1, 7 -> 4                     survivors behind slot 6 fill holes before it
-    after      o 8 o o | 7 o . . |                the third page returns
+    fill_holes   survivors from the end fill the holes: fewest moves, slots lose their order
+    keep_order   survivors shift to the front
+    drop_pages   whole pages leave by an edit of the table: nothing moves
 
 Attention does not care about the order of slots: RoPE is in the key and the position is in the
-slot. So at most min(kept, evicted) slots move, lanes stay dense, no mask is kept.
+slot. Chunks and pages of neighbouring tokens need the order to find each other again, so a row's
+lanes are compacted in one way for life.
+
+In two phases: a plan says which pages it needs and which come free; carried out, shared pages
+are copied first, and what is remembered of each slot moves with it. Lanes may keep unequal counts.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,131 +22,222 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.shrinking import cut_slots
+from quire.kv.slot_moves import (
+    Mask,
+    SlotMoves,
+    close_gaps,
+    fill_holes,
+    no_moves,
+    pages_kept,
+    prove_one_to_one,
+)
 from quire.kv.tables import LaneTable
+from quire.spec.pages import PageClass
+
+Pages = Mapping[PageClass, int]
+
+
+class Kind(Enum):
+    """How the slots that leave make room."""
+
+    FILL_HOLES = "fill_holes"
+    KEEP_ORDER = "keep_order"
+    DROP_PAGES = "drop_pages"
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """What a kept set means for one row in one group. Nothing has happened yet.
+    """What a kept set means for one row in one group of KV. Nothing has happened yet.
 
     Attributes:
         group: name of the lane group.
         row: the sequence.
         held_slots: [lanes] slots of each lane when the plan was made.
-        keep_slots: [lanes] survivors of each lane.
-        move_lane, move_source, move_target: [moves] slot indices, one to one.
-        needed_pages: private copies to make before anything moves.
-        freed_pages: pages that return; those that others still read do not.
+        keep: [lanes, slots] True where a slot stays; False behind a lane's last one.
+        moves: one to one.
+        stays: [lanes, columns] pages that stay, where whole ones leave; None where slots move.
+        statistics: names of the groups that mirror this one, and the row uses.
+        needed_pages: private copies to make before anything moves, of each class.
+        freed_pages: pages that return, of each class; those that others still read do not.
     """
 
     group: str
     row: int
     held_slots: NDArray[np.int32]
-    keep_slots: NDArray[np.int32]
-    move_lane: NDArray[np.int64]
-    move_source: NDArray[np.int64]
-    move_target: NDArray[np.int64]
-    needed_pages: int
-    freed_pages: int
+    keep: Mask
+    moves: SlotMoves
+    stays: Mask | None
+    statistics: tuple[str, ...]
+    needed_pages: Pages
+    freed_pages: Pages
 
     @property
-    def gain_pages(self) -> int:
-        """Pages won, all of one class; where it is not positive the plan makes no room."""
-        return self.freed_pages - self.needed_pages
+    def keep_slots(self) -> NDArray[np.int32]:
+        """Survivors of each lane, [lanes]."""
+        kept: NDArray[np.int32] = self.keep.sum(axis=1, dtype=np.int32)
+        return kept
+
+    @property
+    def gain_bytes(self) -> int:
+        """Bytes won; where they are not positive the plan makes no room."""
+        freed = sum(page_class.page_bytes * n for page_class, n in self.freed_pages.items())
+        return freed - sum(page_class.page_bytes * n for page_class, n in self.needed_pages.items())
+
+
+# ---- plan --------------------------------------------------------------------------------------
 
 
 def plan_compaction(
-    memory: KVMemory, group: str, row: int, keep: NDArray[np.bool_]
+    memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind = Kind.FILL_HOLES
 ) -> CompactionPlan:
     """Turn a keep mask into moves.
 
+    Pages that only the prefix cache still reads, and moves would write, are taken from it.
+
     Args:
         memory: holds the row.
-        group: a group whose lanes have no order.
+        group: of KV; its lanes have no order, or whole pages of them leave.
         row: the sequence.
         keep: [lanes, slots] True where a slot stays; columns past a lane's slots are ignored.
+        kind: how. In stores whose lanes have no holes, slots move where pages would leave.
 
     Raises:
-        ConfigError: the group is ordered, or the mask does not cover the lanes' slots.
+        ConfigError: the group is ordered and slots would move, or private and moves with others;
+            the mask does not cover the lanes' slots, or it cuts a page where whole ones leave.
     """
     table = memory.tables[group]
-    slots = table.num_slots[row]
-    if table.group.ordered:
-        raise ConfigError(f"group {group!r} keeps slots in order: drop whole pages instead")
-    if keep.shape[0] != len(slots) or keep.shape[1] < slots.max(initial=0):
-        raise ConfigError(f"expected keep [{len(slots)}, {slots.max()}], got {list(keep.shape)}")
-    column = np.arange(keep.shape[1])
-    keep = keep & (column < slots[:, None])
-    keep_slots = keep.sum(axis=1, dtype=np.int32)
-    hole_lane, hole = np.nonzero(~keep & (column < keep_slots[:, None]))
-    _, mover = np.nonzero(keep & (column >= keep_slots[:, None]))
-    shared_lane, _ = _shared_targets(memory, table, row, hole_lane, hole)
+    if table.group.private:
+        raise ConfigError(f"group {group!r} holds statistics, which move with their slots")
+    keep = _live(table, row, keep)
+    stays = None
+    if kind is Kind.DROP_PAGES:
+        stays = pages_kept(keep, table.num_slots[row], table.group.page_class.tokens)
+    if not memory.placement.drops_pages:
+        stays = None
+    if table.group.ordered and stays is None:
+        raise ConfigError(
+            f"group {group!r} keeps slots in order: drop whole pages instead, in the store 'paged'"
+        )
+    moves = no_moves()
+    if stays is None:
+        moves = fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
+    mirrors = (mirror.name for mirror in memory.layout.mirrors_of(group))
+    statistics = tuple(name for name in mirrors if memory.tables[name].active[row])
+    tables = [table, *(memory.tables[name] for name in statistics)]
     return CompactionPlan(
         group=group,
         row=row,
-        held_slots=slots.copy(),
-        keep_slots=keep_slots,
-        move_lane=hole_lane,
-        move_source=mover,
-        move_target=hole,
-        needed_pages=len(shared_lane),
-        freed_pages=_freed_pages(memory, table, row, keep_slots),
+        held_slots=table.num_slots[row].copy(),
+        keep=keep,
+        moves=moves,
+        stays=stays,
+        statistics=statistics,
+        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves)},
+        freed_pages=_freed_pages(memory, tables, row, keep, stays),
     )
 
 
-def _freed_pages(
-    memory: KVMemory, table: LaneTable, row: int, keep_slots: NDArray[np.int32]
-) -> int:
-    if not memory.placement.drops_pages:
-        return 0  # they stay reserved for the lane
-    kept = -(-keep_slots // table.group.page_class.tokens)
-    column = np.arange(table.capacity)
-    cut = (column >= kept[:, None]) & (column < table.num_pages[row][:, None])
-    ref_counts = memory.pools[table.group.page_class].ref_counts[table.pages[row][cut]]
-    return int(np.count_nonzero(ref_counts == 1))
+def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
+    slots = table.num_slots[row]
+    longest = int(slots.max(initial=0))
+    if keep.shape[0] != len(slots) or keep.shape[1] < longest:
+        raise ConfigError(f"expected keep [{len(slots)}, {longest}], got {list(keep.shape)}")
+    live: Mask = keep[:, :longest] & (np.arange(longest) < slots[:, None])
+    return live
+
+
+def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> int:
+    lane, column = _shared_targets(memory, table, row, moves)
+    shared = table.pages[row, lane, column]
+    if len(shared) and memory.unpublish(table.group.page_class, shared).any():
+        lane, _ = _shared_targets(memory, table, row, moves)
+    return len(lane)
 
 
 def _shared_targets(
-    memory: KVMemory,
-    table: LaneTable,
-    row: int,
-    lane: NDArray[np.int64],
-    slot: NDArray[np.int64],
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Table entries of shared pages that moves into these slots would write."""
-    column = slot // table.group.page_class.tokens
-    written = np.unique(np.stack([lane, column]), axis=1)
-    pages = table.pages[row, written[0], written[1]]
-    shared = memory.pools[table.group.page_class].ref_counts[pages] > 1
-    return written[0][shared], written[1][shared]
+    """Table entries, lanes and columns, of shared pages that moves would write."""
+    pool = memory.pools[table.group.page_class]
+    if not pool.num_shared:
+        return moves.lane[:0], moves.lane[:0]
+    written = np.zeros(table.pages.shape[1:], dtype=bool)
+    written[moves.lane, moves.target // table.group.page_class.tokens] = True
+    lane, column = np.nonzero(written)
+    shared = pool.ref_counts[table.pages[row, lane, column]] > 1
+    return lane[shared], column[shared]
 
 
-def commit_compaction(memory: KVMemory, plan: CompactionPlan) -> None:
-    """Carry a plan out: private copies first, then the moves, then the freed pages.
+def _freed_pages(
+    memory: KVMemory, tables: list[LaneTable], row: int, keep: Mask, stays: Mask | None
+) -> Pages:
+    freed: dict[PageClass, int] = {}
+    if not memory.placement.drops_pages:
+        return freed  # they stay reserved for the lane
+    for table in tables:
+        page_class, num_pages = table.group.page_class, table.num_pages[row][:, None]
+        column = np.arange(int(num_pages.max(initial=0)))
+        front = column < -(-keep.sum(axis=1) // page_class.tokens)[:, None]
+        leaves = (column < num_pages) & ~(front if stays is None else stays)
+        pages = table.pages[row, :, : len(column)][leaves]
+        alone = memory.pools[page_class].ref_counts[pages] == 1
+        freed[page_class] = freed.get(page_class, 0) + int(np.count_nonzero(alone))
+    return freed
+
+
+# ---- commit ------------------------------------------------------------------------------------
+
+
+def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
+    """Carry plans out, all or none: private copies first, then the moves, then the freed pages.
 
     Raises:
         OutOfPages: no room for the private copies; nothing was changed.
-        InvariantError: the row has other slots than when the plan was made.
+        InvariantError: a row has other slots than when its plan was made, or slots would be lost.
     """
-    table = memory.tables[plan.group]
-    page_class = table.group.page_class
-    if (table.num_slots[plan.row] != plan.held_slots).any():
-        raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
-    # looked up again: a fork or a loan may have come between
-    lane, column = _shared_targets(memory, table, plan.row, plan.move_lane, plan.move_target)
-    if not memory.fits({page_class: len(lane)}):
-        raise OutOfPages(f"{len(lane)} private pages needed before compaction")
-    if len(lane):
-        row = np.full(len(lane), plan.row)
-        memory.privatise(table, row, lane, column)
-        memory.note_peaks(row[:1])
-    if len(plan.move_lane):
-        places = [
-            (
-                table.pages[plan.row, plan.move_lane, slot // page_class.tokens],
-                slot % page_class.tokens,
-            )
-            for slot in (plan.move_source, plan.move_target)
-        ]
-        memory.store.move_slots(page_class, places[0], places[1])
-    memory.placement.take_back(table, cut_slots(table, plan.row, plan.keep_slots))
+    shared, needed = [], dict.fromkeys(memory.pools, 0)
+    for plan in plans:
+        table = memory.tables[plan.group]
+        if (table.num_slots[plan.row] != plan.held_slots).any():
+            raise InvariantError(f"row {plan.row} has changed since its compaction was planned")
+        if __debug__ and plan.stays is None:
+            prove_one_to_one(plan.keep, plan.moves)
+        # looked up again: a fork or a loan may have come between
+        shared.append(_shared_targets(memory, table, plan.row, plan.moves))
+        needed[table.group.page_class] += len(shared[-1][0])
+    if not memory.fits(needed):
+        raise OutOfPages(f"{sum(needed.values())} private pages needed before compaction")
+    for plan, (lane, column) in zip(plans, shared, strict=True):
+        if len(lane):
+            row = np.full(len(lane), plan.row)
+            memory.privatise(memory.tables[plan.group], row, lane, column)
+            memory.note_peaks(row[:1])
+    for plan in plans:
+        for table in _moved_tables(memory, plan):
+            _move(memory, table, plan)
+            _cut(memory, table, plan)
+
+
+def _moved_tables(memory: KVMemory, plan: CompactionPlan) -> Iterator[LaneTable]:
+    return (memory.tables[name] for name in (plan.group, *plan.statistics))
+
+
+def _move(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
+    if not len(plan.moves):
+        return
+    tokens = table.group.page_class.tokens
+    lane, source, target = plan.moves.lane, plan.moves.source, plan.moves.target
+    memory.store.move_slots(
+        table.group.page_class,
+        (table.pages[plan.row, lane, source // tokens], source % tokens),
+        (table.pages[plan.row, lane, target // tokens], target % tokens),
+    )
+
+
+def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
+    if plan.stays is None:
+        gone = cut_slots(table, plan.row, plan.keep_slots)
+    else:
+        gone = table.keep_columns(plan.row, plan.stays)
+        table.num_slots[plan.row] = plan.keep_slots
+    memory.placement.take_back(table, gone)

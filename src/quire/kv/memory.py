@@ -19,13 +19,14 @@ from quire.kv.growth import grow_demand, grown_slots, require_room_for_one_token
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_lanes, prove_references, prove_slabs
-from quire.kv.shrinking import cut_slots, drop_behind_window, drop_full_pages, slots_below
+from quire.kv.shrinking import cut_slots, drop_behind_window, slots_below
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.spec.pages import CacheLayout, PageClass
 
 Counts = NDArray[np.int32]
+Unpublish = Callable[[PageClass, PageNumbers], NDArray[np.bool_]]
 
 
 class KVMemory:
@@ -68,6 +69,8 @@ class KVMemory:
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = self.copied_bytes = 0
         self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
+        # asked to let go of pages that are about to be written; says of which it did
+        self.unpublish: Unpublish = lambda _, pages: np.zeros(len(pages), dtype=bool)
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -245,18 +248,6 @@ class KVMemory:
                     table, rows, self.lengths[rows], table.group.window
                 ):
                     self.placement.pass_window(table, row, lane, pages)
-
-    def drop_pages(self, group: LaneGroup, row: int, lane: int, columns: Rows) -> None:
-        """Drop full pages of an ordered lane: they are edited out of the table, nothing moves.
-
-        Raises:
-            ConfigError: the lane is not ordered, a page named is not full or named twice, or this
-                store has no lanes with holes.
-        """
-        if not self.placement.drops_pages:
-            raise ConfigError("pages do not leave a contiguous run: use the store 'paged'")
-        table = self.tables[group.name]
-        self.placement.take_back(table, drop_full_pages(table, row, lane, columns))
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens from logical position `length` on; lanes must be in position order.

@@ -28,7 +28,10 @@ class PageBytes(Protocol):
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy slots, each given as (page, offset in the page), keys, values and positions."""
+        """Copy slots, each given as (page, offset in the page), keys, values and positions.
+
+        A slot can be source of one move and target of another: all are read before any is written.
+        """
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """The bytes of whole pages, in a form `write_pages` takes back."""

@@ -1,4 +1,4 @@
-"""What leaves a row's tables: pages behind a window, whole pages by number, the tail.
+"""What leaves a row's tables: pages behind a window, the tail.
 
 Each function changes one table and returns the pages it no longer names; `KVMemory` releases them.
 """
@@ -33,23 +33,6 @@ def drop_behind_window(
         num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
         row = int(rows[i])
         yield row, int(lane), table.drop(row, int(lane), np.arange(num_behind))
-
-
-def drop_full_pages(table: LaneTable, row: int, lane: int, columns: Rows) -> PageNumbers:
-    """Drop full pages of an ordered lane.
-
-    Raises:
-        ConfigError: the lane is not ordered, or a page named is not full or named twice.
-    """
-    group = table.group
-    full_pages = int(table.num_slots[row, lane]) // group.page_class.tokens
-    droppable = np.isin(columns, np.arange(full_pages)).all()
-    if not group.ordered or not droppable or len(set(columns.tolist())) != len(columns):
-        raise ConfigError(
-            f"group {group.name!r}: only full pages of ordered lanes drop whole, each once; "
-            f"expected pages below {full_pages}, got {columns.tolist()}"
-        )
-    return table.drop(row, lane, columns)
 
 
 def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:

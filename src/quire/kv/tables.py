@@ -116,6 +116,27 @@ class LaneTable:
         self._note(np.full(len(touched), row), np.full(len(touched), lane), touched)
         return dropped
 
+    def keep_columns(self, row: int, stays: NDArray[np.bool_]) -> PageNumbers:
+        """Drop whole pages of a row's lanes and close the gaps: see `drop`; return the pages.
+
+        Args:
+            row: whose slots the caller counts anew.
+            stays: [lanes, columns] pages that stay; False behind a lane's last one.
+        """
+        width = stays.shape[1]
+        block = self.pages[row, :, :width]
+        named = block != NO_PAGE
+        dropped: PageNumbers = block[named & ~stays]
+        touched = named & np.logical_or.accumulate(~stays, axis=1)
+        order = np.argsort(~stays, axis=1, kind="stable")
+        for array in (self.pages, self.page_positions):
+            part = array[row, :, :width]
+            part[...] = np.take_along_axis(part, order, axis=1)
+        self.num_pages[row] = stays.sum(axis=1)
+        block[np.arange(width) >= self.num_pages[row][:, None]] = NO_PAGE
+        self._note_mask(row, touched)
+        return dropped
+
     def copy_row(self, source: int, target: int) -> None:
         """Let the empty row `target`, which uses the group alike, name the pages of `source`."""
         for array in (self.pages, self.page_positions, self.num_pages, self.num_slots):

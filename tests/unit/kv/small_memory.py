@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 from unit.kv.host_bytes import HostBytes
@@ -51,6 +52,20 @@ def started(memory, tokens, *, name="kv"):
     for lane in range(table.group.num_lanes):
         write_lane(memory, row, lane, name=name)
     return row
+
+
+def mask(*lanes):
+    """A keep mask from a word for each lane, of o (kept) and x (evicted)."""
+    return np.array([[letter == "o" for letter in lane] for lane in lanes])
+
+
+def drop_pages(memory, row, columns, *, lane=0, name="kv"):
+    """Let whole pages of one lane leave."""
+    table = memory.tables[name]
+    slots = np.arange(table.num_slots[row].max())
+    keep = np.ones((table.group.num_lanes, len(slots)), dtype=bool)
+    keep[lane] = ~np.isin(slots // table.group.page_class.tokens, columns)
+    commit_compaction(memory, plan_compaction(memory, name, row, keep, Kind.DROP_PAGES))
 
 
 def write_lane(memory, row, lane, *, name="kv"):

@@ -7,16 +7,31 @@ from hypothesis.extra import numpy as hnp
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.sharing import fork
-from unit.kv.small_memory import grow, keys, one_group, places, plain_class, started, used_pages
+from unit.kv.small_memory import (
+    grow,
+    keys,
+    mask,
+    one_group,
+    places,
+    plain_class,
+    started,
+    used_pages,
+)
 
 
 def unordered(num_lanes=1, **options):
     return one_group(num_lanes=num_lanes, ordered=False, **options)
 
 
-def mask(text):
-    """A keep mask of one lane from a word of o (kept) and x (evicted)."""
-    return np.array([[letter == "o" for letter in text]])
+def sizes(memory, plan):
+    """Pages freed, needed and won, in a memory of one page class."""
+    [page_class] = memory.pools
+    assert plan.gain_bytes % page_class.page_bytes == 0
+    return (
+        plan.freed_pages[page_class],
+        plan.needed_pages[page_class],
+        plan.gain_bytes // page_class.page_bytes,
+    )
 
 
 def test_the_last_survivors_fill_the_holes_as_the_module_draws_it():
@@ -26,10 +41,10 @@ def test_the_last_survivors_fill_the_holes_as_the_module_draws_it():
     plan = plan_compaction(memory, "kv", row, mask("oxooxoxoox"))
     commit_compaction(memory, plan)
 
-    assert plan.move_source.tolist() == [7, 8]
-    assert plan.move_target.tolist() == [1, 4]
+    assert plan.moves.source.tolist() == [7, 8]
+    assert plan.moves.target.tolist() == [1, 4]
     assert keys(memory, row) == [0, 7, 2, 3, 8, 5]
-    assert (plan.freed_pages, plan.needed_pages, plan.gain_pages) == (1, 0, 1)
+    assert sizes(memory, plan) == (1, 0, 1)
     assert used_pages(memory) == 2
 
 
@@ -54,7 +69,7 @@ def test_survivors_are_the_kept_slots_after_at_most_min_of_kept_and_evicted_move
     commit_compaction(memory, plan)
 
     kept = keep.sum(axis=1)
-    moves = np.bincount(plan.move_lane, minlength=3)
+    moves = np.bincount(plan.moves.lane, minlength=3)
     assert (moves <= np.minimum(kept, tokens - kept)).all()
     assert memory.store.moved_slots == moves.sum()
     for lane in range(3):
@@ -69,9 +84,9 @@ def test_the_slot_map_is_one_to_one_and_reads_nothing_it_writes(keep):
 
     plan = plan_compaction(memory, "kv", started(memory, 30), keep)
 
-    sources = set(zip(plan.move_lane.tolist(), plan.move_source.tolist(), strict=True))
-    targets = set(zip(plan.move_lane.tolist(), plan.move_target.tolist(), strict=True))
-    assert len(sources) == len(targets) == len(plan.move_lane)
+    sources = set(zip(plan.moves.lane.tolist(), plan.moves.source.tolist(), strict=True))
+    targets = set(zip(plan.moves.lane.tolist(), plan.moves.target.tolist(), strict=True))
+    assert len(sources) == len(targets) == len(plan.moves.lane)
     assert not sources & targets
     assert all(keep[lane, slot] for lane, slot in sources)
     assert not any(keep[lane, slot] for lane, slot in targets)
@@ -122,7 +137,7 @@ def test_shared_pages_are_copied_before_slots_move_into_them():
     plan = plan_compaction(memory, "kv", row, mask("ooooxoooxxxo"))
     commit_compaction(memory, plan)
 
-    assert (plan.freed_pages, plan.needed_pages, plan.gain_pages) == (0, 1, -1)
+    assert sizes(memory, plan) == (0, 1, -1)
     assert memory.store.copied_pages == 1
     assert sorted(keys(memory, row)) == [0, 1, 2, 3, 5, 6, 7, 11]
     assert keys(memory, child) == list(range(12))
@@ -165,7 +180,7 @@ def test_only_pages_that_nobody_else_reads_count_as_freed():
     used = used_pages(memory)
     commit_compaction(memory, plan)
 
-    assert (plan.freed_pages, plan.gain_pages) == (1, 1)
+    assert sizes(memory, plan) == (1, 0, 1)
     assert used_pages(memory) == used - 1
     assert keys(memory, child) == list(range(12))
 

@@ -1,7 +1,8 @@
 """A state machine: whatever happens to sequences, their bytes are those of a dictionary of tokens.
 
-The model of a lane is {position: bytes}. Five groups of different page sizes, with and without
-order, window and sharing, live in one arena small enough to run out.
+The model of a lane is {position: bytes}. Groups of different page sizes, with and without order,
+window and sharing, live in one arena small enough to run out; rows remember what they asked for:
+records of each slot of the ragged lanes, which must go where their slots go, and fixed ones.
 """
 
 from dataclasses import dataclass
@@ -18,15 +19,16 @@ from hypothesis.stateful import (
 )
 
 from quire.errors import ConfigError, OutOfPages
-from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import Loan, borrow, fork, lend, return_loan
+from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
 from quire.kv.swap import repack, swap_in, swap_out
 from quire.kv.swapped import Swapped
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 from unit.kv.host_bytes import HostBytes, vector_bytes
+from unit.kv.small_memory import drop_pages
 
 MAX_ROWS = 6
 WINDOW = 13
@@ -44,6 +46,10 @@ INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", value=False, heads=2, tokens=3, head_dim=4)
 SUMS_SLOT_BYTES = 2 * 4 * 4
+LOOKS = page_class("float32", value=False, heads=1, tokens=8, head_dim=3)
+LOOKS_SLOT_BYTES = 3 * 4
+RING = page_class("float32", value=False, heads=1, tokens=2, head_dim=5)
+RING_SLOTS = 3
 LAYOUT = CacheLayout(
     (
         LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
@@ -52,15 +58,21 @@ LAYOUT = CacheLayout(
         LaneGroup(name="window", page_class=NARROW, layers=(4,), window=WINDOW),
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
+        LaneGroup(name="looks", page_class=LOOKS, layers=(1,), lanes_per_layer=3, mirrors="ragged"),
+        LaneGroup(
+            name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, fixed_slots=RING_SLOTS
+        ),
     )
 )
+STATISTICS = ("sums", "more sums", "looks", "ring")
+KINDS = st.sampled_from(Kind)
 SEEDS = st.integers(0, 2**16)  # also picks a row, a lane or a loan, modulo how many there are
 
 
 def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
     memory = KVMemory(LAYOUT, 24 * 1024, MAX_ROWS)
 
-    assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 448, 128]
+    assert [c.page_bytes for c in LAYOUT.page_classes] == [64, 192, 192, 448, 128, 128, 64]
     assert memory.arena.slab_bytes % 192
     assert {c.tokens for c in LAYOUT.page_classes} == {2, 3, 4, 8}
 
@@ -69,14 +81,20 @@ def test_the_layout_mixes_page_sizes_that_do_not_divide_a_slab():
 class Sequence:
     length: int
     lanes: dict[tuple[str, int], dict[int, bytes]]
+    statistics: frozenset[str]
+    kind: Kind
 
-    def copy(self):
-        return Sequence(self.length, {key: dict(lane) for key, lane in self.lanes.items()})
+    def copy(self, *, statistics=None, kind=None):
+        lanes = {key: dict(lane) for key, lane in self.lanes.items()}
+        used = self.statistics if statistics is None else statistics
+        for name in set(STATISTICS) - used:
+            lanes |= {key: {} for key in lanes if key[0] == name}
+        return Sequence(self.length, lanes, used, kind or self.kind)
 
 
-def empty_sequence():
+def empty_sequence(statistics=frozenset(STATISTICS), kind=Kind.FILL_HOLES):
     lanes = [(g.name, lane) for g in LAYOUT.groups for lane in range(g.num_lanes)]
-    return Sequence(0, {key: {} for key in lanes})
+    return Sequence(0, {key: {} for key in lanes}, statistics, kind)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -89,14 +107,28 @@ class MemoryMachine(RuleBasedStateMachine):
         self.swapped: list[tuple[Swapped, list[Sequence]]] = []
         self.random = np.random.default_rng(kib)
         self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
+        self.lets_go = False
+        self.memory.unpublish = self.unpublish
+
+    def unpublish(self, page_class, pages):
+        """Loans are what a cache keeps: it gives up those that hold these pages, or nothing."""
+        before = self.memory.pools[page_class].ref_counts[pages]
+        kept = []
+        for loan, prefix in self.loans:
+            if self.lets_go and np.isin(loan.pages["ragged"], pages).any():
+                return_loan(self.memory, loan)
+            else:
+                kept.append((loan, prefix))
+        self.loans = kept
+        return (before > 1) & (self.memory.pools[page_class].ref_counts[pages] == 1)
 
     # ---- life ----------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.rows) < MAX_ROWS)
-    @rule(tokens=st.integers(0, 30))
-    def start(self, tokens):
-        row = self.memory.start()
-        self.add(row, empty_sequence())
+    @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS)
+    def start(self, tokens, used, kind):
+        row = self.memory.start(used)
+        self.add(row, empty_sequence(frozenset(used), kind))
         self.grow({row: tokens})
 
     @precondition(lambda self: len(self.rows) == MAX_ROWS)
@@ -148,37 +180,52 @@ class MemoryMachine(RuleBasedStateMachine):
     # ---- shrinking -----------------------------------------------------------------------------
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]))
-    def evict(self, pick, seed, share):
+    @rule(
+        pick=SEEDS,
+        seed=SEEDS,
+        share=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]),
+        lets_go=st.booleans(),
+    )
+    def evict(self, pick, seed, share, lets_go):
         row, table = self.pick_row(pick), self.memory.tables["ragged"]
-        slots = table.num_slots[row].copy()
+        sequence, slots = self.rows[row], table.num_slots[row].copy()
         random = np.random.default_rng(seed)
         keep = random.random((len(slots), int(slots.max()) + seed % 2)) < share
+        if sequence.kind is Kind.DROP_PAGES:
+            keep = keep[:, np.arange(keep.shape[1]) // RAGGED.tokens]
         before = self.read("ragged", row)
-        plan = plan_compaction(self.memory, "ragged", row, keep)
-        self.check_plan(plan, slots)
+        self.lets_go = lets_go
+        plan = plan_compaction(self.memory, "ragged", row, keep, sequence.kind)
+        self.check_plan(plan, slots, sequence)
         used = self.bytes_in_use()
-        fits = self.memory.fits({RAGGED: plan.needed_pages})
+        fits = self.memory.fits(plan.needed_pages)
         copied, moved = self.store.copied_pages, self.store.moved_slots
 
         if self.attempt(lambda: commit_compaction(self.memory, plan) or "evicted", fits):
-            assert self.store.copied_pages - copied == plan.needed_pages
-            assert self.store.moved_slots - moved == len(plan.move_lane)
-            assert used - self.bytes_in_use() == plan.gain_pages * RAGGED.page_bytes
+            assert self.store.copied_pages - copied == plan.needed_pages[RAGGED]
+            moved_groups = 1 + ("looks" in sequence.statistics)
+            assert self.store.moved_slots - moved == len(plan.moves) * moved_groups
+            assert used - self.bytes_in_use() == plan.gain_bytes
             for lane, tokens in enumerate(before):
                 kept = keep[lane, : len(tokens)].tolist()
-                self.rows[row].lanes["ragged", lane] = dict(
-                    token for token, stays in zip(tokens, kept, strict=True) if stays
-                )
+                stays = {token[0] for token, stays in zip(tokens, kept, strict=True) if stays}
+                for name in ("ragged", "looks"):
+                    of_lane = sequence.lanes[name, lane]
+                    sequence.lanes[name, lane] = {p: of_lane[p] for p in of_lane if p in stays}
 
-    def check_plan(self, plan, slots):
-        targets = set(zip(plan.move_lane.tolist(), plan.move_target.tolist(), strict=True))
-        sources = set(zip(plan.move_lane.tolist(), plan.move_source.tolist(), strict=True))
-        assert len(targets) == len(sources) == len(plan.move_lane)
-        assert not targets & sources
-        moves = np.bincount(plan.move_lane, minlength=len(slots))
-        assert (moves <= np.minimum(plan.keep_slots, slots - plan.keep_slots)).all()
-        assert plan.gain_pages == plan.freed_pages - plan.needed_pages
+    def check_plan(self, plan, slots, sequence):
+        lanes, freed, needed = plan.moves.lane.tolist(), plan.freed_pages, plan.needed_pages
+        targets = set(zip(lanes, plan.moves.target.tolist(), strict=True))
+        sources = set(zip(lanes, plan.moves.source.tolist(), strict=True))
+        assert len(targets) == len(sources) == len(plan.moves)
+        if sequence.kind is Kind.FILL_HOLES:
+            assert not targets & sources
+            moves = np.bincount(plan.moves.lane, minlength=len(slots))
+            assert (moves <= np.minimum(plan.keep_slots, slots - plan.keep_slots)).all()
+        if sequence.kind is Kind.DROP_PAGES:
+            assert not lanes
+            assert not needed[RAGGED]
+        assert plan.gain_bytes == self.pages_in_bytes(freed) - self.pages_in_bytes(needed)
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS, name=st.sampled_from(["body", "int8", "window"]), seed=SEEDS)
@@ -187,10 +234,10 @@ class MemoryMachine(RuleBasedStateMachine):
         lane, per_page = seed % table.group.num_lanes, table.group.page_class.tokens
         tokens = self.rows[row].lanes[name, lane]
         positions = sorted(tokens)
-        full_pages = len(positions) // per_page
-        columns = np.flatnonzero(np.random.default_rng(seed).random(full_pages) < 0.4)
+        num_pages = -(-len(positions) // per_page)  # the last one may be filled in part
+        columns = np.flatnonzero(np.random.default_rng(seed).random(num_pages) < 0.4)
 
-        self.memory.drop_pages(table.group, row, lane, columns)
+        drop_pages(self.memory, row, columns, lane=lane, name=name)
 
         for column in columns.tolist():
             for position in positions[column * per_page : (column + 1) * per_page]:
@@ -207,8 +254,11 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         self.memory.truncate(row, length)
         sequence.length = length
-        for lane in sequence.lanes.values():
-            for position in [p for p in lane if p >= length]:
+        for (name, _), lane in sequence.lanes.items():
+            gone = [p for p in lane if p >= length]
+            if name == "ring":  # its records are those of no position
+                gone = [] if length else list(lane)
+            for position in gone:
                 del lane[position]
 
     def may_truncate(self, sequence, length):
@@ -225,8 +275,11 @@ class MemoryMachine(RuleBasedStateMachine):
     def fork(self, pick):
         row = self.pick_row(pick)
         copied = self.store.copied_pages
-        private = sum(t.num_pages[row].sum() for t in self.private_tables())
-        fits = len(self.rows) < MAX_ROWS and self.memory.fits({SUMS: int(private)})
+        pages = dict.fromkeys(LAYOUT.page_classes, 0)
+        for table in self.private_tables():
+            pages[table.group.page_class] += int(table.num_pages[row].sum())
+        private = sum(pages.values())
+        fits = len(self.rows) < MAX_ROWS and self.memory.fits(pages)
 
         child = self.attempt(lambda: fork(self.memory, row), fits)
 
@@ -247,9 +300,16 @@ class MemoryMachine(RuleBasedStateMachine):
         prefix.length = tokens
         for key, lane in prefix.lanes.items():
             lent = {p: token for p, token in self.rows[row].lanes[key].items() if p < tokens}
-            zeros = dict.fromkeys(range(tokens), bytes(SUMS_SLOT_BYTES))
-            lane.update(zeros if "sums" in key[0] else lent)
+            lane.update(self.zeros(key[0], tokens) if key[0] in STATISTICS else lent)
         self.loans.append((loan, prefix))
+
+    @staticmethod
+    def zeros(name, tokens):
+        """What a row that begins with so many tokens remembers, where nobody lends it anything."""
+        if name == "ring":
+            return dict.fromkeys(range(RING_SLOTS), bytes(4 * 5))
+        slot_bytes = LOOKS_SLOT_BYTES if name == "looks" else SUMS_SLOT_BYTES
+        return dict.fromkeys(range(tokens), bytes(slot_bytes))
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS, pages=st.integers(0, 9), odd=st.integers(0, LOAN_GRAIN - 1))
@@ -269,21 +329,44 @@ class MemoryMachine(RuleBasedStateMachine):
             and all(
                 len(lane) == sequence.length
                 for key, lane in sequence.lanes.items()
-                if "sums" not in key[0]
+                if key[0] not in STATISTICS
             )
         ]
 
     @precondition(lambda self: self.loans)
-    @rule(pick=SEEDS)
-    def borrow(self, pick):
+    @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, lender=SEEDS)
+    def borrow(self, pick, used, kind, lender):
+        """Statistics come from a row of that length, if there is one and it has lost nothing."""
         loan, prefix = self.loans[pick % len(self.loans)]
-        private = sum(SUMS.pages_for(loan.end) * t.group.num_lanes for t in self.private_tables())
-        fits = len(self.rows) < MAX_ROWS and self.memory.fits({SUMS: private})
+        lenders = [row for row in self.lendable_rows() if self.rows[row].length == loan.end]
+        lenders = [row for row in lenders if self.may_lend_statistics(row)]
+        snapshot = None
+        if lenders and lender % 2:
+            lender_row = lenders[lender % len(lenders)]
+            snapshot = lend_statistics(self.memory, lender_row)
+        pages = dict.fromkeys(LAYOUT.page_classes, 0)
+        for group in (self.memory.tables[name].group for name in used):
+            lane_pages = group.page_class.pages_for(group.slots_of(loan.end))
+            pages[group.page_class] += lane_pages * group.num_lanes
+        fits = len(self.rows) < MAX_ROWS and self.memory.fits(pages)
 
-        row = self.attempt(lambda: borrow(self.memory, [loan]), fits)
+        row = self.attempt(lambda: borrow(self.memory, [loan], snapshot, used=used), fits)
 
         if row is not None:
-            self.add(row, prefix.copy())
+            sequence = prefix.copy(statistics=frozenset(used), kind=kind)
+            for name in used & snapshot.pages.keys() if snapshot else ():
+                known = self.rows[lender_row].lanes
+                sequence.lanes |= {key: dict(known[key]) for key in known if key[0] == name}
+            self.add(row, sequence)
+        if snapshot is not None:
+            return_loan(self.memory, snapshot)
+
+    def may_lend_statistics(self, row):
+        return all(
+            len(lane) == self.memory.tables[name].group.slots_of(self.rows[row].length)
+            for (name, _), lane in self.rows[row].lanes.items()
+            if name in self.rows[row].statistics
+        )
 
     @precondition(lambda self: self.loans)
     @rule(pick=SEEDS)
@@ -355,7 +438,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.arena_peak_bytes >= self.bytes_in_use()
         for table in self.private_tables():
             pages = table.pages[table.pages >= 0]
-            assert (self.memory.pools[SUMS].ref_counts[pages] == 1).all()
+            assert (self.memory.pools[table.group.page_class].ref_counts[pages] == 1).all()
 
     @invariant()
     def the_ledger_has_every_byte(self):
@@ -367,11 +450,12 @@ class MemoryMachine(RuleBasedStateMachine):
         for row, sequence in self.rows.items():
             assert self.memory.lengths[row] == sequence.length
             assert self.memory.peak_bytes[row] >= self.memory.row_bytes(row)
+            assert self.memory.statistics_of(row) == sequence.statistics
             for name, table in self.memory.tables.items():
                 for lane, found in enumerate(self.read(name, row)):
                     tokens = sequence.lanes[name, lane]
-                    in_order = found if table.group.ordered else sorted(found)
-                    assert in_order == sorted(tokens.items())
+                    loses_order = sequence.kind is Kind.FILL_HOLES and not table.group.ordered
+                    assert (sorted(found) if loses_order else found) == sorted(tokens.items())
                     pages = table.group.page_class.pages_for(len(tokens))
                     assert table.num_pages[row, lane] == pages
 
@@ -456,13 +540,19 @@ class MemoryMachine(RuleBasedStateMachine):
                 del tokens[position]
 
     def write_new_tokens(self, row, count):
-        for table in self.memory.tables.values():
+        sequence = self.rows[row]
+        for name, table in self.memory.tables.items():
+            if table.group.private and name not in sequence.statistics:
+                continue
             for lane in range(table.group.num_lanes):
                 end = int(table.num_slots[row, lane])
+                start = end - count
+                if name == "ring":  # once for all, with the first token
+                    start = 0 if count and not sequence.length else end
                 if table.group.private:
-                    self.check_cleared(table, row, lane, end - count, end)
-                self.write(table, row, lane, end - count, end)
-        self.rows[row].length += count
+                    self.check_cleared(table, row, lane, start, end)
+                self.write(table, row, lane, start, end)
+        sequence.length += count
 
     def check_cleared(self, table, row, lane, start, end):
         per_page = table.group.page_class.tokens
@@ -490,12 +580,21 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = self.rows[row].lanes[table.group.name, lane]
         length = self.rows[row].length
         positions = np.arange(length, length + len(slots))
-        if table.group.private:
+        if table.group.name == "looks":
+            positions = self.positions("ragged", row, lane)[start:end]
+        elif table.group.private:
             positions = slots
         self.store.write_slots(page_class, (page, offset), *planes, positions)
         if not page_class.value:
             planes.pop()
         tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
+
+    def positions(self, name, row, lane):
+        """Positions that the slots of a lane carry."""
+        table = self.memory.tables[name]
+        per_page, slots = table.group.page_class.tokens, np.arange(table.num_slots[row, lane])
+        places = table.pages[row, lane, slots // per_page], slots % per_page
+        return self.store.read_slots(table.group.page_class, places)[2]
 
     def read(self, name, row):
         """[(position, bytes)] of each lane, in slot order."""
@@ -506,6 +605,12 @@ class MemoryMachine(RuleBasedStateMachine):
         slot = np.arange(len(lane)) - np.repeat(ends - num_slots, num_slots)
         page = table.pages[row, lane, slot // page_class.tokens]
         key, value, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
+        if name == "ring":
+            positions = slot
+        if name == "looks":
+            lanes = range(len(num_slots))
+            positions = np.concatenate([self.positions("ragged", row, i) for i in lanes])
+            positions = positions if num_slots.any() else slot
         if table.group.ordered:
             first = table.page_positions[row, lane, slot // page_class.tokens]
             by_table = first + slot % page_class.tokens

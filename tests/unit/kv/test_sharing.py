@@ -5,6 +5,7 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.sharing import borrow, fork, lend, return_loan
 from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import (
+    drop_pages,
     grow,
     keys,
     one_group,
@@ -248,7 +249,7 @@ def test_a_loan_is_whole_pages_within_the_sequence(tokens):
 def test_a_lane_that_dropped_pages_is_not_lent():
     memory = one_group()
     row = started(memory, 12)
-    memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([1]))
+    drop_pages(memory, row, [1])
 
     with pytest.raises(ConfigError, match="no longer holds every token"):
         lend(memory, row, 0, 4)

@@ -14,37 +14,19 @@ from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in,
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.spec.pages import CacheLayout, LaneGroup
 from unit.kv.host_bytes import HostBytes
-from unit.kv.small_memory import grow, keys, plain_class, used_pages, with_groups, write_lane
-
-KV = LaneGroup(name="kv", page_class=plain_class(positions=True), layers=(0, 1), ordered=False)
-SUMS = LaneGroup(name="kv.sums", page_class=plain_class(value=False), layers=(0, 1), mirrors="kv")
-RING = LaneGroup(
-    name="kv.ring", page_class=plain_class(tokens=2, value=False), layers=(0, 1), fixed_slots=3
+from unit.kv.small_memory import grow, keys, plain_class, used_pages, with_groups
+from unit.kv.statistics_rows import (
+    GROUPS,
+    KV,
+    NAMES,
+    RING,
+    SUMS,
+    WINDOW,
+    expected,
+    slots,
+    started,
+    write,
 )
-WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(2,), window=9)
-GROUPS = (KV, SUMS, RING, WINDOW)
-NAMES = frozenset({"kv.sums", "kv.ring"})
-
-
-def started(memory, tokens, statistics=None):
-    row = memory.start(statistics)
-    grow(memory, row, tokens)
-    write(memory, row)
-    return row
-
-
-def write(memory, row):
-    for name, table in memory.tables.items():
-        for lane in range(table.group.num_lanes):
-            write_lane(memory, row, lane, name=name)
-
-
-def slots(memory, row, name):
-    return memory.tables[name].num_slots[row].tolist()
-
-
-def expected(tokens, lane=0):
-    return [token + 100 * lane for token in range(tokens)]
 
 
 @pytest.fixture(params=STORES)

@@ -14,7 +14,7 @@ from quire.kv.stores.ring import ring_pages
 from quire.kv.stores.runs import RunPool
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.spec.pages import CacheLayout
-from unit.kv.small_memory import grow, plain_class
+from unit.kv.small_memory import drop_pages, grow, plain_class
 from unit.kv.stored_tokens import EVICTING, FULL, LAYOUT, WINDOWED, StoredTokens, memory_of
 
 RUNS = ("contiguous_max", "contiguous_growing")
@@ -210,8 +210,8 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
 
     with pytest.raises(UnsoundCombination, match="use the store 'paged'"):
         lend(memory, row, 0, 8)
-    with pytest.raises(ConfigError, match="do not leave a contiguous run"):
-        memory.drop_pages(FULL, row, 0, np.array([0]))
+    with pytest.raises(ConfigError, match=r"keeps slots in order.*'paged'"):
+        drop_pages(memory, row, [0], name="full")
     with pytest.raises(
         UnsoundCombination, match=r"a cached prefix would keep .* use the store 'paged'"
     ):

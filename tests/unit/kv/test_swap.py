@@ -9,6 +9,7 @@ from quire.kv.sharing import fork
 from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in, swap_out
 from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import (
+    drop_pages,
     grow,
     keys,
     one_group,
@@ -233,7 +234,7 @@ def test_lanes_that_have_lost_something_are_not_split():
         row = started(memory, 12)
         memory.drop_behind_windows(np.array([row]))
         if memory is dropped:
-            memory.drop_pages(memory.tables["kv"].group, row, 1, np.array([0]))
+            drop_pages(memory, row, [0], lane=1)
 
         assert not can_split(memory, row, 8)
         with pytest.raises(ConfigError, match="cannot be split at token 8"):

@@ -5,7 +5,7 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.sharing import fork
 from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
 from quire.spec.pages import LaneGroup
-from unit.kv.small_memory import grow, one_group, plain_class, started, used_pages
+from unit.kv.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
 
 GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens a page
 
@@ -69,7 +69,7 @@ def test_drained_changes_name_exactly_the_changed_entries():
     assert changed_by(lambda: grow(memory, row, 1)) == 0
     assert changed_by(lambda: fork(memory, row)) == 6
     assert changed_by(lambda: grow(memory, row, 1)) == 2  # the shared last pages
-    assert changed_by(lambda: memory.drop_pages(table.group, row, 1, np.array([1]))) == 2
+    assert changed_by(lambda: drop_pages(memory, row, [1], lane=1)) == 2
     assert changed_by(lambda: memory.truncate(row, 3)) == 3
     assert changed_by(lambda: memory.release([row])) == 2
 
@@ -98,7 +98,7 @@ def test_dropped_pages_leave_positions_behind_and_move_no_bytes():
     table = memory.tables["kv"]
     before = table.pages[row, 0, :4].copy()
 
-    memory.drop_pages(table.group, row, 0, np.array([0, 2]))
+    drop_pages(memory, row, [0, 2])
 
     assert table.pages[row, 0, :3].tolist() == [before[1], before[3], NO_PAGE]
     assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, 12, 13]
@@ -106,26 +106,6 @@ def test_dropped_pages_leave_positions_behind_and_move_no_bytes():
     assert used_pages(memory) == 2
     grow(memory, row, 4)
     assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, *range(12, 18)]
-
-
-@pytest.mark.parametrize("columns", [[3], [-1], [1, 1], [0, 9]])
-def test_pages_that_are_not_full_or_named_twice_do_not_drop(columns):
-    memory = one_group()
-    row = started(memory, 14)
-
-    with pytest.raises(ConfigError, match="only full pages"):
-        memory.drop_pages(memory.tables["kv"].group, row, 0, np.array(columns))
-
-    assert memory.tables["kv"].num_slots[row, 0] == 14
-    memory.check()
-
-
-def test_pages_of_lanes_without_order_do_not_drop():
-    memory = one_group(ordered=False)
-    row = started(memory, 8)
-
-    with pytest.raises(ConfigError, match="ordered"):
-        memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([0]))
 
 
 def test_ten_windows_stream_through_constant_memory():
@@ -149,7 +129,7 @@ def test_a_window_lane_with_a_gap_keeps_the_pages_that_are_still_seen():
     memory = one_group(window=8)
     row = started(memory, 16)
     table = memory.tables["kv"]
-    memory.drop_pages(table.group, row, 0, np.array([1, 2]))
+    drop_pages(memory, row, [1, 2])
 
     grow(memory, row, 1)
 
@@ -183,7 +163,7 @@ def test_truncation_gives_whole_pages_back():
 def test_truncation_into_a_dropped_page_continues_at_the_new_length():
     memory = one_group()
     row = started(memory, 12)
-    memory.drop_pages(memory.tables["kv"].group, row, 0, np.array([1]))
+    drop_pages(memory, row, [1])
 
     memory.truncate(row, 6)
     grow(memory, row, 3)

@@ -1,0 +1,317 @@
+"""Three ways to give slots back, with what is remembered of them, over all groups of a row."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.sharing import fork, lend, return_loan
+from quire.kv.stores.registry import STORES, placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import (
+    grow,
+    keys,
+    mask,
+    places,
+    plain_class,
+    started,
+    used_pages,
+    with_groups,
+)
+from unit.kv.statistics_rows import KV, NAMES, RING, SUMS
+from unit.kv.statistics_rows import started as row_of
+
+MORE = LaneGroup(name="more", page_class=plain_class(positions=True), layers=(2,), ordered=False)
+
+
+def memory_of(*groups, store="paged", **options):
+    memory = with_groups(*(groups or (KV, SUMS, RING)), **options)
+    if store != "paged":
+        limits = LaneLimits(max_tokens=40, evicting_slots=40)
+        fresh = placement_maker(store, limits)(memory.layout, memory.total_bytes, 4)
+        memory.placement, memory.arena, memory.pools = fresh, fresh.arena, fresh.pools
+    return memory
+
+
+def compact(memory, row, text, kind):
+    keep = np.repeat(mask(text), 2, axis=0)
+    plan = plan_compaction(memory, "kv", row, keep, kind)
+    commit_compaction(memory, plan)
+    memory.check()
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected", "moves"),
+    [
+        (Kind.FILL_HOLES, "oxooxoxoox", [0, 7, 2, 3, 8, 5], 2),
+        (Kind.KEEP_ORDER, "oxooxoxoox", [0, 2, 3, 5, 7, 8], 5),
+        (Kind.DROP_PAGES, "xxxxoooooo", [4, 5, 6, 7, 8, 9], 0),
+        (Kind.DROP_PAGES, "ooooxxxxoo", [0, 1, 2, 3, 8, 9], 0),
+        (Kind.DROP_PAGES, "ooooooooxx", [0, 1, 2, 3, 4, 5, 6, 7], 0),
+    ],
+)
+def test_records_of_slots_go_where_their_slots_go(kind, text, expected, moves):
+    memory = memory_of()
+    row = row_of(memory, 10)
+
+    compact(memory, row, text, kind)
+
+    for lane in (0, 1):
+        slots = [slot + 100 * lane for slot in expected]
+        assert keys(memory, row, lane) == keys(memory, row, lane, name="kv.sums") == slots
+        assert keys(memory, row, lane, name="kv.ring") == [100 * lane + i for i in range(3)]
+        _, _, positions = memory.store.read_slots(KV.page_class, places_of(memory, row, lane))
+        assert positions.tolist() == expected
+    assert memory.store.moved_slots == 2 * 2 * moves
+    assert used_pages(memory) == 2 * 2 * -(-len(expected) // 4) + 4
+
+
+def places_of(memory, row, lane):
+    return places(memory.tables["kv"], row, lane)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("store", STORES)
+def test_every_kind_works_in_every_store_and_the_row_grows_on(kind, store):
+    memory = memory_of(store=store)
+    row = row_of(memory, 14)
+
+    compact(memory, row, "ooooxxxxxxxxoo", kind)
+    grow(memory, row, 5)
+
+    held = [0, 1, 2, 3, 12, 13]
+    for name in ("kv", "kv.sums"):
+        assert sorted(keys(memory, row, name=name)[:6]) == held
+    if kind is not Kind.FILL_HOLES:
+        assert keys(memory, row)[:6] == held
+    assert memory.tables["kv.sums"].num_slots[row].tolist() == [11, 11]
+    memory.check()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_plan_says_what_it_needs_and_frees_and_changes_nothing(kind):
+    memory = memory_of()
+    row = row_of(memory, 12)
+    keep = np.repeat(mask("xxxxxxxxoooo"), 2, axis=0)
+    before = memory.store.arena.tobytes()
+
+    plan = plan_compaction(memory, "kv", row, keep, kind)
+
+    assert plan.needed_pages == {KV.page_class: 0}
+    assert plan.freed_pages == {KV.page_class: 4, SUMS.page_class: 4}
+    assert plan.gain_bytes == 4 * (KV.page_class.page_bytes + SUMS.page_class.page_bytes)
+    assert plan.keep_slots.tolist() == [4, 4]
+    assert memory.store.arena.tobytes() == before
+    assert memory.tables["kv"].num_slots[row].tolist() == [12, 12]
+
+
+def test_records_are_not_compacted_by_themselves():
+    memory = memory_of()
+    row = row_of(memory, 12)
+
+    for name in NAMES:
+        with pytest.raises(ConfigError, match="holds statistics"):
+            plan_compaction(memory, name, row, np.ones((2, 12), dtype=bool))
+
+
+def test_a_row_without_statistics_frees_no_pages_of_them():
+    memory = memory_of()
+    row = row_of(memory, 12, {"kv.ring"})
+
+    plan = compact(memory, row, "xxxxxxxxoooo", Kind.FILL_HOLES)
+
+    assert plan.freed_pages == {KV.page_class: 4}
+    assert plan.statistics == ()
+    assert memory.store.moved_slots == 2 * 4
+
+
+def test_copies_are_needed_of_shared_pages_that_are_written_only():
+    memory = memory_of()
+    row = row_of(memory, 12)
+    child = fork(memory, row)
+    texts = {
+        Kind.FILL_HOLES: ("ooooxoooxxxo", 1),
+        Kind.KEEP_ORDER: ("ooooxooooooo", 2),
+        Kind.DROP_PAGES: ("ooooxxxxoooo", 0),
+    }
+
+    for kind, (text, pages) in texts.items():
+        plan = plan_compaction(memory, "kv", row, np.repeat(mask(text), 2, axis=0), kind)
+        assert plan.needed_pages == {KV.page_class: 2 * pages}
+    copied = memory.store.copied_pages
+    compact(memory, row, texts[Kind.KEEP_ORDER][0], Kind.KEEP_ORDER)
+
+    assert memory.store.copied_pages - copied == 4
+    assert keys(memory, child) == keys(memory, child, name="kv.sums") == list(range(12))
+    assert keys(memory, row) == [0, 1, 2, 3, *range(5, 12)]
+
+
+def test_lanes_keep_unequal_counts_and_so_do_their_records():
+    memory = memory_of()
+    row = row_of(memory, 10)
+    keep = np.concatenate([mask("oooooooooo"), mask("xxxxxxxxxo")])
+
+    commit_compaction(memory, plan_compaction(memory, "kv", row, keep))
+    grow(memory, row, 1)
+
+    for name in ("kv", "kv.sums"):
+        assert memory.tables[name].num_slots[row].tolist() == [11, 2]
+        assert memory.tables[name].num_pages[row].tolist() == [3, 1]
+        assert keys(memory, row, 1, name=name)[0] == 109
+    memory.check()
+
+
+def test_pages_are_not_cut_where_they_leave_whole():
+    memory = memory_of()
+    row = row_of(memory, 10)
+
+    with pytest.raises(ConfigError, match="pages leave whole or stay"):
+        compact(memory, row, "oxoooooooo", Kind.DROP_PAGES)
+
+    memory.check()
+
+
+def test_ordered_lanes_lose_pages_only():
+    memory = memory_of(replace(KV, ordered=True), SUMS)
+    row = row_of(memory, 10)
+
+    for kind in (Kind.FILL_HOLES, Kind.KEEP_ORDER):
+        with pytest.raises(ConfigError, match="drop whole pages"):
+            compact(memory, row, "oooooooooo", kind)
+    compact(memory, row, "ooooxxxxoo", Kind.DROP_PAGES)
+    grow(memory, row, 4)
+
+    expected = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13]
+    assert memory.tables["kv"].slot_positions(row, 1).tolist() == expected
+    assert keys(memory, row, name="kv.sums")[:6] == expected[:6]
+
+
+def test_a_lane_in_order_may_lose_its_last_page_too():
+    memory = memory_of(replace(KV, ordered=True), SUMS)
+    row = row_of(memory, 10)
+
+    compact(memory, row, "ooooooooxx", Kind.DROP_PAGES)
+    grow(memory, row, 5)
+
+    assert memory.tables["kv"].slot_positions(row, 0).tolist() == [*range(8), *range(10, 15)]
+
+
+# ---- all or nothing ------------------------------------------------------------------------------
+
+
+def test_plans_of_several_groups_are_carried_out_together_or_not_at_all():
+    memory = memory_of(KV, MORE, total_bytes=9 * 192, max_rows=2)
+    row = started(memory, 12)
+    child = fork(memory, row)
+    plans = [
+        plan_compaction(memory, name, row, np.repeat(mask("ooooxxoooooo"), lanes, axis=0))
+        for name, lanes in (("kv", 2), ("more", 1))
+    ]
+    before = memory.store.arena.tobytes()
+    assert memory.free_bytes == 0
+
+    with pytest.raises(OutOfPages, match="3 private pages"):
+        commit_compaction(memory, *plans)
+    assert memory.store.arena.tobytes() == before
+    assert memory.tables["kv"].num_slots[row].tolist() == [12, 12]
+    memory.release([child])
+    commit_compaction(memory, *plans)
+
+    assert memory.tables["more"].num_slots[row].tolist() == [10]
+    memory.check()
+
+
+def test_a_broken_slot_map_is_refused_before_anything_is_written():
+    memory = memory_of()
+    row = row_of(memory, 12)
+    fork(memory, row)
+    plan = plan_compaction(memory, "kv", row, np.repeat(mask("oxoooooooooo"), 2, axis=0))
+    broken = replace(plan, moves=replace(plan.moves, target=plan.moves.target + 1))
+    before = memory.store.arena.tobytes()
+
+    with pytest.raises(InvariantError, match="writes over a slot that stays"):
+        commit_compaction(memory, broken)
+
+    assert memory.store.arena.tobytes() == before
+    memory.check()
+
+
+# ---- pages that a cache keeps --------------------------------------------------------------------
+
+
+class Cache:
+    """Holds loans and gives up those whose pages nobody else but one row reads."""
+
+    def __init__(self, memory):
+        self.memory, self.loans, self.asked = memory, [], []
+        memory.unpublish = self.unpublish
+
+    def unpublish(self, page_class, pages):
+        self.asked.append(pages.tolist())
+        counts = self.memory.pools[page_class].ref_counts
+        before = counts[pages].copy()
+        for loan in list(self.loans):
+            named = loan.pages["kv"]
+            if np.isin(named, pages).any() and (counts[named] == 2).all():
+                self.loans.remove(loan)
+                return_loan(self.memory, loan)
+        return (before == 2) & (counts[pages] == 1)
+
+
+@pytest.mark.parametrize("kind", [Kind.FILL_HOLES, Kind.KEEP_ORDER])
+def test_pages_only_a_cache_keeps_are_written_in_place(kind):
+    memory = memory_of()
+    row = row_of(memory, 12)
+    cache = Cache(memory)
+    cache.loans = [lend(memory, row, start, start + 4) for start in (0, 4, 8)]
+    copied = memory.store.copied_pages
+    pages = memory.tables["kv"].pages[row, :, 1].tolist()
+
+    plan = compact(memory, row, "oooooxoooxxo", kind)
+
+    assert plan.needed_pages == {KV.page_class: 0}
+    assert memory.store.copied_pages == copied
+    assert set(pages) <= set(cache.asked[0])
+    assert cache.loans[0].start == 0
+    assert sorted(keys(memory, row)) == [0, 1, 2, 3, 4, 6, 7, 8, 11]
+    memory.check()
+
+
+def test_pages_that_others_read_are_copied_whatever_a_cache_says():
+    memory = memory_of()
+    row = row_of(memory, 12)
+    cache = Cache(memory)
+    cache.loans = [lend(memory, row, 0, 12)]
+    child = fork(memory, row)
+
+    plan = compact(memory, row, "oooooxoooxxo", Kind.FILL_HOLES)
+
+    assert plan.needed_pages == {KV.page_class: 2}
+    assert len(cache.loans) == 1
+    assert keys(memory, child) == list(range(12))
+
+
+@given(
+    lanes=st.lists(st.lists(st.booleans(), min_size=23, max_size=23), min_size=2, max_size=2),
+    kind=st.sampled_from([Kind.FILL_HOLES, Kind.KEEP_ORDER]),
+)
+def test_every_survivor_keeps_its_record(lanes, kind):
+    memory, keep = memory_of(), np.array(lanes)
+    row = row_of(memory, 23)
+
+    commit_compaction(memory, plan_compaction(memory, "kv", row, keep, kind))
+
+    for lane in (0, 1):
+        found = keys(memory, row, lane)
+        assert found == keys(memory, row, lane, name="kv.sums")
+        expected = (np.flatnonzero(keep[lane]) + 100 * lane).tolist()
+        assert sorted(found) == expected
+        assert kind is Kind.FILL_HOLES or found == expected
+    assert memory.statistics_of(row) == NAMES
+    memory.check()

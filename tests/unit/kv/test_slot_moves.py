@@ -1,0 +1,104 @@
+"""Slot maps as sets of numbers, and the proof that they lose nothing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from quire.errors import ConfigError, InvariantError
+from quire.kv.slot_moves import (
+    SlotMoves,
+    close_gaps,
+    fill_holes,
+    no_moves,
+    pages_kept,
+    prove_one_to_one,
+)
+from unit.kv.small_memory import mask
+
+MASKS = hnp.arrays(bool, st.tuples(st.integers(1, 3), st.integers(0, 20)))
+
+
+def counts(numbers):
+    return np.array(numbers, dtype=np.int32)
+
+
+def moved(keep, moves):
+    """What stands in each slot after the moves, by the number of the slot it came from."""
+    lanes = [list(range(keep.shape[1])) for _ in keep]
+    for lane, source, target in zip(moves.lane, moves.source, moves.target, strict=True):
+        lanes[lane][target] = int(source)
+    return [lane[: int(kept)] for lane, kept in zip(lanes, keep.sum(axis=1), strict=True)]
+
+
+def test_moves_are_those_the_module_draws():
+    keep = mask("oxooxoxoox")
+
+    assert moved(keep, fill_holes(keep)) == [[0, 7, 2, 3, 8, 5]]
+    assert moved(keep, close_gaps(keep)) == [[0, 2, 3, 5, 7, 8]]
+
+
+@given(keep=MASKS)
+def test_survivors_come_to_the_front_and_every_map_is_proved(keep):
+    for move in (fill_holes, close_gaps):
+        moves = move(keep)
+        prove_one_to_one(keep, moves)
+        assert [sorted(lane) for lane in moved(keep, moves)] == [
+            np.flatnonzero(lane).tolist() for lane in keep
+        ]
+    assert all(lane == sorted(lane) for lane in moved(keep, close_gaps(keep)))
+
+
+@given(keep=MASKS)
+def test_filling_holes_never_moves_more_than_closing_gaps(keep):
+    assert len(fill_holes(keep)) <= len(close_gaps(keep))
+
+
+SOUND = fill_holes(mask("oxoxo", "ooooo"))  # slot 4 into slot 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (no_moves(), "leaves a hole"),
+        (replace(SOUND, source=np.array([3])), "one that leaves"),
+        (replace(SOUND, source=np.array([5])), "not there"),
+        (replace(SOUND, target=np.array([-1])), "not there"),
+        (replace(SOUND, target=np.array([2])), "writes over a slot that stays"),
+        (replace(SOUND, target=np.array([3])), "leaves a hole"),
+        (replace(SOUND, lane=np.array([1])), "writes over a slot that stays"),
+        (
+            SlotMoves(*(np.repeat(part, 2) for part in (SOUND.lane, SOUND.source, SOUND.target))),
+            "moves a slot twice",
+        ),
+        (SlotMoves(np.array([0, 0]), np.array([4, 2]), np.array([1, 1])), "two slots into one"),
+    ],
+)
+def test_a_map_that_would_lose_a_slot_is_noticed(broken, message):
+    with pytest.raises(InvariantError, match=message):
+        prove_one_to_one(mask("oxoxo", "ooooo"), broken)
+
+
+def test_pages_stay_or_leave_whole():
+    keep = mask("ooooxxxxoo", "xxxxooooxx")
+
+    stays = pages_kept(keep, counts([10, 10]), 4)
+
+    assert stays.tolist() == [[True, False, True], [False, True, False]]
+
+
+def test_the_last_page_of_a_lane_has_the_slots_it_has():
+    keep = mask("oooooxx", "xxxxooo")
+
+    assert pages_kept(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
+    with pytest.raises(ConfigError, match="of page 1 of lane 0 1 of 2 slots stay"):
+        pages_kept(keep, counts([6, 7]), 4)
+
+
+@pytest.mark.parametrize("text", ["xooooooo", "ooxooooo", "ooooooox"])
+def test_a_page_is_not_cut(text):
+    with pytest.raises(ConfigError, match="3 of 4 slots stay"):
+        pages_kept(mask(text), counts([8]), 4)
