@@ -23,7 +23,22 @@ EVICTING = LaneGroup(
 SUMS = LaneGroup(
     name="sums", page_class=plain_class(tokens=3, value=False), layers=(0,), private=True
 )
-LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS))
+LOOKS = LaneGroup(
+    name="looks",
+    page_class=plain_class(tokens=2, value=False),
+    layers=(4,),
+    lanes_per_layer=2,
+    mirrors="evicting",
+)
+RING = LaneGroup(
+    name="ring",
+    page_class=plain_class(tokens=2, heads=2, value=False),
+    layers=(4,),
+    lanes_per_layer=2,
+    fixed_slots=5,
+)
+LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS, LOOKS, RING))
+STATISTICS = frozenset(group.name for group in LAYOUT.groups if group.private)
 
 
 def memory_of(store, *, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5, **limits):
@@ -51,8 +66,8 @@ class StoredTokens:
         self.rows = {}
         self._contents = 0
 
-    def start(self, tokens):
-        row = self.memory.start()
+    def start(self, tokens, statistics=None):
+        row = self.memory.start(statistics)
         self.rows[row] = {
             (name, lane): {}
             for name, table in self.memory.tables.items()
@@ -73,12 +88,16 @@ class StoredTokens:
     def _write(self, name, row, lane, count):
         table = self.memory.tables[name]
         page_class, end = table.group.page_class, int(table.num_slots[row, lane])
-        slots = np.arange(end - count, end)
-        places = table.pages[row, lane, slots // page_class.tokens], slots % page_class.tokens
+        if not table.active[row]:
+            return
         length = int(self.memory.lengths[row])
         positions = np.arange(length - count, length)
-        contents = np.arange(self._contents, self._contents + count)
-        self._contents += count
+        slots = np.arange(end - count, end)
+        if table.group.fixed_slots is not None:  # written anew with every step
+            slots = positions = np.arange(end)
+        places = table.pages[row, lane, slots // page_class.tokens], slots % page_class.tokens
+        contents = np.arange(self._contents, self._contents + len(slots))
+        self._contents += len(slots)
         vectors = self._vectors(page_class, contents)
         self.memory.store.write_slots(page_class, places, vectors, vectors, positions)
         self.rows[row][name, lane].update(zip(positions.tolist(), contents.tolist(), strict=True))
@@ -106,14 +125,18 @@ class StoredTokens:
 
     def truncate(self, row, length):
         self.memory.truncate(row, length)
-        for lane in self.rows[row].values():
-            for position in [p for p in lane if p >= length]:
+        for (name, _), lane in self.rows[row].items():
+            fixed = self.memory.tables[name].group.fixed_slots is not None
+            for position in [p for p in lane if p >= length and not (fixed and length)]:
                 del lane[position]
 
     def keep(self, name, row, lane, positions):
-        """The lane has evicted all other positions."""
-        held = self.rows[row][name, lane]
-        self.rows[row][name, lane] = {p: held[p] for p in positions}
+        """The lane has evicted all other positions, and what was remembered of them."""
+        mirrors = (group.name for group in self.memory.layout.mirrors_of(name))
+        for of_lane in (name, *mirrors):
+            held = self.rows[row].get((of_lane, lane))
+            if held:
+                self.rows[row][of_lane, lane] = {p: held[p] for p in positions}
 
     def check(self):
         """The books add up, and each token stands where tables say it does."""
@@ -131,6 +154,12 @@ class StoredTokens:
         key, value, positions = self.memory.store.read_slots(page_class, places)
         if table.group.ordered:
             positions = table.slot_positions(row, lane)
+        if table.group.fixed_slots is not None:
+            positions = slots
+        if table.group.mirrors is not None:
+            mirrored = self.memory.tables[table.group.mirrors]
+            places = mirrored.pages[row, lane, slots // page_class.tokens], places[1]
+            positions = self.memory.store.read_slots(mirrored.group.page_class, places)[2]
         held = positions.tolist()
         contents = np.array([expected[position] for position in held], dtype=np.int64)
         vectors = self._vectors(page_class, contents)

@@ -7,12 +7,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.errors import ConfigError, OutOfPages
-from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.sharing import fork
 from quire.kv.stores.registry import STORES
 from quire.kv.swap import append_tail, can_split, can_swap_in, repack, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
-from unit.kv.stored_tokens import EVICTING, FULL, MAX_TOKENS, WINDOW, StoredTokens, memory_of
+from unit.kv.stored_tokens import (
+    EVICTING,
+    FULL,
+    MAX_TOKENS,
+    STATISTICS,
+    WINDOW,
+    StoredTokens,
+    memory_of,
+)
 
 SEEDS = st.integers(0, 2**16)
 
@@ -178,6 +186,7 @@ def test_waste_adds_up_and_live_bytes_are_those_of_the_tokens(stored):
     waste = measure_waste(stored.memory)
 
     seen = {name: tuple(min(n, w or n) for n in (5, 40)) for name, w in windows(stored).items()}
+    seen["ring"] = (5, 5)
     expected = sum(
         table.group.num_lanes * table.group.page_class.slot_bytes * sum(seen[name])
         for name, table in stored.memory.tables.items()
@@ -193,13 +202,16 @@ def windows(stored):
     return {group.name: group.window and group.window - 1 for group in groups}
 
 
-def evict(stored, row, seed, share):
+def evict(stored, row, seed, share, kind=Kind.FILL_HOLES):
     """Keep about a share of each lane of the group without order."""
     table = stored.memory.tables[EVICTING.name]
     slots = table.num_slots[row]
     keep = np.random.default_rng(seed).random((len(slots), int(slots.max(initial=0)))) < share
+    if kind is Kind.DROP_PAGES:
+        keep = keep[:, np.arange(keep.shape[1]) // EVICTING.page_class.tokens]
     kept = [set(positions(stored, row, lane)[keep[lane, : slots[lane]]]) for lane in (0, 1)]
-    commit_compaction(stored.memory, plan_compaction(stored.memory, EVICTING.name, row, keep))
+    plan = plan_compaction(stored.memory, EVICTING.name, row, keep, kind)
+    commit_compaction(stored.memory, plan)
     for lane in (0, 1):
         stored.keep(EVICTING.name, row, lane, kept[lane])
 
@@ -226,9 +238,9 @@ class StoreMachine(RuleBasedStateMachine):
         return sorted(self.stored.rows)[seed % len(self.stored.rows)]
 
     @precondition(lambda self: self.memory.num_free_rows)
-    @rule(tokens=st.integers(0, 30))
-    def start(self, tokens):
-        row = self.stored.start(0)
+    @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(sorted(STATISTICS))))
+    def start(self, tokens, used):
+        row = self.stored.start(0, used)
         self.grow({row: tokens})
 
     @precondition(lambda self: self.stored.rows)
@@ -283,10 +295,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.stored.rows[child] = self.stored.copy(row)
 
     @precondition(lambda self: self.stored.rows)
-    @rule(seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.7]))
-    def evict(self, seed, share):
+    @rule(seed=SEEDS, share=st.sampled_from([0.0, 0.3, 0.7]), kind=st.sampled_from(Kind))
+    def evict(self, seed, share, kind):
         try:
-            evict(self.stored, self.pick(seed), seed, share)
+            evict(self.stored, self.pick(seed), seed, share, kind)
         except OutOfPages:
             assert self.memory.placement.shares  # no room for the copies of shared pages
 

@@ -11,11 +11,22 @@ from quire.kv.sharing import fork, lend
 from quire.kv.spans import offsets, spans
 from quire.kv.stores.registry import PREFIX_CACHE, STORES, UNSOUND, refuse_unsound
 from quire.kv.stores.ring import ring_pages
+from quire.kv.stores.run_lengths import LaneLimits
 from quire.kv.stores.runs import RunPool
 from quire.kv.waste import measure_waste, sequences_that_fit
+from quire.spec.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
 from quire.spec.pages import CacheLayout
 from unit.kv.small_memory import drop_pages, grow, plain_class
-from unit.kv.stored_tokens import EVICTING, FULL, LAYOUT, WINDOWED, StoredTokens, memory_of
+from unit.kv.stored_tokens import (
+    EVICTING,
+    FULL,
+    LAYOUT,
+    LOOKS,
+    RING,
+    WINDOWED,
+    StoredTokens,
+    memory_of,
+)
 
 RUNS = ("contiguous_max", "contiguous_growing")
 PAGE = plain_class()  # 4 tokens, 128 B
@@ -238,7 +249,8 @@ def test_a_lane_never_holds_more_than_its_announced_peak(store, prompt, steps, c
     peak_bytes = 0
     for group in LAYOUT.groups:
         most = group.slots_at_most(NO_LIMIT, chunk) if group.ordered else NO_LIMIT
-        pages = memory.placement.peak_pages(group, np.array([prompt + steps]), most)
+        slots = np.array([group.slots_of(prompt + steps)])
+        pages = memory.placement.peak_pages(group, slots, most)
         peak_bytes += int(pages[0]) * group.num_lanes * group.page_class.page_bytes
         assert memory.placement.peak_pages(group, np.array([0]), most) == 0
     assert memory.peak_bytes[row] <= memory.arena_peak_bytes <= peak_bytes
@@ -296,3 +308,26 @@ def test_spans_are_ranges_one_behind_the_other(counts):
     expected = [start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]
     assert spans(starts, lengths).tolist() == expected
     assert offsets(lengths).tolist() == [i for n in counts for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "slots"),
+    [
+        (EvictionSpec(), 90),
+        (EvictionSpec(cap=20, every=4), 20),
+        (EvictionSpec(cap=200, every=4), 90),
+        (EvictionSpec(cap=20, every=4, lane_caps=(10, 30)), 30),
+        (EvictionSpec(cap=20, every=4, lane_caps=(10, 1 << 40)), 90),
+        (EvictionSpec(cap=20, every=4, ragged=True), 40),
+        (EvictionSpec(cap=60, every=4, ragged=True), 90),
+        (EvictionSpec(cap=20, every=4, when=PREFILL_END), 90),
+        (EvictionSpec(cap=20, every=4, when=DECODE), 90),
+        (EvictionSpec(cap=20, every=4, when=PRESSURE), 90),
+    ],
+)
+def test_the_longest_lane_is_what_the_eviction_lets_it_be(eviction, slots):
+    limits = LaneLimits.of(90, eviction)
+
+    assert limits.most_pages(EVICTING) == limits.most_pages(LOOKS) == slots // 2
+    assert limits.most_pages(RING) == 3
+    assert limits.most_pages(FULL) == limits.most_pages(WINDOWED) == 23

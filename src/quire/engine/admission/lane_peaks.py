@@ -56,10 +56,10 @@ def _peak_slots(sequences: Alike, cap: int | None) -> Iterator[Tokens]:
 def lanes_by_cap(group: LaneGroup, eviction: EvictionSpec) -> tuple[tuple[int | None, int], ...]:
     """The distinct caps of a group's lanes, and how many lanes have each.
 
-    A lane of a whole layer holds what the longest of its heads may.
+    A lane that serves several heads has the least of theirs.
     """
     if eviction.cap is None or eviction.lane_caps is None:
         return ((eviction.cap, group.num_lanes),)
-    caps = np.array(eviction.lane_caps, dtype=np.int64).reshape(group.num_lanes, -1).max(axis=1)
+    caps = np.array(eviction.lane_caps, dtype=np.int64).reshape(group.num_lanes, -1).min(axis=1)
     distinct, lanes = np.unique(caps, return_counts=True)
     return tuple(zip(distinct.tolist(), lanes.tolist(), strict=True))

@@ -136,7 +136,7 @@ class Placement(ABC):
 
         Args:
             group: the lane's.
-            tokens: of whole sequences, any shape.
+            tokens: it must hold at most, of whole sequences or what eviction leaves; any shape.
             most_slots: where eviction or a window bound what a lane of the group must hold.
         """
 

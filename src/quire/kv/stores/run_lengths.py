@@ -7,7 +7,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import PRESSURE, EvictionSpec
 from quire.spec.pages import LaneGroup
 
 Counts = NDArray[np.int64]
@@ -21,21 +21,28 @@ class LaneLimits:
     Attributes:
         max_tokens: of the longest sequence.
         evicting_slots: of the longest lane that evicts.
+        ragged: whether slots move between the heads of a layer: one may hold what is all of theirs.
     """
 
     max_tokens: int
     evicting_slots: int
+    ragged: bool = False
 
     @classmethod
     def of(cls, max_tokens: int, eviction: EvictionSpec) -> "LaneLimits":
-        """Of sequences of up to `max_tokens` tokens."""
-        return cls(max_tokens=max_tokens, evicting_slots=eviction.peak_tokens(max_tokens))
+        """Of sequences of up to `max_tokens` tokens; without pressure nothing leaves."""
+        caps = eviction.lane_caps or (eviction.cap,)
+        longest = max(eviction.lane_peak_tokens(cap, max_tokens, None) for cap in caps)
+        if eviction.when == PRESSURE:
+            longest = max_tokens
+        return cls(max_tokens=max_tokens, evicting_slots=longest, ragged=eviction.ragged)
 
     def most_pages(self, group: LaneGroup) -> int:
         """Pages of the longest lane of a group. A window changes nothing: a run has no holes."""
         slots = group.slots_of(self.max_tokens)
         if not group.ordered and group.fixed_slots is None:
-            slots = min(slots, self.evicting_slots)
+            lanes = group.lanes_per_layer if self.ragged else 1
+            slots = min(slots, self.evicting_slots * lanes)
         return group.page_class.pages_for(slots)
 
 
