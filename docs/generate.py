@@ -208,21 +208,60 @@ def options() -> str:
 
 
 def policies() -> str:
-    """`full` and every registered rule."""
-    from quire.cli.listings import policy_rows
+    """`full` and every registered rule, and every budget."""
+    from quire.cli.listings import budget_rows, policy_rows
     from quire.spec.eviction import DEFAULT_EVERY_TOKENS
 
-    rows = [
-        f"| `{row.name}` | {_named(row.options)} | {row.summary} | {row.source} |"
+    rules = [
+        (
+            f"`{row.name}`",
+            _named(row.options),
+            row.summary,
+            _listed(row.statistics),
+            row.grain,
+            row.cost,
+            row.source,
+        )
         for row in policy_rows()
+    ]
+    budgets = [
+        (
+            f"`{row.name}`",
+            _named(row.options),
+            row.summary,
+            _listed(row.statistics),
+            row.looks,
+            "kept" if row.keeps_total else "not kept",
+            row.source,
+        )
+        for row in budget_rows()
     ]
     return (
         "# Eviction policies\n\n"
         "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
-        "policy but `full` also takes `cap` (tokens a lane holds at most; must be given) and\n"
-        f"`every` (tokens that leave at a time, {DEFAULT_EVERY_TOKENS} by default).\n\n"
-        "| policy | options | what stays | source |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "policy but `full` also takes `cap` (most tokens of a lane, a share of the prompt such as\n"
+        "`25%`, or bytes such as `2MiB`; must be given), `every` (tokens that leave at a time,\n"
+        f"{DEFAULT_EVERY_TOKENS} by default), `when`, `budget`, `granularity` and `chunk_tokens`:\n"
+        "see [eviction](../eviction.md).\n\n" + _table(_RULE_COLUMNS, rules) + "\n## Budgets\n\n"
+        "How a cap is divided over layers and heads, as in `budget=(pyramid:beta=20)`. Where the\n"
+        "total is kept it is lanes times cap; elsewhere lanes may keep everything.\n\n"
+        + _table(_BUDGET_COLUMNS, budgets)
     )
+
+
+_RULE_COLUMNS = ("policy", "options", "what stays", "remembers", "one set a", "cost", "source")
+_BUDGET_COLUMNS = ("budget", "options", "who gets more", "remembers", "looks at the cache")
+_BUDGET_COLUMNS += ("total", "source")
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 
 def _named(options: dict[str, object]) -> str:

@@ -1,9 +1,11 @@
 """`quire policies` and `quire codecs`: what can be named in `--evict` and how KV can be stored."""
 
 import json
+import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,46 +14,90 @@ from quire.spec.eviction import DEFAULT_EVERY_TOKENS
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
+    from quire.policies.budgets.base import Budget
 
 _SHOWN_HEAD_DIM = 128  # of the vector whose bytes are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """One eviction policy.
+    """One eviction policy, with its default options.
 
     Attributes:
         name: as in `--evict name:option=value`.
-        options: of the rule, name to default; None where one must be given.
+        options: of the rule, name to default.
         summary: what stays.
+        statistics: what it has remembered.
+        grain: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
+        cost: beside reading the cache.
         source: where the rule comes from.
     """
 
     name: str
     options: dict[str, object]
     summary: str
+    statistics: tuple[str, ...]
+    grain: str
+    cost: str
     source: str
 
-    def as_dict(self) -> dict[str, object]:
-        """JSON values."""
-        return {
-            "name": self.name,
-            "options": self.options,
-            "summary": self.summary,
-            "source": self.source,
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRow:
+    """One way to divide a cap, with its default options.
+
+    Attributes:
+        name: as in `budget=(name:option=value)`.
+        options: name to default.
+        summary: who gets more.
+        statistics: what it has remembered beside what the rule needs.
+        looks: `never`, `once` when the prompt has been read, or `always`, at each eviction.
+        keeps_total: whether caps add up to lanes * cap.
+        source: where it comes from.
+    """
+
+    name: str
+    options: dict[str, object]
+    summary: str
+    statistics: tuple[str, ...]
+    looks: str
+    keeps_total: bool
+    source: str
 
 
 def policies(*, as_json: AsJson = False) -> None:
-    """List the eviction policies, their options and defaults."""
-    rows = policy_rows()
+    """List the eviction policies and budgets: options, defaults, what they remember, sources."""
+    rules, budgets = policy_rows(), budget_rows()
     if as_json:
-        typer.echo(json.dumps({"name": "policies", "policies": [row.as_dict() for row in rows]}))
+        found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
+        typer.echo(json.dumps({"name": "policies", **found}))
         return
-    schedule = f"cap=TOKENS (must be given), every={DEFAULT_EVERY_TOKENS}"
-    shown = [(row.name, _listed(row.options), row.summary, row.source) for row in rows]
-    _print_table(("policy", "options", "what stays", "source"), shown)
-    typer.echo(f"Every policy but full also takes {schedule}: --evict 'recent:cap=512,sinks=4'")
+    for row in rules:
+        _print_block(row, {"grain": row.grain, "cost": row.cost})
+    typer.echo("Budgets: how a cap is divided over layers and heads, budget=(pyramid:beta=20)\n")
+    for budget in budgets:
+        total = "kept" if budget.keeps_total else "not kept: lanes may keep everything"
+        _print_block(budget, {"looks": budget.looks, "total": total})
+    typer.echo(
+        f"Every policy but full also takes cap=TOKENS (must be given; or 25%, 2MiB), "
+        f"every={DEFAULT_EVERY_TOKENS}, when=, budget=, granularity=:\n"
+        "--evict 'recent:cap=512,sinks=4'"
+    )
+
+
+def _print_block(row: PolicyRow | BudgetRow, more: dict[str, str]) -> None:
+    listed = ", ".join(f"{name}={default}" for name, default in row.options.items())
+    facts = {"options": listed, "remembers": ", ".join(row.statistics), **more}
+    facts["source"] = row.source
+    typer.echo(f"{row.name}\n{_indented(row.summary)}")
+    for name, value in facts.items():
+        if value:
+            typer.echo(_indented(f"{name}: {value}"))
+    typer.echo("")
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, 96, initial_indent="  ", subsequent_indent="    ")
 
 
 def codecs(*, as_json: AsJson = False) -> None:
@@ -70,37 +116,72 @@ def codecs(*, as_json: AsJson = False) -> None:
 
 def policy_rows() -> list[PolicyRow]:
     """`full` and all registered policies."""
+    from quire.policies.base import LANE
     from quire.policies.registry import FULL, registered  # brings torch
 
-    full = PolicyRow(name=FULL, options={}, summary="Keep every token.", source="no eviction")
-    return [full, *(_policy_row(name, policy) for name, policy in registered().items())]
+    full = PolicyRow(
+        name=FULL,
+        options={},
+        summary="Keep every token.",
+        statistics=(),
+        grain=LANE,
+        cost="none",
+        source="no eviction",
+    )
+    return [full, *(_policy_row(name, policy()) for name, policy in registered().items())]
 
 
-def _policy_row(name: str, policy: "type[EvictionPolicy]") -> PolicyRow:
-    import sys
-
-    module = sys.modules[policy.__module__].__doc__ or ""
+def _policy_row(name: str, policy: "EvictionPolicy") -> PolicyRow:
     return PolicyRow(
         name=name,
-        options={f.name: _default(f) for f in fields(policy)},  # type: ignore[arg-type]
-        summary=_first_paragraph(policy.__doc__ or ""),
-        source=_first_paragraph(module),
+        options=_defaults(policy),
+        summary=_first_paragraph(type(policy).__doc__),
+        statistics=tuple(statistic.name for statistic in policy.statistics),
+        grain=policy.grain,
+        cost=policy.cost,
+        source=_source(policy),
     )
 
 
-def _default(field: "Field[Any]") -> object:
-    if field.default is not MISSING:
-        default = field.default
-        return default if isinstance(default, int | float | str | bool) else str(default)
-    return None if field.default_factory is MISSING else str(field.default_factory())
+def budget_rows() -> list[BudgetRow]:
+    """All registered budgets; those that divide nothing without options too."""
+    from quire.policies.registry import registered_budgets
+
+    return [_budget_row(name, budget) for name, budget in registered_budgets().items()]
 
 
-def _first_paragraph(docstring: str) -> str:
-    return " ".join(docstring.strip().split("\n\n", maxsplit=1)[0].split())
+def _budget_row(name: str, budget: "type[Budget]") -> BudgetRow:
+    looks = "always" if budget.ragged else "once" if budget.needs_prompt else "never"
+    return BudgetRow(
+        name=name,
+        options=_defaults(budget),
+        summary=_first_paragraph(budget.__doc__),
+        statistics=() if looks == "never" else tuple(s.name for s in budget().statistics),
+        looks=looks,
+        keeps_total=budget.keeps_total,
+        source=_source(budget),
+    )
 
 
-def _listed(options: dict[str, object]) -> str:
-    return ", ".join(f"{name}={'...' if v is None else v}" for name, v in options.items())
+def _defaults(made: object) -> dict[str, object]:
+    """Options and their defaults; one that is a rule as its name."""
+    from quire.policies.registry import registered
+
+    names: dict[type, str] = {policy: name for name, policy in registered().items()}
+    defaults = {field.name: field.default for field in fields(made)}  # type: ignore[arg-type]
+    return {
+        option: f"({names[type(default)]})" if type(default) in names else default
+        for option, default in defaults.items()
+    }
+
+
+def _source(made: object) -> str:
+    """The first paragraph of the docstring of the module that a rule or its class is from."""
+    return _first_paragraph(sys.modules[made.__module__].__doc__)
+
+
+def _first_paragraph(docstring: str | None) -> str:
+    return " ".join((docstring or "").strip().split("\n\n", maxsplit=1)[0].split())
 
 
 def codec_rows() -> list[dict[str, object]]:

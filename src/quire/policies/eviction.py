@@ -92,7 +92,7 @@ class Eviction:
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.select(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
-        protected = policy.checked_protected(view, keep - 2 * (self.piece_tokens - 1))
+        protected = policy.checked_protected(view, keep)
         must = in_whole_pieces(protected, view.live, self.piece_tokens)
         keep = self.budget.divide(view, score, must, keep)
         return policy.choose(view, score, must, keep, self.piece_tokens)

@@ -32,20 +32,18 @@ class Cap:
             ConfigError: neither.
         """
         text = text.strip()
+        unit = next((unit for unit in ("%", *_UNITS) if text.endswith(unit)), "")
         try:
-            if text.endswith("%"):
-                return cls._of_share(float(text[:-1]) / 100, text)
-            for unit, factor in _UNITS.items():
-                if text.endswith(unit):
-                    return cls(num_bytes=_positive(int(float(text[: -len(unit)]) * factor), text))
-            if "." in text:
-                return cls._of_share(float(text), text)
-            return cls(tokens=_positive(int(text), text))
+            number = _number(text.removesuffix(unit), unit)
         except (ValueError, OverflowError):
             raise ConfigError(
                 f"expected a cap such as 512 (tokens), 25% or 0.25 (of the prompt) or 2MiB, got "
                 f"{text!r}"
             ) from None
+        if isinstance(number, float):
+            return cls._of_share(number, text)
+        number = _positive(number, text)
+        return cls(num_bytes=number) if unit else cls(tokens=number)
 
     @classmethod
     def _of_share(cls, share: float, text: str) -> "Cap":
@@ -66,6 +64,15 @@ class Cap:
             return max(1, int(self.share * prompt_tokens))
         assert self.num_bytes is not None, "a cap is one of three"
         return max(1, self.num_bytes // token_bytes)
+
+
+def _number(text: str, unit: str) -> int | float:
+    """Tokens or bytes, whole; a share as a float."""
+    if unit == "%":
+        return float(text) / 100
+    if unit:
+        return int(float(text) * _UNITS[unit])
+    return float(text) if "." in text else int(text)
 
 
 def _positive(number: int, text: str) -> int:

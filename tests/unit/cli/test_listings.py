@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.doctor import cpu_features
-from quire.cli.listings import codec_rows, policy_rows
+from quire.cli.listings import budget_rows, codec_rows, policy_rows
 from quire.cli.main import app
-from quire.policies.registry import registered
+from quire.policies.registry import registered, registered_budgets
 from quire.spec.pages import CODECS
 
 
@@ -25,13 +25,47 @@ def test_every_registered_policy_is_listed_with_what_it_does_and_its_source():
     for row in rows.values():
         assert row.summary
         assert row.source
+        assert row.cost
+        assert row.grain in ("lane", "layer")
 
 
-def test_options_of_a_policy_are_listed_with_their_defaults():
-    (recent,) = [row for row in policy_rows() if row.name == "recent"]
+def test_every_registered_budget_is_listed_with_when_it_looks():
+    rows = {row.name: row for row in budget_rows()}
 
-    assert recent.options == {"sinks": 0}
-    assert "sinks=0" in output_of("policies")
+    assert rows.keys() == registered_budgets().keys()
+    assert all(row.summary and row.source for row in rows.values())
+    assert {name for name, row in rows.items() if row.looks == "always"} == {"ada"}
+    assert {name for name, row in rows.items() if row.looks == "once"} == {
+        "squeeze",
+        "lazy",
+        "fastgen",
+    }
+    assert {name for name, row in rows.items() if not row.keeps_total} == {"lazy", "fastgen"}
+    assert rows["squeeze"].statistics == ("attention_shift",)
+
+
+def test_options_are_listed_with_their_defaults_and_rules_by_name():
+    rows = {row.name: row for row in policy_rows()}
+
+    assert rows["recent"].options == {"sinks": 0}
+    assert rows["value_norm"].options == {"base": "(h2o)", "power": 1.0, "epsilon": 0.0}
+    assert rows["h2o"].statistics == ("attention_sum.mean",)
+    shown = output_of("policies")
+    assert "\n  options: sinks=0\n" in shown
+    assert "\n  remembers: attention_sum.mean\n" in shown
+    assert "\n  options: beta=20, rounding=largest_fractions\n" in shown
+    assert "\n  total: not kept: lanes may keep everything\n" in shown
+
+
+def test_the_list_for_programs_has_rules_and_budgets():
+    answer = json.loads(output_of("policies", "--json"))
+
+    rules = {row["name"]: row for row in answer["policies"]}
+    budgets = {row["name"]: row for row in answer["budgets"]}
+    assert rules["tova"]["grain"] == "layer"
+    assert rules["tova"]["statistics"] == ["query_ring.1"]
+    assert budgets["pyramid"]["options"] == {"beta": 20, "rounding": "largest_fractions"}
+    assert budgets["pyramid"]["looks"] == "never"
 
 
 def test_every_codec_is_listed_with_its_bytes():

@@ -1,0 +1,356 @@
+"""From what `--evict` says to the numbers of a request: every refusal, every kind of cap."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
+from quire.policies import registry
+from quire.policies.base import EvictionPolicy, ScorePolicy
+from quire.policies.budgets.ada import Ada
+from quire.policies.budgets.base import UNBOUNDED, Uniform
+from quire.policies.eviction import Eviction, LaneShape, make_eviction
+from quire.policies.h2o import H2O
+from quire.policies.recent import Recent
+from quire.policies.snapkv import SnapKV
+from quire.policies.view import KVView
+from quire.spec.cap import MOST, Cap
+from quire.spec.eviction import MOST_CHARACTERS
+from quire.spec.statistics import AttentionShift, AttentionSum
+
+LANES = LaneShape(num_layers=4, heads=2, token_bytes=1024, page_tokens=16)
+
+
+@dataclass(frozen=True)
+class Everything(EvictionPolicy):
+    """No scores: the first slots stay."""
+
+    def select(self, view, keep, piece_tokens=1):
+        return view.live & (view.live.cumsum(dim=1) <= keep[:, None])
+
+
+@pytest.fixture
+def policies(monkeypatch):
+    monkeypatch.setattr(registry, "_POLICIES", dict(registry.registered()))
+    registry.register("everything")(Everything)
+
+
+def refusal(text: str, prompt_tokens: int | None = None) -> ConfigError:
+    def ask() -> None:
+        rule = make_eviction(text)
+        if prompt_tokens is not None:
+            rule.for_request(prompt_tokens, LANES)
+
+    with pytest.raises(ConfigError) as refused:
+        ask()
+    return refused.value
+
+
+# ---- the text ------------------------------------------------------------------------------------
+
+
+def test_all_parts_of_a_text_are_read() -> None:
+    rule = make_eviction(
+        "snapkv:window=16,cap=25%,every=32,when=prefill_end,budget=(ada:floor=0.3),"
+        "granularity=chunk,chunk_tokens=8"
+    )
+
+    assert rule.policy == SnapKV(window=16)
+    assert rule.budget == Ada(floor=0.3)
+    assert rule.cap == Cap(share=0.25)
+    assert (rule.every, rule.when) == (32, "prefill_end")
+    assert (rule.granularity, rule.chunk_tokens) == ("chunk", 8)
+    assert rule.evicts
+
+
+def test_what_is_not_said_has_a_default() -> None:
+    rule = make_eviction("h2o:cap=512")
+
+    assert rule.policy == H2O()
+    assert rule.budget == Uniform()
+    assert (rule.every, rule.when, rule.granularity) == (64, "prefill_and_decode", "token")
+
+
+def test_full_evicts_nothing() -> None:
+    rule = make_eviction("full")
+
+    assert not rule.evicts
+    assert rule.statistics == ()
+    assert rule.for_request(10, LANES) == Eviction()
+    with pytest.raises(PolicyError, match="full keeps everything"):
+        Eviction().select(KVView(torch.tensor([[0]]), 1), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("", ConfigError, "expected a policy such as 'recent:cap=512,sinks=4', got ''"),
+        ("full:cap=8", ConfigError, "'full' keeps everything and has no options"),
+        ("recent", ConfigError, "needs a cap, such as cap=512, cap=25% or cap=2MiB"),
+        ("recant:cap=99", UnknownName, "did you mean recent?"),
+        ("zzz:cap=99", UnknownName, "choose from average"),
+        ("recent:cap=99,snks=4", UnknownName, "did you mean sinks?"),
+        ("recent:cap=99,evry=4", UnknownName, "did you mean every?"),
+        ("recent:cap=99,budjet=ada", UnknownName, "did you mean budget?"),
+        ("recent:cap", ConfigError, "expected option=value"),
+        ("recent:cap=", ConfigError, "expected option=value"),
+        ("recent:cap=99,cap=98", ConfigError, "option 'cap' stands twice"),
+        ("recent:cap=99,budget=(ada", ConfigError, "parentheses do not match"),
+        ("recent:cap=99,budget=ada)", ConfigError, "parentheses do not match"),
+        ("recent:cap=99,sinks=four", ConfigError, "option sinks needs a int, got 'four'"),
+        ("recent:cap=99,sinks=-1", ConfigError, "expected sinks >= 0"),
+        ("recent:cap=99,every=many", ConfigError, "every needs a whole number of tokens"),
+        ("recent:cap=99,every=0", ConfigError, "every needs a number from 1 to"),
+        ("recent:cap=99,chunk_tokens=0", ConfigError, "chunk_tokens needs a number from 1 to"),
+        ("recent:cap=99,when=allways", UnknownName, "unknown eviction schedule 'allways'"),
+        ("recent:cap=99,when=prefilend", UnknownName, "did you mean prefill_end"),
+        ("recent:cap=99,granularity=pages", UnknownName, "did you mean page?"),
+        ("recent:cap=99,budget=pyramyd", UnknownName, "did you mean pyramid?"),
+        ("h2o:cap=99,budget=(ada:flor=1)", UnknownName, "did you mean floor?"),
+        ("recent:cap=0", ConfigError, "expected a cap from 1 to"),
+        ("recent:cap=-5", ConfigError, "expected a cap from 1 to"),
+        (f"recent:cap={MOST + 1}", ConfigError, "expected a cap from 1 to"),
+        ("recent:cap=0%", ConfigError, "a cap of 0% is no part of the prompt"),
+        ("recent:cap=101%", ConfigError, "a cap of 101% is no part of the prompt"),
+        ("recent:cap=nan%", ConfigError, "a cap of nan% is no part of the prompt"),
+        ("recent:cap=1.5", ConfigError, "a cap of 1.5 is no part of the prompt"),
+        ("recent:cap=0.4B", ConfigError, "expected a cap from 1 to"),
+        ("recent:cap=infMiB", ConfigError, "expected a cap such as 512"),
+        ("recent:cap=nanMiB", ConfigError, "expected a cap such as 512"),
+        ("recent:cap=lots", ConfigError, "expected a cap such as 512"),
+        ("recent:cap=64", ConfigError, "expected 1 <= every < cap, got every=64, cap=64"),
+        ("recent:cap=68,sinks=4", ConfigError, "leaves 4 tokens after an eviction (cap 68, 64"),
+        ("recent:cap=4,sinks=4,when=prefill_end", ConfigError, "but the rule needs 5"),
+        ("value_norm:base=(h2oo),cap=99", UnknownName, "did you mean h2o"),
+        ("value_norm:base=(h2o:cap=9),cap=99", UnknownName, "unknown option of policy 'h2o' 'cap'"),
+        ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "1000 characters at most"),
+    ],
+)
+def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None:
+    refused = refusal(text)
+
+    assert type(refused) is error
+    assert says in str(refused)
+
+
+@pytest.mark.usefixtures("policies")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "h2o:cap=99,budget=squeeze",
+            "budget squeeze looks at the whole prompt's cache, which when=prefill_and_decode never "
+            "holds; use when=prefill_end or when=decode, or a budget that needs no look",
+        ),
+        ("h2o:cap=99,budget=fastgen,when=pressure", "which when=pressure never holds"),
+        (
+            "everything:cap=99,budget=ada",
+            "budget ada compares scores, and this rule gives none; use budget=uniform",
+        ),
+        ("everything:cap=99,budget=lazy,when=decode", "budget lazy compares scores"),
+        (
+            "recent:cap=99,budget=ada",
+            "budget ada divides a layer over its heads, and this rule keeps one set for all heads",
+        ),
+        ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
+    ],
+)
+def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) -> None:
+    refused = refusal(text)
+
+    assert type(refused) is UnsoundCombination
+    assert says in str(refused)
+    assert repr(text) in str(refused)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recent:cap=99,budget=lazy,when=decode",
+        "tova:cap=99,budget=pyramid",
+        "tova:cap=99,grain=lane,budget=ada",
+        "h2o:cap=99,budget=fastgen,when=prefill_end",
+        "h2o:cap=99,budget=ada,when=pressure,granularity=page",
+        "value_norm:cap=99,base=h2o_sinks",
+        "value_norm:cap=99,base=(value_norm:base=(h2o:recent=8),power=2)",
+        "recent:cap=65",
+        "recent:cap=5,sinks=4,when=prefill_end,every=64",
+    ],
+)
+def test_what_goes_together_is_taken(text: str) -> None:
+    assert make_eviction(text).text == text
+
+
+def test_a_rule_remembers_what_it_and_its_budget_need_each_once() -> None:
+    squeezed = make_eviction("h2o:cap=99,budget=squeeze,when=decode")
+    fast = make_eviction("h2o:cap=99,budget=fastgen,when=decode")
+
+    assert squeezed.statistics == (AttentionSum(), AttentionShift())
+    assert fast.statistics == (AttentionSum(),)
+
+
+# ---- caps for a request --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cap", "tokens"),
+    [
+        ("500", 500),
+        ("25%", 250),  # of 1,000 tokens
+        ("0.25", 250),
+        ("100%", 1000),
+        ("33.35%", 333),  # down to whole tokens
+        ("2MiB", 2048),  # 1 KiB a token
+        ("0.5MiB", 512),
+        ("300KiB", 300),
+        ("1GiB", 1 << 20),
+        ("307711B", 300),
+    ],
+)
+def test_a_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
+    assert make_eviction(f"recent:cap={cap}").for_request(1000, LANES).spec.cap == tokens
+
+
+def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
+    assert make_eviction("recent:cap=25%,sinks=4").for_request(276, LANES).spec.cap == 69
+
+    assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%", 200))
+    assert (
+        "'recent:cap=25%,sinks=4' leaves 4 tokens in a lane after an eviction (cap 68, 64 leave), "
+        "but the rule needs 5; raise cap or lower every"
+    ) in str(refusal("recent:cap=25%,sinks=4", 275))
+    assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1B,sinks=1,when=prefill_end", 9))
+
+
+def test_prefill_end_leaves_the_cap_and_ignores_every() -> None:
+    eviction = make_eviction("recent:cap=10,when=prefill_end,every=64").for_request(100, LANES)
+
+    assert eviction.spec.leaving == 0
+    assert eviction.spec.cap == 10
+
+
+def test_a_budget_s_caps_are_those_of_the_spec() -> None:
+    rule = make_eviction("recent:cap=100,every=10,sinks=4,budget=(pyramid:beta=10)")
+    spec = rule.for_request(1000, LANES).spec
+
+    # each lane holds 14 at least: 86 are divided, from 164 to 8: 178 126 74 22
+    assert spec.lane_caps == (178, 178, 126, 126, 74, 74, 22, 22)
+    assert spec.least_cap == 22
+    assert not spec.ragged
+
+
+def test_a_cap_by_hand_below_what_the_rule_needs_is_refused() -> None:
+    text = "recent:cap=100,every=10,sinks=4,budget=(by_layer:caps=14/186/100/100)"
+
+    assert "(cap 14, 10 leave), but the rule needs 5" in str(refusal(text, 1000))
+
+
+def test_a_budget_that_looks_later_reserves_the_most_until_then() -> None:
+    rule = make_eviction("sinks:cap=100,when=prefill_end,budget=lazy")
+    spec = rule.for_request(1000, LANES).spec
+
+    assert spec.lane_caps == (UNBOUNDED,) * 8
+    assert spec.lane_peak_tokens(spec.lane_caps[0], 1500, 1000) == 1500
+    assert "leaves 4 tokens in a lane" in str(
+        refusal("sinks:cap=4%,when=prefill_end,budget=(lazy:sinks=0)", 100)
+    )
+
+
+def test_caps_are_settled_once_the_prompt_is_there() -> None:
+    rule = make_eviction("h2o:cap=20,recent=2,when=prefill_end,budget=(squeeze:groups=2,share=0.5)")
+    eviction = rule.for_request(30, LANES)
+    shift = torch.tensor([[[cosine * 30, 30.0]] for cosine in (0.1, 0.1, 0.2, 0.2)])
+    view = KVView(
+        torch.arange(30).expand(8, 30),
+        next_position=30,
+        heads_per_layer=2,
+        prompt_tokens=30,
+        statistics={AttentionShift().name: shift.repeat_interleave(2, dim=0)},
+    )
+
+    settled = rule.settle(eviction, view, LANES)
+
+    # 2 of 20 are held by all: half of 18 is 9, the others get 27
+    assert settled.spec.lane_caps == (29, 29, 29, 29, 11, 11, 11, 11)
+    assert settled.spec.cap == 20
+    uniform = make_eviction("h2o:cap=20,when=prefill_end")
+    plain = uniform.for_request(30, LANES)
+    assert uniform.settle(plain, view, LANES) is plain
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def test_pieces_are_chunks_or_pages() -> None:
+    def pieces(granularity: str) -> tuple[int, bool, bool]:
+        eviction = make_eviction(f"recent:cap=512,{granularity}").for_request(999, LANES)
+        return eviction.piece_tokens, eviction.by_page, eviction.keeps_order
+
+    assert pieces("granularity=token") == (1, False, False)
+    assert pieces("granularity=chunk") == (20, False, True)
+    assert pieces("granularity=chunk,chunk_tokens=7") == (7, False, True)
+    assert pieces("granularity=page") == (16, True, True)
+
+
+def test_pieces_need_room_for_their_edges() -> None:
+    """One slot, 64 that leave, and a piece of 16 at each end: 97."""
+    text = "recent:cap={},granularity=page"
+
+    assert make_eviction(text.format(97)).for_request(500, LANES).spec.cap == 97
+    assert "but the rule needs 33" in str(refusal(text.format(96), 500))
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given(ScorePolicy):
+    """Scores as given, first and newest slots protected."""
+
+    scores: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+    sinks: int = 0
+    recent: int = 0
+
+    def score(self, view):
+        return self.scores
+
+    def protected(self, view, keep):
+        return view.oldest_positions(self.sinks) | view.newest(self.recent)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=24, max_size=24), min_size=4, max_size=4),
+    st.integers(12, 24),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
+def test_heads_that_compete_keep_their_layer_s_total_and_what_is_protected(
+    scores, keep, piece_tokens, sinks, recent
+) -> None:
+    view = KVView(torch.arange(24).expand(4, 24), next_position=24, heads_per_layer=2)
+    policy = Given(torch.tensor(scores, dtype=torch.float32), sinks, recent)
+    eviction = Eviction(policy=policy, budget=Ada(), piece_tokens=piece_tokens)
+
+    kept = eviction.select(view, torch.full((4,), keep))
+
+    by_layer = view.by_layer(kept).sum(dim=(1, 2))
+    if piece_tokens == 1:
+        assert by_layer.tolist() == [2 * keep] * 2
+    assert (by_layer <= 2 * keep).all()
+    assert (by_layer > 2 * (keep - piece_tokens)).all()
+    assert (kept | ~policy.protected(view, torch.tensor([keep]))).all()
+    whole = kept[:, : 24 - 24 % piece_tokens].reshape(4, -1, piece_tokens)
+    assert (whole.all(dim=2) | ~whole.any(dim=2)).all()
+
+
+def test_a_uniform_budget_leaves_the_choice_to_the_rule() -> None:
+    view = KVView(torch.arange(6).expand(2, 6), next_position=6, heads_per_layer=2)
+    eviction = Eviction(policy=Recent(sinks=1))
+
+    kept = eviction.select(view, torch.tensor([3, 3]))
+
+    assert kept.equal(Recent(sinks=1).select(view, torch.tensor([3, 3])))
