@@ -40,7 +40,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
-    for name in ("architecture.md", "add-a-policy.md", "stores.md"):
+    for name in ("architecture.md", "add-a-policy.md", "eviction.md", "stores.md"):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
 
 
@@ -50,6 +50,7 @@ def fill(text: str) -> str:
         "modules": modules,
         "torch-free": torch_free,
         "stores": stores,
+        "unsound": unsound,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
@@ -95,6 +96,17 @@ def torch_free() -> str:
 def code_block(path: Path) -> str:
     """A file as Markdown."""
     return f"```python\n{path.read_text(encoding='utf-8')}```"
+
+
+def unsound() -> str:
+    """The parts of an eviction that exclude each other."""
+    from quire.policies.unsound import UNSOUND
+
+    rows = [
+        (row.one, row.other, row.reason.format(budget="it", when="..."), row.instead)
+        for row in UNSOUND
+    ]
+    return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
 
 
 def stores() -> str:

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
+from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, Uniform
 from quire.policies.choose import in_whole_pieces
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
+from quire.policies.unsound import Parts, refuse_unsound
 from quire.policies.view import KVView
 from quire.spec.cap import MOST, Cap
 from quire.spec.eviction import (
     DEFAULT_EVERY_TOKENS,
     PREFILL_AND_DECODE,
     PREFILL_END,
-    PRESSURE,
     SCHEDULES,
     EvictionSpec,
     parse_policy,
@@ -235,31 +235,10 @@ def make_eviction(text: str) -> EvictionRule:
         granularity=granularity,
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
     )
-    _refuse_unsound(rule, policy)
+    refuse_unsound(text, Parts(policy, rule.budget, rule.when))
     if rule.cap is not None and rule.cap.tokens is not None:
         _check_cap(rule, rule.cap.tokens, policy)
     return rule
-
-
-def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy) -> None:
-    budget = type(rule.budget).__name__.lower()
-    if rule.budget.needs_prompt and rule.when in (PREFILL_AND_DECODE, PRESSURE):
-        raise UnsoundCombination(
-            f"{rule.text!r}: budget {budget} looks at the whole prompt's cache, which "
-            f"when={rule.when} never holds; use when=prefill_end or when=decode, or a budget that "
-            "needs no look, such as pyramid"
-        )
-    if (rule.budget.needs_prompt or rule.budget.ragged) and not isinstance(policy, ScorePolicy):
-        raise UnsoundCombination(
-            f"{rule.text!r}: budget {budget} compares scores, and this rule gives none; use "
-            "budget=uniform, or a rule that scores"
-        )
-    if rule.budget.by_head and policy.grain == LAYER:
-        raise UnsoundCombination(
-            f"{rule.text!r}: budget {budget} divides a layer over its heads, and this rule keeps "
-            "one set for all heads of a layer; use a rule whose heads choose for themselves, such "
-            "as h2o"
-        )
 
 
 def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:

@@ -74,6 +74,16 @@ class ValueNorm(ScorePolicy):
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         return self._base.protected(view, keep)
 
+    def choose(
+        self,
+        view: KVView,
+        score: Float[Tensor, "lane slot"],
+        protected: Bool[Tensor, "lane slot"],
+        keep: Int[Tensor, " lane"],
+        piece_tokens: int = 1,
+    ) -> Bool[Tensor, "lane slot"]:
+        return self._base.choose(view, score, protected, keep, piece_tokens)
+
     @property
     def _base(self) -> ScorePolicy:
         assert isinstance(self.base, ScorePolicy), "checked when it was made"

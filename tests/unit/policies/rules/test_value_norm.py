@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, PolicyError
-from quire.policies.base import LAYER, EvictionPolicy
+from quire.policies.base import LANE, LAYER, EvictionPolicy
 from quire.policies.h2o import H2O
 from quire.policies.registry import make_policy
 from quire.policies.tova import TOVA
@@ -64,6 +64,16 @@ def test_values_of_one_length_change_nothing() -> None:
     keep = torch.full((view.positions.shape[0],), 11)
 
     assert ValueNorm().select(view, keep).equal(H2O().select(view, keep))
+
+
+@pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
+def test_without_power_the_base_rule_chooses_as_it_does_alone(base: str) -> None:
+    wrapped, alone = make_policy(f"value_norm:base=({base}),power=0"), make_policy(base)
+    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.grain == LANE)
+    view = history.view(alone.statistics)
+    keep = torch.full((view.positions.shape[0],), 20)
+
+    assert wrapped.select(view, keep).equal(alone.select(view, keep))
 
 
 def test_wrappers_nest() -> None:
