@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, PolicyError
 from quire.policies.base import ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.clusters import highest_cluster
@@ -68,7 +68,12 @@ class Squeeze(Budget):
     def settle(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
         first_heads = view.by_layer(view.remembered(AttentionShift()))[:, 0, 0].double()
-        cosines = (first_heads[:, 0] / first_heads[:, 1].clamp_min(1)).tolist()
+        if bool((first_heads[:, 1] < 1).any()):
+            raise PolicyError(
+                "budget squeeze asks how attention changed each layer's stream, and for some layer "
+                "nothing was recorded; use another budget for this model, such as pyramid"
+            )
+        cosines = (first_heads[:, 0] / first_heads[:, 1]).tolist()
         giving = highest_cluster(cosines, self.groups)
         weights = self._weights(giving, shape.num_layers)
         caps = share_out(shape.num_layers * shape.spare, weights)

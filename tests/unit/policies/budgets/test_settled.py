@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, PolicyError
 from quire.policies.base import SinksAndRecent
 from quire.policies.budgets.base import UNBOUNDED, Shape
 from quire.policies.budgets.clusters import highest_cluster
@@ -132,6 +132,13 @@ def test_squeezed_caps_keep_the_total(cosines, heads, cap, least, share) -> None
     assert sum(caps) == cap * shape.num_lanes
     assert min(caps) >= least
     assert all(cap <= most for cap, most in zip(caps, reserved, strict=True))
+
+
+def test_a_layer_of_which_nothing_was_recorded_fails_by_name() -> None:
+    view = view_with_cosines([0.2, 0.5], tokens=0)
+
+    with pytest.raises(PolicyError, match="nothing was recorded; use another budget"):
+        Squeeze().settle(view, ByLooks(), shape_of(100, 2))
 
 
 def test_a_squeeze_to_nothing_is_refused() -> None:
