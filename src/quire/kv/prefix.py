@@ -20,12 +20,16 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
-from quire.kv.prefix_node import PrefixLease, PrefixNode
+from quire.kv.prefix_node import PrefixLease, PrefixNode, chains
+from quire.kv.prefix_pages import holders
 from quire.kv.sharing import borrow, lend_blocks, lend_statistics, return_loans
 from quire.spec.pages import PageClass
 
@@ -59,6 +63,7 @@ class PrefixIndex:
         self._public: dict[PrefixNode, None] = {}  # counted every step, so kept apart
         self._pending: list[PrefixNode] = []  # published in the step that is being planned
         memory.idle_bytes = lambda: self.idle_bytes
+        memory.unpublish = self.unpublish
 
     # ---- numbers -------------------------------------------------------------------------------
 
@@ -102,7 +107,7 @@ class PrefixIndex:
         parent: PrefixNode | None = None
         for block in blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens):
             node = self._nodes.get(block.key)
-            if node is None or not _same(node, block, parent):
+            if node is None or not node.continues(parent, block):
                 break
             nodes.append(node)
             parent = node
@@ -169,7 +174,7 @@ class PrefixIndex:
             node = self._nodes.get(block.key)
             if node is None:  # then nothing behind it is known either
                 lease.publishes = self._add([block, *blocks], lease, row)
-            elif _same(node, block, parent):
+            elif node.continues(parent, block):
                 self._use([node])  # somebody else was first: both hold pages of these tokens
                 lease.nodes.append(node)
                 parent = node
@@ -204,7 +209,7 @@ class PrefixIndex:
     def confirm(self) -> None:
         """The step has run: what it published is there."""
         if self._listener is not None:
-            for chain in _chains(self._pending):
+            for chain in chains(self._pending):
                 parent = None if chain[0].parent is None else chain[0].parent.block.key
                 keys = [node.block.key for node in chain]
                 tokens = [token for node in chain for token in node.block.token_ids]
@@ -244,6 +249,19 @@ class PrefixIndex:
         self._tell_removed(dropped)
         return self.memory.fits(pages)
 
+    def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
+        """Let go of idle blocks whose pages are about to be written, if they cannot be copied.
+
+        Returns:
+            [pages] which of these, shared so far, only their row still names.
+        """
+        if not self.memory.fits({page_class: len(pages)}):
+            nodes = holders(self.memory, self._idle, page_class, pages)
+            self._forget(nodes)
+            self._tell_removed([node.block.key for node in nodes])
+        alone: NDArray[np.bool_] = self.memory.pools[page_class].ref_counts[pages] == 1
+        return alone
+
     def clear(self) -> None:
         """Drop every idle block."""
         self._tell_removed(self._drop_oldest(len(self._idle)))
@@ -276,19 +294,3 @@ class PrefixIndex:
             self._public.pop(node, None)
             loans += [node.loan, *node.statistics.values()]
         return_loans(self.memory, loans)
-
-
-def _same(node: PrefixNode, block: Block, parent: PrefixNode | None) -> bool:
-    """Whether a node found by its key is really this block behind this parent."""
-    return node.block.tokens == block.tokens and node.parent is parent
-
-
-def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
-    """Nodes in their order, cut where one does not follow the one before it."""
-    chains: list[list[PrefixNode]] = []
-    for node in nodes:
-        if chains and node.parent is chains[-1][-1]:
-            chains[-1].append(node)
-        else:
-            chains.append([node])
-    return chains

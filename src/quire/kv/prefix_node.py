@@ -1,5 +1,6 @@
 """What a prefix index is made of: published blocks, and leases on chains of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.kv.prefix_key import Block, PrefixIdentity
@@ -27,6 +28,10 @@ class PrefixNode:
     is_public: bool = False
     num_users: int = 1
 
+    def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
+        """Whether a node found by a key is really this block behind this parent."""
+        return self.block.tokens == block.tokens and self.parent is parent
+
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
@@ -49,3 +54,14 @@ class PrefixLease:
     def tokens(self) -> int:
         """Tokens of the chain."""
         return self.nodes[-1].block.end if self.nodes else 0
+
+
+def chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
+    """Nodes in their order, cut where one does not follow the one before it."""
+    chains: list[list[PrefixNode]] = []
+    for node in nodes:
+        if chains and node.parent is chains[-1][-1]:
+            chains[-1].append(node)
+        else:
+            chains.append([node])
+    return chains
