@@ -1,6 +1,6 @@
 """Carries evictions out: ask the policy which slots stay, then compact the lanes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,7 +14,7 @@ from quire.engine.lane_caps import Evicted
 from quire.engine.lane_room import Slots, evicting_table
 from quire.engine.request import Request
 from quire.errors import PolicyError
-from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.policies.eviction import Eviction
@@ -32,7 +32,7 @@ class PolicyEvictor:
         rules: that requests may have.
         scratch_bytes: keys and values that a policy looks at, gathered at a time: so many layers
             are shown together, one at least.
-        rotation: what RoPE does to queries; None for models that do not say.
+        rotations: by rotary regime, what RoPE does to queries; None for models that do not say.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class PolicyEvictor:
         kv: PagedKV,
         rules: EvictionRules,
         scratch_bytes: int,
-        rotation: Rotation | None = None,
+        rotations: Callable[[int], Rotation | None],
     ) -> None:
         table = evicting_table(kv.memory)
         assert table is not None, "made for pools whose lanes lose tokens"
         self._kv, self._rules, self._table = kv, rules, table
-        self._scratch_bytes, self._rotation = scratch_bytes, rotation
+        self._scratch_bytes, self._rotations = scratch_bytes, rotations
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
@@ -60,8 +60,8 @@ class PolicyEvictor:
         parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
         mask = _stacked([lying for lying, _ in parts])
         memory, group = self._kv.memory, self._table.group
-        plan = plan_compaction(memory, group.name, request.row, mask)
-        if least_gain is not None and plan.gain_pages < least_gain:
+        plan = plan_compaction(memory, group.name, request.row, mask, _kind_of(eviction))
+        if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         entry = EvictionEntry.joined(done, [left for _, left in parts])
         commit_compaction(memory, plan)
@@ -73,10 +73,12 @@ class PolicyEvictor:
         heads = self._table.group.page_class.heads
         stays = entry.stays(reader.positions.cpu().numpy()[::heads])
         mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
-        name = self._table.group.name
-        commit_compaction(
-            self._kv.memory, plan_compaction(self._kv.memory, name, request.row, mask)
+        memory, name, kind = (
+            self._kv.memory,
+            self._table.group.name,
+            _kind_of(_eviction_of(request)),
         )
+        commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
 
     def settle(self, request: Request) -> None:
         """Divide the cap of a request whose whole prompt has been read."""
@@ -114,7 +116,7 @@ class PolicyEvictor:
             slots=reader,
             head_dim=self._table.group.page_class.head_dim,
             scale=self._kv.scale,
-            rotation=self._rotation,
+            rotation=self._rotations(request.rope_regime),
         )
 
     # ---- choosing ------------------------------------------------------------------------------
@@ -141,6 +143,12 @@ def _eviction_of(request: Request) -> Eviction:
     eviction = request.selection
     assert isinstance(eviction, Eviction), "requests that evict say how"
     return eviction
+
+
+def _kind_of(eviction: Eviction) -> Kind:
+    if eviction.by_page:
+        return Kind.DROP_PAGES
+    return Kind.KEEP_ORDER if eviction.keeps_order else Kind.FILL_HOLES
 
 
 @contextmanager

@@ -5,7 +5,7 @@ one-head pages, one that remembers things needs pages for them, so requests can 
 were announced (`KVConfig.evict_allow`), or their engine's own rule with other numbers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from quire.engine.schedule_config import ScheduleConfig
@@ -54,6 +54,7 @@ class EvictionRules:
         model: whose KV it is.
         page_tokens: slots of a page.
         number_bytes: bytes of one stored number.
+        why_not: says why the model cannot give what a statistic needs; None where it can.
 
     Raises:
         ConfigError: a text that is no rule.
@@ -61,14 +62,21 @@ class EvictionRules:
     """
 
     def __init__(
-        self, default: str, allow: str, *, model: ModelSpec, page_tokens: int, number_bytes: int
+        self,
+        default: str,
+        allow: str,
+        *,
+        model: ModelSpec,
+        page_tokens: int,
+        number_bytes: int,
+        why_not: Callable[[Statistic], str | None] = lambda statistic: None,
     ) -> None:
         self.default = make_eviction(default)
         self._model, self._page_tokens = model, page_tokens
         self._number_bytes = number_bytes
         self._allow = allow.strip()
         own = [_served_by_rule(default, self.default)] if self.default.evicts else []
-        self.served = (*own, *_announced(allow))
+        self.served = tuple(_possible([*own, *_announced(allow)], why_not, self._allow))
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -168,6 +176,22 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
             f"{rule.every} tokens, which an evicting prompt reads at once; raise "
             "--step-tokens or lower every"
         )
+
+
+def _possible(
+    rules: Iterable[Served], why_not: Callable[[Statistic], str | None], allow: str
+) -> Iterator[Served]:
+    """Rules for which the model gives what they need.
+
+    Raises:
+        UnsoundCombination: one that was named, not one of all, is none of them.
+    """
+    for rule in rules:
+        reasons = [reason for one in rule.statistics if (reason := why_not(one)) is not None]
+        if not reasons:
+            yield rule
+        elif allow != ALL:
+            raise UnsoundCombination(f"{rule.name!r} does not work with this model: {reasons[0]}")
 
 
 def _served_by_rule(text: str, rule: EvictionRule) -> Served:

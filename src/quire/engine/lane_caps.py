@@ -50,7 +50,7 @@ class Evictor(Protocol):
         Args:
             request: runs.
             keep: [lanes] slots that stay.
-            least_gain: pages that must come free at least, else nothing is done; None: whatever.
+            least_gain: bytes that must come free at least, else nothing is done; None: whatever.
 
         Returns:
             None where nothing was done.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import cache
 
 import torch
 
@@ -25,7 +26,6 @@ from quire.plan.known_costs import known_costs
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
 from quire.plan.sizes import parse_size
-from quire.policies.view import Rotation
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ def make_scheduler(
 def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
-    rotation = model.decoder if isinstance(model.decoder, Rotation) else None
-    return PolicyEvictor(pool.kv, pool.rules, parse_size(kv.scratch), rotation)
+    rotations = cache(model.decoder.rotations)
+    return PolicyEvictor(pool.kv, pool.rules, parse_size(kv.scratch), rotations)
 
 
 def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:

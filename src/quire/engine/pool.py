@@ -100,6 +100,7 @@ def build_pool(
         model=model.spec,
         page_tokens=config.page_tokens,
         number_bytes=decoder.dtype.itemsize,
+        why_not=decoder.prepare,
     )
     check_blocks(rules.default, schedule)
     longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))

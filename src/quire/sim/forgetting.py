@@ -31,7 +31,7 @@ class OldestLeave:
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
         plan = plan_compaction(memory, table.group.name, request.row, mask)
-        if least_gain is not None and plan.gain_pages < least_gain:
+        if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         commit_compaction(memory, plan)
         return Evicted(int((held - keep).clip(min=0).sum()), len(held))

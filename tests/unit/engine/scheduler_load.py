@@ -115,7 +115,7 @@ class Newest:
         slots = np.arange(self.memory.tables["full"].num_slots[request.row].max())
         mask = slots >= counts[:, None]
         plan = plan_compaction(self.memory, "full", request.row, mask)
-        if least_gain is not None and plan.gain_pages < least_gain:
+        if least_gain is not None and plan.gain_bytes < least_gain:
             return False
         commit_compaction(self.memory, plan)
         return True

@@ -1,0 +1,361 @@
+"""Requests with policies of their own: what stays is each one's business, whoever else is there."""
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from engines import greedy, load, make_prompts
+from quire.engine.admission.need import need_of
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError, NeverFits, RequestError, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.policies.registry import registered
+from reference.test_eviction import Recorder, largest_difference
+
+CAP, EVERY, NEW_TOKENS = 24, 6, 14
+BLOCKS = f"cap={CAP},every={EVERY}"
+RULES = {
+    "recent": f"recent:{BLOCKS},sinks=2",
+    "h2o": f"h2o:{BLOCKS},recent=4",
+    "tova": f"tova:{BLOCKS}",
+    "keydiff": f"keydiff:{BLOCKS}",
+    "snapkv": "snapkv:cap=40,every=8,window=8",
+    "in order": f"h2o:{BLOCKS},recent=4,granularity=chunk,chunk_tokens=2",
+    "by page": "h2o:cap=40,every=8,recent=4,granularity=page",
+    "decoding": f"h2o:{BLOCKS},recent=4,when=decode",
+    "after the prompt": f"h2o:{BLOCKS},recent=4,when=prefill_end",
+    "ragged": f"h2o:{BLOCKS},recent=4,budget=ada",
+    "settled": f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze",
+}
+ALLOW = "recent; h2o; h2o:budget=ada; h2o:budget=squeeze; tova; keydiff; snapkv:window=8"
+
+
+@dataclass
+class Run:
+    """What came of some requests, by their ids."""
+
+    engine: Engine
+    logits: dict[str, list[torch.Tensor]]
+    usages: dict[str, object] = field(default_factory=dict)
+    errors: dict[str, str | None] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def traces(self) -> dict[str, list]:
+        """For each request what stayed after every eviction."""
+        return {
+            name: [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in found]
+            for name, found in ((n, self.engine.eviction_trace(n)) for n in self.usages)
+        }
+
+
+def run(
+    jobs: dict[str, tuple[list[int], str]],
+    *,
+    model: str = "llama",
+    memory: int | str = "8MiB",
+    page_tokens: int = 4,
+    host: int = 0,
+    kv: dict[str, object] | None = None,
+    engine: Engine | None = None,
+    **schedule: object,
+) -> Run:
+    """Answer prompts, each under a policy, all at once."""
+    if engine is None:
+        options = {"evict_allow": ALLOW, "prefix_cache": False} | (kv or {})
+        config = KVConfig(
+            memory=memory,
+            host_memory=host,
+            page_tokens=page_tokens,
+            record_evictions=True,
+            **options,
+        )
+        engine = Engine(load(model), config, ScheduleConfig(**schedule))
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    done = Run(engine, recorder.logits)
+    engine.events.subscribe(
+        lambda event: done.reasons.append(event.data["reason"]) if event.kind == "evicted" else None
+    )
+    for name, (prompt, evict) in jobs.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=name, evict=evict)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.usage is not None:
+                done.usages[delta.request_id] = delta.usage
+                done.errors[delta.request_id] = delta.error
+        engine.check()
+    assert set(done.errors.values()) <= {None}, done.errors
+    engine._choosing.sampler = recorder.sampler
+    return done
+
+
+def jobs_of(policies: dict[str, str], count: int = 1, longest: int = 90) -> dict:
+    """Prompts of ragged lengths, `count` for every policy."""
+    prompts = iter(make_prompts(count * len(policies), longest, seed=11))
+    return {
+        f"{name} {number}": (next(prompts) + [7] * 20, policy)
+        for name, policy in policies.items()
+        for number in range(count)
+    }
+
+
+@pytest.fixture(scope="module")
+def apart() -> Run:
+    """Every rule, each request alone in the memory."""
+    return run(jobs_of(RULES), max_running=1)
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_a_cap_that_is_never_reached_changes_no_bit(name):
+    prompts = make_prompts(3, 40, seed=3)
+    allow = {"evict_allow": name}
+    full = run({f"r{i}": (p, "full") for i, p in enumerate(prompts)}, kv=allow)
+    capped = run({f"r{i}": (p, f"{name}:cap=300") for i, p in enumerate(prompts)}, kv=allow)
+
+    assert all(usage.evicted_tokens == 0 for usage in capped.usages.values())
+    assert largest_difference(full.logits, capped.logits) == 0
+
+
+def test_what_stays_does_not_depend_on_companions_or_their_policies(apart):
+    together = run(jobs_of(RULES) | {"whole": ([5] * 40, "full")})
+    del together.usages["whole"], together.logits["whole"]
+
+    assert together.traces() == apart.traces()
+    assert largest_difference(together.logits, apart.logits) <= 1e-4
+    assert all(usage.evicted_tokens for usage in apart.usages.values())
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_what_stays_does_not_depend_on_the_page_size(apart, page_tokens):
+    rules = {name: rule for name, rule in RULES.items() if name != "by page"}
+    jobs = {k: v for k, v in jobs_of(RULES).items() if k.rsplit(" ", 1)[0] in rules}
+    other, expected = run(jobs, page_tokens=page_tokens), apart.traces()
+
+    assert other.traces() == {name: expected[name] for name in jobs}
+
+
+def test_what_stays_does_not_depend_on_chunks(apart):
+    chunked = run(jobs_of(RULES), chunk_tokens=5, step_tokens=40)
+
+    assert chunked.traces() == apart.traces()
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_preempted_request_loses_the_same_tokens_again(name, preempt):
+    """Read again, by its trace; brought back from the host, with what was remembered of it."""
+    jobs = jobs_of({name: RULES[name]}, count=5, longest=30)
+    calm = run(jobs)
+    most = max(usage.kv_peak_bytes for usage in calm.usages.values())
+    host = "4MiB" if preempt == "swap" else 0
+    tight = run(jobs, memory=int(2.3 * most), host=host, preempt=preempt, low_watermark=1.0)
+
+    assert tight.engine.scheduler.num_preemptions > 0
+    assert tight.traces() == calm.traces()
+    assert largest_difference(tight.logits, calm.logits) <= 1e-4
+    assert [u.evicted_tokens for u in calm.usages.values()] == [
+        tight.usages[key].evicted_tokens for key in calm.usages
+    ]
+
+
+def test_reading_again_repeats_what_has_left():
+    jobs = jobs_of({"h2o": RULES["h2o"]}, count=6, longest=30)
+    most = max(usage.kv_peak_bytes for usage in run(jobs).usages.values())
+    tight = run(jobs, memory=int(2.3 * most), preempt="recompute", low_watermark=1.0)
+
+    assert "replay" in tight.reasons
+
+
+@pytest.mark.parametrize("name", ["recent", "h2o", "tova", "in order"])
+def test_ten_times_the_cap_is_read_in_the_memory_of_the_cap(name):
+    prompt = [3 + i * i % 60 for i in range(10 * CAP)]
+    done = run({"long": (prompt, RULES[name])}, page_tokens=4)
+    memory = done.engine.pool.kv.memory
+    capped = run({"short": (prompt[: CAP - NEW_TOKENS + 1], RULES[name])}, page_tokens=4)
+
+    assert len(memory.live_rows) == 0
+    assert done.usages["long"].kv_peak_bytes <= capped.usages["short"].kv_peak_bytes
+    assert done.usages["long"].evicted_tokens > 8 * CAP
+
+
+def test_the_kept_sets_of_each_schedule_are_those_of_its_rule():
+    """`recent` by hand: a prompt of 50, cap 24, 6 at a time, 14 answers."""
+    prompt = list(range(2, 52))
+    policies = {
+        "prefill_and_decode": [24, 30, 36, 42, 48, 54, 60],
+        "decode": [50, 56, 62],
+        "prefill_end": [50],
+    }
+    jobs = {when: (prompt, f"recent:{BLOCKS},when={when}") for when in policies}
+    traces = run(jobs).traces()
+    for when, moments in policies.items():
+        left = CAP if when == "prefill_end" else CAP - EVERY
+
+        assert [length for length, _ in traces[when]] == moments
+        for length, kept in traces[when]:
+            assert all(lane == list(range(length - left, length)) for lane in kept)
+
+
+def test_under_pressure_tokens_leave_before_anybody_gives_way():
+    rule = f"h2o:{BLOCKS},recent=4,when=pressure"
+    jobs = jobs_of({"a": rule}, count=4, longest=60)
+    ample = run(jobs)
+    most = max(usage.kv_peak_bytes for usage in ample.usages.values())
+    short = run(jobs, memory=int(2 * most))
+
+    assert all(usage.evicted_tokens == 0 for usage in ample.usages.values())
+    assert set(short.reasons) == {"pressure"}
+    assert short.engine.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_fits_only_under_its_cap_is_taken():
+    prompt = [3 + i % 50 for i in range(200)]
+    tight = {"memory": "96KiB", "kv": {"evict_allow": ALLOW}}
+
+    with pytest.raises(NeverFits):
+        run({"whole": (prompt, "full")}, **tight)
+    assert run({"capped": (prompt, RULES["h2o"])}, **tight).usages["capped"].evicted_tokens
+
+
+# ---- with cached prefixes ----------------------------------------------------------------------
+
+
+def one_by_one(jobs: dict, **options: object) -> Run:
+    """Each request after the one before it, so that later ones find what earlier ones read."""
+    done = run({}, **options)
+    logits: dict[str, list[torch.Tensor]] = {}
+    for name, job in jobs.items():
+        found = run({name: job}, engine=done.engine)
+        logits |= found.logits
+        done.usages |= found.usages
+    done.logits = logits
+    return done
+
+
+def test_prefixes_are_shared_by_all_policies_up_to_where_one_would_evict():
+    prompt = [3 + i * i % 60 for i in range(50)]
+    jobs = {
+        "first": (prompt, "full"),
+        "recent": (prompt, RULES["recent"]),
+        "keydiff": (prompt, RULES["keydiff"]),
+        "decoding": (prompt, f"recent:{BLOCKS},when=decode"),
+        "whole": (prompt, "full"),
+    }
+    cached = one_by_one(jobs, kv={"prefix_cache": True})
+    fresh = one_by_one(jobs)
+
+    assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
+        "first": 0,
+        "recent": CAP,
+        "keydiff": CAP,
+        "decoding": 48,
+        "whole": 48,
+    }
+    assert cached.traces() == fresh.traces()
+    assert largest_difference(cached.logits, fresh.logits) <= 1e-4
+
+
+def test_who_needs_statistics_begins_where_they_were_kept():
+    """The first prompt leaves them at its last block, the second where it parted from the first."""
+    same = [3 + i * i % 60 for i in range(37)]
+    rule = f"h2o:{BLOCKS},recent=4,when=decode"
+    jobs = {
+        "first": ([*same, *[5] * 20], rule),
+        "again": ([*same, *[5] * 20, 9, 9], rule),
+        "other": ([*same, *[6] * 20], rule),
+        "third": ([*same, *[8] * 20], rule),
+        "tova": ([*same, *[5] * 20], f"tova:{BLOCKS},when=decode"),
+    }
+    cached = one_by_one(jobs, kv={"prefix_cache": True})
+    fresh = one_by_one(jobs)
+
+    assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
+        "first": 0,
+        "again": 56,
+        "other": 0,
+        "third": 36,
+        "tova": 0,
+    }
+    assert cached.traces() == fresh.traces()
+    assert largest_difference(cached.logits, fresh.logits) <= 1e-4
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("started_with", "asked", "says"),
+    [
+        ({}, "h2o:cap=64", "serves full, got 'h2o:cap=64'; start it with --evict-allow 'h2o'"),
+        ({"evict": RULES["recent"]}, "tova:cap=90", "serves full, recent, got 'tova:cap=90'"),
+        ({"evict_allow": "recent"}, "h2o:cap=90", "serves full, recent"),
+        ({"evict_allow": "snapkv"}, "snapkv:cap=90,window=9", "--evict-allow 'snapkv:window=9'"),
+        ({"evict_allow": "tova"}, "tova:cap=90,grain=lane", "needs one-head pages"),
+        ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may name no rule"),
+        ({"evict_allow": "all"}, "h2o:cap=9", "expected 1 <= every < cap"),
+        ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
+        ({"evict_allow": "all"}, "h2o:cap=9000,every=3000", "a step of 2048 tokens has no room"),
+        ({"evict_allow": "all"}, "h2o:cap=1%,every=64", "raise cap or lower every"),
+    ],
+)
+def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with, asked, says):
+    engine = Engine(load("llama"), KVConfig(memory="2MiB", **started_with))
+
+    with pytest.raises(RequestError, match=re.escape(says)):
+        engine.submit([3, 4], greedy(), evict=asked)
+    engine.check()
+    assert not engine.has_work
+
+
+def test_a_request_may_always_ask_for_all_its_tokens():
+    whole = run({"r": ([5] * 60, "full")}, kv={"evict": RULES["h2o"], "evict_allow": "none"})
+
+    assert whole.usages["r"].evicted_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        ({"evict_allow": "h2p"}, ConfigError, "unknown eviction policy"),
+        (
+            {"evict_allow": "h2o", "store": "contiguous_max", "store_tokens": 64},
+            UnsoundCombination,
+            "--kv-store paged",
+        ),
+    ],
+)
+def test_what_cannot_be_allowed_is_said_at_the_start(config, error, says):
+    with pytest.raises(error, match=says):
+        Engine(load("llama"), KVConfig(memory="2MiB", **config))
+
+
+def test_admission_counts_what_each_policy_needs():
+    engine = Engine(load("llama"), KVConfig(memory="8MiB", evict_allow=ALLOW, page_tokens=4))
+    prompt, needed = [3 + i % 40 for i in range(120)], {}
+    for name in ("recent", "h2o", "decoding"):
+        engine.submit(prompt, greedy(), request_id=name, evict=RULES[name])
+    engine.submit(prompt, greedy(), request_id="full", evict="full")
+    for request in engine.scheduler.waiting.of_tenant("default"):
+        need = need_of(request, request.final_tokens)
+        needed[request.request_id] = engine.scheduler.peaks.peak_bytes(need)
+    peaks = {}
+    while engine.has_work:
+        peaks |= {d.request_id: d.usage.kv_peak_bytes for d in engine.step() if d.usage}
+
+    assert needed["recent"] < needed["h2o"] < needed["full"] < needed["decoding"]
+    assert all(peaks[name] <= needed[name] for name in peaks)
+
+
+def test_traces_are_forgotten_unless_somebody_asks_for_them():
+    config = KVConfig(memory="2MiB", evict=RULES["recent"])
+    engine = Engine(load("llama"), config)
+    engine.submit([5] * 60, greedy(), request_id="kept", record_evictions=True)
+    engine.submit([5] * 60, greedy(), request_id="gone")
+    while engine.has_work:
+        engine.step()
+
+    assert engine.eviction_trace("kept")[0].num_computed == CAP
+    with pytest.raises(RequestError, match="record_evictions"):
+        engine.eviction_trace("gone")
