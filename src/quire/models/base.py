@@ -155,6 +155,7 @@ class Decoder(Protocol):
         ...
 
 
+@runtime_checkable
 class Comparable(Decoder, Protocol):
     """A decoder that can also run its model as Transformers does."""
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from quire.models.bridge import Bridge
@@ -33,7 +34,7 @@ class Observing:
         """See `Decoder.prepare`."""
         if isinstance(statistic, QueryMoments) and not self._all_turn_as_known:
             return f"{self._name} rotates its queries in a way that cannot be taken off again"
-        if isinstance(statistic, AttentionShift) and not self._shift_is_watched:
+        if isinstance(statistic, AttentionShift) and self._shift is None:
             return (
                 f"{self._name} does not add attention to its residual stream before all else, so "
                 "there is no stream after attention alone"
@@ -50,6 +51,11 @@ class Observing:
             return None
         model = self._model
         return Rotations(self._rotaries, self._spec.head_dim, model.device, chosen)
+
+    def close(self) -> None:
+        """Stop looking: nothing of this stays on the model."""
+        for handle in vars(self).pop("_shift", None) or ():
+            handle.remove()
 
     @property
     def _name(self) -> str:
@@ -71,5 +77,5 @@ class Observing:
         return all(number in self._rotaries for number, layer in layers if layer.window is None)
 
     @cached_property
-    def _shift_is_watched(self) -> bool:
-        return watch_shift(self._model, self._bridge, self._probe) is not None
+    def _shift(self) -> list[RemovableHandle] | None:
+        return watch_shift(self._model, self._bridge, self._probe)

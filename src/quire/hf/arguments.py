@@ -1,0 +1,142 @@
+"""What a forward was called with: which tokens are new in a batch that is padded on the left.
+
+    input_ids        . . a b c      attention_mask   0 0 1 1 1       a row's new tokens are the last
+                     d e f g h                       1 1 1 1 1       `counts[row]` columns: 3 and 5
+
+Pads take no slots, no positions and no part in attention; only where they stand must be right.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import RequestError
+
+_READ = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache"})
+_HARMLESS = frozenset({"return_dict", "cache_position"})
+
+
+def count_new_tokens(
+    attention_mask: object, columns: int, past_columns: int, lengths: Sequence[int]
+) -> NDArray[np.int32]:
+    """Tokens of each row, pads left out.
+
+    Args:
+        attention_mask: [rows, past_columns + columns], other than 0 where a token is; or None: no
+            pads among the new columns.
+        columns: new ones, pads included.
+        past_columns: those of earlier forwards.
+        lengths: tokens of each row in earlier forwards.
+
+    Raises:
+        RequestError: a mask of another shape, pads on the right, or one that hides what is cached.
+    """
+    rows = len(lengths)
+    if attention_mask is None:
+        return np.full(rows, columns, dtype=np.int32)
+    shape = (rows, past_columns + columns)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape:
+        got = (
+            list(attention_mask.shape)
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise RequestError(
+            f"expected an attention_mask {list(shape)} of the tokens cached and the new ones, "
+            f"1 for a token and 0 for a pad, got {got}"
+        )
+    seen = attention_mask != 0
+    new = seen[:, past_columns:]
+    gaps = (new[:, :-1] & ~new[:, 1:]).any(dim=1)  # a pad behind a token
+    numbers = torch.stack([seen[:, :past_columns].sum(1), new.sum(1), gaps.long()])
+    past, counts, gap = numbers.cpu().numpy()
+    held = np.array(lengths)
+    if gap.any() or ((held > 0) & (counts < columns)).any():
+        raise RequestError(
+            "this batch is padded on the right, or between tokens: a row's next token would be "
+            "written behind its pads. Pad on the left: tokenizer.padding_side = 'left'"
+        )
+    if (past != held).any():
+        raise RequestError(
+            f"the attention_mask has {past.tolist()} tokens where {held.tolist()} are cached: what "
+            "is in the cache cannot be masked; call cache.reset() before other prompts"
+        )
+    counted: NDArray[np.int32] = counts.astype(np.int32)
+    return counted
+
+
+def check_positions(
+    position_ids: Int[Tensor, "batch columns"],
+    counts: NDArray[np.int32],
+    lengths: Sequence[int],
+) -> None:
+    """Refuse positions other than 0, 1, 2, ... in each row, which a cache counts itself.
+
+    Args:
+        position_ids: [rows or 1, columns], whatever at pads.
+        counts: new tokens of each row, the last columns.
+        lengths: tokens of each row before them.
+
+    Raises:
+        RequestError: with the first row that has others.
+    """
+    columns = position_ids.shape[1]
+    first = torch.tensor(
+        [length + int(count) - columns for length, count in zip(lengths, counts, strict=True)],
+        device=position_ids.device,
+    )
+    column = torch.arange(columns, device=position_ids.device)
+    new = column >= columns - torch.from_numpy(counts).to(position_ids.device)[:, None]
+    wrong = ((position_ids != first[:, None] + column) & new).any(dim=1)
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        raise RequestError(
+            f"expected position_ids that continue row {row} at {lengths[row]}, one after the "
+            "other; leave them to generate, or give an attention_mask where rows are padded"
+        )
+
+
+def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
+    """Columns whose logits are asked for, as Transformers reads `logits_to_keep`.
+
+    Args:
+        logits_to_keep: so many of the last ones (0: all), or a list of columns.
+        columns: of the batch.
+
+    Raises:
+        RequestError: columns that differ from row to row.
+    """
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.ndim != 1:
+            raise RequestError(
+                "expected logits_to_keep to be a number or one list of columns for all rows, got "
+                f"a tensor {list(logits_to_keep.shape)}"
+            )
+        chosen: NDArray[np.int64] = np.arange(columns)[logits_to_keep.cpu().numpy()]
+        return chosen
+    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise RequestError(f"expected logits_to_keep >= 0, got {logits_to_keep!r}")
+    return np.arange(columns)[-logits_to_keep:]
+
+
+def refuse_unread(arguments: Mapping[str, object]) -> None:
+    """Refuse what would change an answer and cannot be taken into account.
+
+    Raises:
+        RequestError: with the name of the first such argument.
+    """
+    if arguments.get("use_cache") is False:
+        raise RequestError("use_cache=False and a cache exclude each other; leave one of them out")
+    if arguments.get("inputs_embeds") is not None:
+        raise RequestError("expected input_ids: this cache reads tokens, not inputs_embeds")
+    for name, given in arguments.items():
+        if name in _READ or name in _HARMLESS or given is None or given is False:
+            continue
+        raise RequestError(
+            f"{name}={given!r:.40} cannot be had with a QuireCache: prompts are read in blocks "
+            "without pads, and attention weights are not kept"
+        )

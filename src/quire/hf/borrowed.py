@@ -1,0 +1,261 @@
+"""A user's own model as a decoder: Quire's attention is in force during its forwards only.
+
+    model(..., past_key_values=a QuireCache)   -> the cache answers, block by block
+    model(anything else)                       -> as if Quire were not there
+
+The model's `forward` is wrapped, nothing else stays changed between two forwards: attention
+implementation and rotary frequencies are put in and taken out again around each block. When the
+last cache of a model is closed, the wrapper goes too.
+"""
+
+import functools
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from quire.errors import ConfigError, UnsupportedModel
+from quire.models.base import PagedAttention
+from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
+from quire.models.observing import Observing
+from quire.models.rope import RopeRegimes
+from quire.models.rotations import Rotations
+from quire.models.support import refuse_class, refuse_config
+from quire.models.verify import compare_with_transformers
+from quire.spec.model import ModelSpec
+from quire.spec.statistics import Statistic
+
+_ATTRIBUTE = "quire_borrowed"
+
+Forward = Callable[..., object]
+
+
+class Answering(ABC):
+    """A cache that runs the forwards it is given to."""
+
+    @abstractmethod
+    def answer(
+        self, arguments: Mapping[str, object]
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
+        """What `model(**arguments)` returns, where `past_key_values` is this cache."""
+
+
+class BorrowedModel:
+    """A Transformers model behind the `Decoder` seam, to be given back as it was.
+
+    Args:
+        model: in eval mode, whole on one device.
+
+    Raises:
+        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+        ConfigError: it is in training mode, on several devices, or belongs to an engine.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse(model)
+        self._model = model
+        self._spec = ModelSpec.from_config(model.config.to_dict())
+        self._rope = RopeRegimes(model)
+        self._rope.release()
+        self._configs = _configs(model)
+        self._forward: Forward = model.forward
+        self._own_forward = vars(model).get("forward")
+        names = tuple(inspect.signature(type(model).forward).parameters)[1:]  # without self
+        self._head_takes_rows = "logits_to_keep" in names
+        self._lock = threading.RLock()
+        self._users = 0
+        register()
+        self._bridge = install(model)
+        self._observing = Observing(model, self._bridge, self._spec, self._probe)
+        self._wrapper = _wrapper(self._forward, names)
+        vars(model)["forward"] = self._wrapper
+        setattr(model, _ATTRIBUTE, self)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's shape, from its config."""
+        return self._spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def num_rope_regimes(self) -> int:
+        """1, or 2 for long-RoPE models."""
+        return self._rope.count
+
+    def rope_regime(self, final_tokens: int) -> int:
+        """See `Decoder.rope_regime`."""
+        return self._rope.regime(final_tokens)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder.prepare`."""
+        return self._observing.prepare(statistic)
+
+    def rotations(self, rope_regime: int = 0) -> Rotations | None:
+        """See `Decoder.rotations`."""
+        return self._observing.rotations(lambda: self._frequencies(rope_regime))
+
+    @contextmanager
+    def _frequencies(self, rope_regime: int) -> Iterator[None]:
+        with self._lock:
+            self._rope.select(rope_regime)
+            try:
+                yield
+            finally:
+                self._rope.release()
+
+    def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
+        """Show one token at these positions; nobody wants the logits."""
+        places = torch.tensor(positions, device=self.device)
+        token = torch.full_like(places, self._spec.vocab_size // 2)
+        self.forward(token, places, places[:0], attention)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_regime: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """See `Decoder.forward`."""
+        head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
+        with self._in_force(ATTENTION_NAME, attention, rope_regime):
+            logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)
+        return logits if self._head_takes_rows else logits[sample_rows]
+
+    def reference_logits(
+        self, token_ids: Int[Tensor, " num_tokens"]
+    ) -> Float[Tensor, "num_tokens vocab"]:
+        """Logits of one sequence by Transformers alone, with its own eager attention and masks."""
+        with self._in_force("eager", None, 0):
+            return self._run(token_ids)
+
+    def _run(self, token_ids: Tensor, **options: object) -> Tensor:
+        output = self._forward(
+            input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **options
+        )
+        logits: Tensor = output.logits[0]  # type: ignore[attr-defined]
+        return logits
+
+    @contextmanager
+    def _in_force(
+        self, implementation: str, attention: PagedAttention | None, regime: int
+    ) -> Iterator[None]:
+        with self._frequencies(regime), torch.no_grad():
+            found = [config._attn_implementation for config in self._configs]
+            self._bridge.attention = attention
+            try:
+                for config in self._configs:
+                    config._attn_implementation = implementation
+                yield
+            finally:
+                for config, own in zip(self._configs, found, strict=True):
+                    config._attn_implementation = own
+                self._bridge.attention = None
+
+    def enter(self) -> None:
+        """Count a cache that uses this model."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Count one off; the last one puts the model back as it was."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        self._observing.close()
+        uninstall(self._model)
+        delattr(self._model, _ATTRIBUTE)
+        if vars(self._model).get("forward") is not self._wrapper:
+            return  # wrapped again by somebody else; ours passes everything on
+        del vars(self._model)["forward"]
+        if self._own_forward is not None:
+            vars(self._model)["forward"] = self._own_forward
+
+
+def borrow(model: PreTrainedModel, *, verify: bool) -> BorrowedModel:
+    """The model as a decoder: the one that other caches use, or a new one.
+
+    Args:
+        model: of the user.
+        verify: compare a short prompt with Transformers' own attention the first time.
+
+    Raises:
+        UnsupportedModel: its answers would be wrong here; says why and what to use instead.
+        ConfigError: it is not in a state to be used.
+    """
+    found: BorrowedModel | None = getattr(model, _ATTRIBUTE, None)
+    if found is not None:
+        found.enter()
+        return found
+    made = BorrowedModel(model)
+    made.enter()
+    try:
+        if verify:
+            compare_with_transformers(made)
+    except BaseException:
+        made.leave()
+        raise
+    return made
+
+
+def _refuse(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"expected a causal language model of Transformers, got {type(model).__name__}"
+        )
+    refuse_config(model.config)
+    refuse_class(type(model))
+    if any(hasattr(module, BRIDGE_ATTRIBUTE) for module in model.modules()):
+        raise ConfigError("this model belongs to a Quire engine; load another one for the cache")
+    if model.training:
+        raise ConfigError("this model is in training mode: call model.eval() first")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise UnsupportedModel(
+            f"this model lies on {', '.join(sorted(devices))}; its KV lies in one memory: "
+            "put it on one device"
+        )
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config that some module asks which attention to use, each once."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
+    return list(configs.values())
+
+
+def _wrapper(forward: Forward, names: tuple[str, ...]) -> Forward:
+    """A forward that lets a cache of ours answer."""
+
+    @functools.wraps(forward)
+    def answering(*arguments: object, **options: object) -> object:
+        given = {**dict(zip(names, arguments, strict=False)), **options}
+        cache = given.pop("past_key_values", None)
+        if isinstance(cache, Answering):
+            return cache.answer(given)
+        return forward(*arguments, **options)
+
+    return answering

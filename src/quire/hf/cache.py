@@ -1,0 +1,262 @@
+"""A Transformers cache in Quire's pages: any eviction rule, inside `model.generate`."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from quire.engine.eviction_rules import NONE, EvictionRules
+from quire.errors import ConfigError, RequestError
+from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
+from quire.hf.borrowed import Answering, borrow
+from quire.hf.evicting import Evicting
+from quire.hf.kept import kept_positions
+from quire.hf.layerless import CacheWithoutLayers
+from quire.hf.memory import MemoryOptions, make_layout, make_memory
+from quire.hf.policy import make_rule
+from quire.hf.sequences import Sequences, start_rows
+from quire.kv.step import PagedKV
+
+
+class QuireCache(CacheWithoutLayers, Answering):
+    """KV in pages of a fixed memory, from which an eviction rule takes tokens for good.
+
+        with QuireCache(model, policy="h2o:recent=64", budget=512) as cache:
+            model.generate(**inputs, past_key_values=cache)
+
+    While it is open, forwards of the model that are given this cache run with Quire's attention;
+    all others run as ever. Rows of a batch may be padded on the left; pads take no slots.
+
+    Args:
+        model: a causal language model of Transformers, in eval mode, on one device.
+        policy: an eviction rule with its options, such as `snapkv:window=32`; `full` keeps all.
+        budget: what a lane (one KV head of one layer) may hold: tokens, "25%" of the prompt, or
+            bytes of a sequence such as "2MiB".
+        when: prefill_and_decode (the default), prefill_end, decode or pressure; see
+            `quire.spec.eviction`.
+        every: tokens that leave at a time.
+        memory: of all rows, in bytes or as "64MiB"; None: what the batch can need under its budget,
+            at most nine tenths of what is free.
+        max_tokens: of the longest sequence, prompt and answer; None: the model's context. Models
+            with long RoPE need it: it decides their frequencies.
+        page_tokens: slots of a page.
+        attention: who computes attention over pages: auto, native, gathered or reference.
+        verify: compare a short prompt with Transformers' own attention first.
+
+    Raises:
+        ConfigError: an unknown name, a budget below what the rule protects, a model that is in
+            training mode or belongs to an engine.
+        UnsupportedModel: its attention does not fit into pages; says why.
+    """
+
+    def __init__(  # noqa: PLR0913 - one parameter per option
+        self,
+        model: PreTrainedModel,
+        policy: str = "full",
+        budget: int | str | None = None,
+        *,
+        when: str | None = None,
+        every: int | None = None,
+        memory: int | str | None = None,
+        max_tokens: int | None = None,
+        page_tokens: int = 16,
+        attention: str = "auto",
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        self._rule = make_rule(policy, budget, when, every)
+        self._decoder = borrow(model, verify=verify)
+        self._closing = weakref.finalize(self, self._decoder.leave)
+        self._closing.atexit = False
+        try:
+            spec = self._decoder.spec
+            self._options = MemoryOptions(
+                memory=memory,
+                max_tokens=max_tokens or spec.max_positions,
+                page_tokens=page_tokens,
+                attention=attention,
+            )
+            self._rules = EvictionRules(
+                self._rule.text,
+                NONE,
+                model=spec,
+                page_tokens=page_tokens,
+                number_bytes=self._decoder.dtype.itemsize,
+                why_not=self._decoder.prepare,
+            )
+            self._layout = make_layout(spec, self._decoder.dtype, self._rules, page_tokens)
+            self._rope_regime = self._regime(max_tokens)
+        except BaseException:
+            self._closing()
+            raise
+        self._limit = max_tokens
+        self._kv: PagedKV | None = None
+        self._sequences: Sequences | None = None
+        self._columns = self._made_for_rows = 0
+
+    def _regime(self, max_tokens: int | None) -> int:
+        if self._decoder.num_rope_regimes > 1 and max_tokens is None:
+            raise ConfigError(
+                f"this {self._decoder.spec.architecture} has other rotary frequencies for long "
+                "sequences than for short ones: say max_tokens=, the most tokens of prompt and "
+                "answer, which decides for all of them"
+            )
+        return self._decoder.rope_regime(self._options.max_tokens)
+
+    # ---- what it holds -------------------------------------------------------------------------
+
+    @property
+    def kv_used_bytes(self) -> int:
+        """Bytes of pages in use, statistics included."""
+        pools = self._kv.memory.pools.values() if self._kv else ()
+        return sum(pool.used_bytes for pool in pools)
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """Most bytes that were in use at once since the last `reset`."""
+        return self._kv.memory.arena_peak_bytes if self._kv else 0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first forward."""
+        return len(self._sequences.rows) if self._sequences else -1
+
+    def kept_positions(self, row: int, layer: int) -> list[list[int]]:
+        """Positions in the row's sequence that are still cached, ascending, for each KV head.
+
+        Position 0 is a row's first token; its pads have none.
+        """
+        kv, sequences = self._open_rows()
+        return kept_positions(kv, sequences.rows[row].row, layer)
+
+    def _open_rows(self) -> tuple[PagedKV, Sequences]:
+        if self._kv is None or self._sequences is None:
+            raise RequestError("this cache is empty: no forward has used it yet")
+        return self._kv, self._sequences
+
+    # ---- a forward -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def answer(
+        self, arguments: Mapping[str, object]
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
+        """Run `model(**arguments)` with this cache; called by the model's forward.
+
+        After an error while tokens were processed the cache is empty.
+
+        Raises:
+            RequestError: inputs that a cache in pages cannot take; says why.
+            OutOfPages: the memory is too small; says by how much.
+            PolicyError: the rule broke its contract.
+        """
+        self.require_open()
+        refuse_unread(arguments)
+        token_ids = arguments.get("input_ids")
+        if not isinstance(token_ids, Tensor) or token_ids.ndim != 2:
+            raise RequestError("expected input_ids [rows, columns]")
+        rows, columns = token_ids.shape
+        held = self._lengths(rows)
+        counts = count_new_tokens(arguments.get("attention_mask"), columns, self._columns, held)
+        position_ids = arguments.get("position_ids")
+        if isinstance(position_ids, Tensor):
+            check_positions(position_ids, counts, held)
+        wanted = wanted_columns(arguments.get("logits_to_keep", 0), columns)
+        self._check_length(int((np.array(held) + counts).max()))
+        sequences = self._sequences or self._begin(counts.tolist())
+        try:
+            logits = sequences.read(token_ids, counts, wanted)
+        except BaseException:
+            self.reset()  # some rows may have had more than others
+            raise
+        self._columns += columns
+        output = CausalLMOutputWithPast(logits=logits, past_key_values=self)
+        return output.to_tuple() if arguments.get("return_dict") is False else output
+
+    def require_open(self) -> None:
+        """Raise ConfigError for a cache that was closed."""
+        if not self._closing.alive:
+            raise ConfigError("this QuireCache is closed; make a new one")
+
+    def _lengths(self, rows: int) -> list[int]:
+        if self._sequences is None:
+            return [0] * rows
+        if rows != self.batch_size:
+            raise RequestError(
+                f"this cache holds {self.batch_size} rows, the batch has {rows}; call "
+                "cache.reset() before another batch"
+            )
+        return self._sequences.lengths
+
+    def _check_length(self, longest: int) -> None:
+        if self._limit is not None and longest > self._limit:
+            raise RequestError(
+                f"a sequence of {longest} tokens is longer than max_tokens={self._limit}; make the "
+                "cache with a larger one"
+            )
+
+    def _begin(self, prompts: list[int]) -> Sequences:
+        lanes = self._rules.lanes_of(self._rule)
+        evictions = [self._rule.for_request(tokens, lanes) for tokens in prompts]
+        if self._kv is None or len(prompts) > self._made_for_rows:
+            self._made_for_rows = len(prompts)
+            largest = max((eviction.spec for eviction in evictions), key=lambda spec: spec.cap or 0)
+            self._kv = make_memory(
+                self._decoder, self._layout, len(prompts), largest, self._options
+            )
+        rows = start_rows(self._kv.memory, self._rule, evictions, prompts, self._rope_regime)
+        evicting = Evicting(self._decoder, self._kv, self._rules)
+        self._sequences = Sequences(self._decoder, self._kv, evicting, rows)
+        return self._sequences
+
+    # ---- what Transformers asks ----------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch so far, pads and evicted tokens included: where it goes on."""
+        del layer_idx
+        return self._columns
+
+    # ---- rows ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything; the memory is kept for the next batch of as many rows."""
+        if self._kv is None or self._sequences is None:
+            return
+        self._sequences.close()
+        self._sequences, self._columns = None, 0
+        self._kv.memory.arena_peak_bytes = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on with these rows, as beam search asks; copies of a row share its pages."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Go on with these rows in this order."""
+        _, sequences = self._open_rows()
+        sequences.select([int(index) for index in indices.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row; the copies share its pages."""
+        _, sequences = self._open_rows()
+        sequences.select([i for i in range(len(sequences.rows)) for _ in range(repeats)])
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the memory; the last cache of a model leaves it as it was found."""
+        self._sequences = self._kv = None
+        self._columns = 0
+        self._closing()
+
+    def __enter__(self) -> "QuireCache":
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"QuireCache({self._rule.text!r}, {self.kv_used_bytes:,} B in use)"

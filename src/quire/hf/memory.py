@@ -1,0 +1,122 @@
+"""The KV memory of a cache: the engine's own parts, for the rows of one batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.engine.device_memory import free_device_bytes
+from quire.engine.eviction_rules import EvictionRules
+from quire.engine.pool import most_kv_bytes
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kernels.select import select_backend
+from quire.kv.memory import KVMemory
+from quire.kv.step import PagedKV
+from quire.kv.store import DTYPES, PageStore
+from quire.models.base import Decoder
+from quire.plan.sizes import parse_size
+from quire.spec.eviction import EvictionSpec
+from quire.spec.layout import layout_for
+from quire.spec.model import ModelSpec
+from quire.spec.pages import CacheLayout
+
+SCRATCH_BYTES = 64 << 20  # gathered pages at a time, outside the KV memory
+_FREE_SHARE = 0.9  # of free memory, where nobody says how much
+_LEAST_ROWS = 64  # a batch can be repeated; a row costs a table, no pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """How large the KV memory of a cache is, and in what pages.
+
+    Attributes:
+        memory: bytes or a size; None: what the batch can need, at most nine tenths of what is free.
+        max_tokens: of the longest sequence.
+        page_tokens: slots of a page.
+        attention: who computes attention over pages.
+    """
+
+    memory: int | str | None
+    max_tokens: int
+    page_tokens: int
+    attention: str
+
+
+def make_layout(
+    spec: ModelSpec, dtype: torch.dtype, rules: EvictionRules, page_tokens: int
+) -> CacheLayout:
+    """Lane groups of a sequence under a rule."""
+    return layout_for(
+        spec,
+        codec=next(codec for codec, plain in DTYPES.items() if plain == dtype),
+        page_tokens=page_tokens,
+        evicting=rules.evicts,
+        heads_apart=rules.heads_apart,
+        statistics=rules.statistics,
+    )
+
+
+def make_memory(
+    decoder: Decoder,
+    layout: CacheLayout,
+    rows: int,
+    eviction: EvictionSpec,
+    options: MemoryOptions,
+) -> PagedKV:
+    """Allocate the arena of a batch.
+
+    Args:
+        decoder: the model.
+        layout: of each sequence.
+        rows: of the batch.
+        eviction: of the row that may hold most.
+        options: see there.
+
+    Raises:
+        ConfigError: the memory is more than there is, or holds not one token.
+    """
+    device = decoder.device
+    backend = select_backend(
+        options.attention,
+        device,
+        dtype=decoder.dtype,
+        head_dim=decoder.spec.head_dim,
+        scratch_bytes=SCRATCH_BYTES,
+    ).backend
+    with torch.inference_mode(mode=False):  # it outlives whatever mode the caller is in
+        memory = KVMemory(
+            layout,
+            _memory_bytes(device, layout, rows, eviction, options),
+            max(_LEAST_ROWS, 2 * rows),  # beams are forked before the old ones are closed
+            track_changes=device.type != "cpu",
+        )
+        store = PageStore(memory.total_bytes, device)
+        memory.store = store
+        return PagedKV(memory, store, backend)
+
+
+def _memory_bytes(
+    device: torch.device,
+    layout: CacheLayout,
+    rows: int,
+    eviction: EvictionSpec,
+    options: MemoryOptions,
+) -> int:
+    free_bytes = free_device_bytes(device)
+    if options.memory is None:
+        schedule = ScheduleConfig(max_running=rows)
+        needed = most_kv_bytes(layout, options.max_tokens, schedule, eviction)
+        return min(needed, int(_FREE_SHARE * free_bytes))
+    asked_bytes = parse_size(options.memory)
+    if asked_bytes > free_bytes:
+        raise ConfigError(
+            f"memory={options.memory!r} is {asked_bytes:,} B, more than the {free_bytes:,} B that "
+            f"are free on {device}"
+        )
+    needed = rows * layout.smallest_sequence_bytes
+    if asked_bytes < needed:
+        raise ConfigError(
+            f"memory={options.memory!r} is {asked_bytes:,} B and holds not one token of each of "
+            f"{rows} rows: {needed:,} B are needed; raise it or lower page_tokens="
+        )
+    return asked_bytes

@@ -1,0 +1,34 @@
+"""What a researcher writes beside a model, as the one text that the engine reads too."""
+
+from quire.errors import ConfigError
+from quire.policies.eviction import EvictionRule, make_eviction
+from quire.policies.registry import FULL
+
+
+def make_rule(
+    policy: str, budget: int | str | None, when: str | None, every: int | None
+) -> EvictionRule:
+    """Put the parts together and check them.
+
+    Args:
+        policy: such as `h2o:recent=64`.
+        budget: of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
+        when: a schedule.
+        every: tokens that leave at a time.
+
+    Raises:
+        ConfigError: a part given twice or missing, an unknown name, a budget below what the rule
+            protects.
+    """
+    if policy.strip() == FULL and budget is None:
+        raise_for = {"when": when, "every": every}
+        given = [name for name, value in raise_for.items() if value is not None]
+        if given:
+            raise ConfigError(f"'full' keeps everything: {', '.join(given)} would change nothing")
+        return make_eviction(FULL)
+    parts = {"cap": budget, "when": when, "every": every}
+    options = [f"{name}={value}" for name, value in parts.items() if value is not None]
+    if not options:
+        return make_eviction(policy)
+    separator = "," if ":" in policy else ":"
+    return make_eviction(policy + separator + ",".join(options))

@@ -1,0 +1,212 @@
+"""The rows of a batch in pages: read their new tokens block by block, evict between blocks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.engine.request import Request
+from quire.engine.runner import StepBridge
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import OutOfPages
+from quire.hf.evicting import Evicting
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import fork
+from quire.kv.step import PagedKV, StepAttention
+from quire.models.base import Decoder
+from quire.policies.eviction import Eviction, EvictionRule
+from quire.spec.eviction import PRESSURE
+from quire.spec.layout import statistics_used
+
+Counts = NDArray[np.int32]
+
+
+def start_rows(
+    memory: KVMemory,
+    rule: EvictionRule,
+    evictions: Sequence[Eviction],
+    prompts: Sequence[int],
+    rope_regime: int,
+) -> list[Request]:
+    """Open a row of the memory for each prompt.
+
+    Args:
+        memory: has rows left.
+        rule: of all.
+        evictions: the rule in numbers, for each.
+        prompts: tokens of each.
+        rope_regime: of all.
+    """
+    statistics = statistics_used(memory.layout, rule.statistics)
+    return [
+        Request(
+            request_id=f"row {i}",
+            prompt_token_ids=[0] * tokens,  # how many is all that is asked
+            params=SamplingParams(),
+            rope_regime=rope_regime,
+            evict=rule.text,
+            eviction=eviction.spec,
+            selection=eviction,
+            unsettled=rule.budget.needs_prompt,
+            row=memory.start(statistics),
+        )
+        for i, (tokens, eviction) in enumerate(zip(prompts, evictions, strict=True))
+    ]
+
+
+class Sequences:
+    """All rows of a batch.
+
+    Args:
+        decoder: the model.
+        kv: its memory, with rows enough for the batch twice.
+        evicting: what leaves, and when.
+        rows: each with its row of the memory, and nothing read yet.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kv: PagedKV, evicting: Evicting, rows: Sequence[Request]
+    ) -> None:
+        self._decoder, self._kv, self._evicting = decoder, kv, evicting
+        self.rows = list(rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens each row has had."""
+        return [row.num_computed for row in self.rows]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Go on with these rows, in this order; one named twice is forked and shares its pages.
+
+        Raises:
+            OutOfPages: no room for the statistics of the forks; nothing was changed.
+        """
+        chosen: list[Request] = []
+        forks: list[int] = []
+        try:
+            for place, index in enumerate(indices):
+                row = self.rows[index]
+                if index in indices[:place]:
+                    forks.append(fork(self._kv.memory, row.row))
+                    row = replace(row, row=forks[-1])
+                chosen.append(row)
+        except OutOfPages:
+            self._kv.memory.release(forks)
+            raise
+        self._kv.memory.release([r.row for i, r in enumerate(self.rows) if i not in indices])
+        self.rows = chosen
+
+    def close(self) -> None:
+        """Give all pages back."""
+        self._kv.memory.release([row.row for row in self.rows])
+        self.rows = []
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def read(
+        self,
+        token_ids: Int[Tensor, "batch columns"],
+        counts: Counts,
+        columns: NDArray[np.int64],
+    ) -> Float[Tensor, "batch wanted vocab"]:
+        """Process new tokens.
+
+        Args:
+            token_ids: of each row the last `counts` are new.
+            counts: new tokens of each row.
+            columns: of `token_ids`, whose logits are wanted.
+
+        Returns:
+            Logits; zeros where a column is a pad.
+
+        Raises:
+            OutOfPages: the memory is too small; says by how much. Blocks before this one are read.
+            PolicyError: the rule broke its contract.
+        """
+        shape = (len(counts), len(columns), self._decoder.spec.vocab_size)
+        logits = torch.zeros(shape, dtype=self._decoder.dtype, device=self._decoder.device)
+        done = np.zeros_like(counts)
+        while (done < counts).any():
+            block = self._next_block(counts - done)
+            first = token_ids.shape[1] - counts + done
+            part, places = self._run(token_ids, first, block, columns)
+            logits = logits.to(part.dtype)  # some models answer in float32 whatever their weights
+            logits[places] = part
+            done += block
+            for row, tokens in zip(self.rows, block.tolist(), strict=True):
+                row.num_computed += tokens
+                if tokens and row.num_computed == len(row.prompt_token_ids):
+                    self._evicting.end_prompt(row)
+        return logits
+
+    def _next_block(self, left: Counts) -> Counts:
+        """Make room for the next tokens of each row; how many they are."""
+        sizes = np.zeros_like(left)
+        for i in np.flatnonzero(left):
+            self._evicting.bring_down(self.rows[i])
+            sizes[i] = self._evicting.block_tokens(self.rows[i], int(left[i]))
+        return self._grow(sizes)
+
+    def _grow(self, sizes: Counts) -> Counts:
+        """Take pages for so many tokens, or for fewer of rows that only evict under pressure."""
+        memory = self._kv.memory
+        going = np.flatnonzero(sizes)
+        rows = np.array([self.rows[i].row for i in going], dtype=np.int64)
+        patient = np.array([row.eviction.when == PRESSURE for row in self.rows])
+        self._evicting.relieve(self.rows, lambda: memory.can_grow(rows, sizes[going]))
+        while not memory.can_grow(rows, sizes[going]) and (sizes[patient] > 1).any():
+            sizes = np.where(patient & (sizes > 1), sizes // 2, sizes)
+        try:
+            memory.grow(rows, sizes[going])
+        except OutOfPages as error:
+            pages = memory.pages_to_grow(rows, sizes[going])
+            needed = sum(page.page_bytes * count for page, count in pages.items())
+            raise OutOfPages(
+                f"the next {int(sizes.sum())} tokens need {needed:,} B, but {memory.free_bytes:,} "
+                f"of {memory.total_bytes:,} B are free: raise memory=, lower budget=, or evict "
+                "while the prompt is read (when='prefill_and_decode')"
+            ) from error
+        return sizes
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        first: Counts,
+        block: Counts,
+        columns: NDArray[np.int64],
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One flat batch; logits of the wanted columns in it, and their places in the answer.
+
+        Args:
+            token_ids: as in `read`.
+            first: column of each row's first token in this block.
+            block: tokens of each row.
+            columns: as in `read`.
+        """
+        order = np.argsort(block != 1, kind="stable")  # rows of one token first
+        order = order[block[order] > 0]
+        rows, tokens = [self.rows[i] for i in order], block[order]
+        starts = np.cumsum(tokens) - tokens
+        owner = np.repeat(np.arange(len(order)), tokens)
+        offset = np.arange(len(owner)) - starts[owner]
+        index, column = self._tensor(order[owner]), self._tensor(first[order][owner] + offset)
+        position = np.array([row.num_computed for row in rows])[owner] + offset
+        into = columns - first[order][:, None]  # [rows of this batch, wanted]
+        who, which = np.nonzero((into >= 0) & (into < tokens[:, None]))
+        numbers = np.array([row.row for row in rows], dtype=np.int64)
+        part = self._decoder.forward(
+            token_ids[index, column],
+            self._tensor(position),
+            self._tensor(starts[who] + into[who, which]),
+            StepBridge(StepAttention(self._kv, numbers, tokens)),
+            rope_regime=rows[0].rope_regime,
+        )
+        return part, (self._tensor(order[who]), self._tensor(which))
+
+    def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
+        whole = np.ascontiguousarray(numbers, dtype=np.int64)
+        return torch.from_numpy(whole).to(self._decoder.device)

@@ -1,0 +1,163 @@
+"""A borrowed model runs as ever, and is given back as it was."""
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, PreTrainedModel
+
+import zoo
+from quire.errors import ConfigError, UnsupportedModel
+from quire.hf import QuireCache
+from quire.hf.borrowed import _refuse
+from quire.models.adapter import TransformersDecoder
+
+ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")
+
+
+def state(model: PreTrainedModel) -> dict[str, object]:
+    """Everything about a model that borrowing could change."""
+    attributes = {
+        f"{name}.{key}": copied(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    }
+    buffers = {name: value.tolist() for name, value in model.named_buffers()}
+    return attributes | buffers | {"attention": model.config._attn_implementation}
+
+
+def copied(value: object) -> object:
+    """A value that later changes do not change, and that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return dict(value) if isinstance(value, dict) else value
+
+
+def ids(count: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(2, zoo.VOCAB_SIZE, (1, count), generator=generator)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model(request) -> PreTrainedModel:
+    return zoo.build(request.param)
+
+
+@torch.no_grad()
+def test_a_model_is_the_same_before_between_and_after(model) -> None:
+    before, found = model(ids()).logits, state(model)
+
+    with QuireCache(model, max_tokens=64) as cache:
+        model(ids(), past_key_values=cache)
+        between = model(ids()).logits
+        own = model(ids(), past_key_values=DynamicCache()).logits
+
+    assert state(model) == found
+    assert torch.equal(between, before)
+    assert torch.equal(own, before)
+    assert torch.equal(model(ids()).logits, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["expected_attention", "h2o:budget=squeeze"])
+def test_nothing_that_watched_the_model_stays(policy) -> None:
+    model = zoo.build("llama")
+    found = state(model)
+
+    with QuireCache(model, policy, 24, every=4, when="prefill_end") as cache:
+        model(ids(), past_key_values=cache)
+        assert cache.kv_used_bytes > 0
+        heads = [head for layer in (0, 1) for head in cache.kept_positions(0, layer)]
+        assert min(map(len, heads)) < 40
+
+    assert state(model) == found
+
+
+@torch.no_grad()
+def test_two_caches_of_one_model_do_not_meet() -> None:
+    model = zoo.build("llama")
+    found = state(model)
+    full = QuireCache(model)
+    small = QuireCache(model, "recent", 24, every=8)
+
+    expected = model(ids()).logits
+    thin = model(ids(), past_key_values=small).logits
+    small.close()
+    whole = model(ids(), past_key_values=full).logits
+    full.close()
+
+    assert torch.allclose(whole, expected, atol=1e-4)
+    assert not torch.allclose(thin, expected, atol=1e-4)
+    assert state(model) == found
+
+
+def test_a_cache_that_is_forgotten_gives_its_model_back() -> None:
+    model = zoo.build("llama")
+    found = state(model)
+
+    cache = QuireCache(model)
+    assert state(model) != found
+    del cache
+
+    assert state(model) == found
+
+
+def test_a_wrapper_of_somebody_else_stays() -> None:
+    model = zoo.build("llama")
+    with QuireCache(model):
+        ours = model.forward
+
+        def theirs(*arguments, **options):
+            return ours(*arguments, **options)
+
+        model.forward = theirs
+
+    assert model.forward is theirs
+    assert torch.isfinite(model(ids()).logits).all()
+
+
+def test_a_model_wrapped_before_is_wrapped_as_before() -> None:
+    model = zoo.build("llama")
+    own = model.forward
+    model.forward = lambda *arguments, **options: own(*arguments, **options)
+    found = model.forward
+
+    with QuireCache(model) as cache:
+        model(ids(), past_key_values=cache)
+
+    assert model.forward is found
+
+
+def test_models_that_do_not_fit_are_refused() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
+
+    with pytest.raises(UnsupportedModel, match="ALiBi"):
+        QuireCache(bloom.eval())
+    with pytest.raises(ConfigError, match="got Linear"):
+        _refuse(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"model.eval\(\)"):
+        QuireCache(zoo.build("llama").train())
+    with pytest.raises(ConfigError, match="belongs to a Quire engine"):
+        QuireCache(TransformersDecoder(zoo.build("llama")).model)
+
+
+def test_a_refused_cache_leaves_nothing_behind() -> None:
+    mistral, phi3 = zoo.build("mistral"), zoo.build("phi3_longrope")
+    found = state(mistral), state(phi3)
+
+    with pytest.raises(ConfigError, match="sliding window"):
+        QuireCache(mistral, "recent", 24, every=8)
+    with pytest.raises(ConfigError, match="max_tokens="):
+        QuireCache(phi3)
+
+    assert (state(mistral), state(phi3)) == found
+
+
+def test_a_model_that_answers_otherwise_in_pages_is_refused(monkeypatch) -> None:
+    model = zoo.build("llama")
+    found = state(model)
+    monkeypatch.setattr("quire.models.verify._TOLERANCE", {torch.float32: 0.0})
+
+    with pytest.raises(UnsupportedModel, match="logits differ"):
+        QuireCache(model)
+
+    assert state(model) == found

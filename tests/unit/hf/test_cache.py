@@ -1,0 +1,172 @@
+"""What a QuireCache refuses, and what it says about itself."""
+
+import copy
+
+import pytest
+import torch
+
+import zoo
+from quire.errors import (
+    ConfigError,
+    OutOfPages,
+    RequestError,
+    UnknownName,
+    UnsoundCombination,
+)
+from quire.hf import QuireCache
+
+IDS = torch.tensor([[3, 5, 7, 9] * 10])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return zoo.build("llama")
+
+
+@pytest.fixture
+def cache(model):
+    with QuireCache(model) as made:
+        yield made
+
+
+def test_an_empty_cache_holds_nothing(cache) -> None:
+    assert (cache.kv_used_bytes, cache.kv_peak_bytes, cache.batch_size) == (0, 0, -1)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(RequestError, match="empty"):
+        cache.kept_positions(0, 0)
+
+
+def test_a_reset_cache_takes_another_batch(model, cache) -> None:
+    expected = model(IDS).logits
+    model(IDS.repeat(2, 1), past_key_values=cache)
+    cache.reset()
+
+    assert (cache.kv_used_bytes, cache.get_seq_length()) == (0, 0)
+    assert torch.allclose(model(IDS, past_key_values=cache).logits, expected, atol=1e-4)
+    assert cache.kv_peak_bytes > 0
+    cache.reset()
+    assert model(IDS.repeat(5, 1), past_key_values=cache).logits.shape[0] == 5
+
+
+def test_positions_are_given_by_the_cache_or_must_agree(model, cache) -> None:
+    first = model(IDS[:, :30], past_key_values=cache, position_ids=torch.arange(30)[None])
+    assert first.past_key_values is cache
+
+    with pytest.raises(RequestError, match="continue row 0 at 30"):
+        model(IDS[:, 30:], past_key_values=cache, position_ids=torch.arange(10)[None])
+
+
+def test_a_tuple_comes_back_where_one_is_asked_for(model, cache) -> None:
+    logits, same = model(IDS, past_key_values=cache, return_dict=False, logits_to_keep=1)
+
+    assert logits.shape == (1, 1, zoo.VOCAB_SIZE)
+    assert same is cache
+
+
+def test_arguments_may_be_given_by_place(model, cache) -> None:
+    out = model(IDS, torch.ones_like(IDS), None, cache)
+
+    assert out.past_key_values is cache
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"use_cache": False}, "exclude each other"),
+        ({"output_attentions": True}, "output_attentions=True cannot be had"),
+        ({"output_hidden_states": True}, "output_hidden_states=True cannot be had"),
+        ({"labels": IDS}, "labels"),
+        ({"inputs_embeds": torch.zeros(1, 40, 32), "input_ids": None}, "inputs_embeds"),
+        ({"input_ids": IDS[0]}, r"\[rows, columns\]"),
+    ],
+)
+def test_what_pages_cannot_answer_is_refused(model, cache, options, says) -> None:
+    with pytest.raises(RequestError, match=says):
+        model(**{"input_ids": IDS, "past_key_values": cache, **options})
+
+
+def test_another_number_of_rows_is_refused(model, cache) -> None:
+    model(IDS, past_key_values=cache)
+
+    with pytest.raises(RequestError, match="holds 1 rows, the batch has 2"):
+        model(IDS.repeat(2, 1), past_key_values=cache)
+
+
+def test_another_model_is_refused(cache) -> None:
+    with pytest.raises(ConfigError, match="of the model it was made for"):
+        zoo.build("llama")(IDS, past_key_values=cache)
+
+
+def test_a_closed_cache_says_so(model) -> None:
+    cache = QuireCache(model)
+    model(IDS, past_key_values=cache)
+    cache.close()
+    cache.close()
+
+    with pytest.raises(ConfigError, match="closed"):
+        model(IDS, past_key_values=cache)
+    with QuireCache(model), pytest.raises(ConfigError, match="closed"):
+        model(IDS, past_key_values=cache)
+
+
+def test_tokens_do_not_come_back(model, cache) -> None:
+    with pytest.raises(UnsoundCombination, match="assisted decoding"):
+        cache.crop(3)
+    with pytest.raises(UnsoundCombination, match="assisted decoding"):
+        model.generate(
+            IDS,
+            past_key_values=cache,
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=4,
+            attention_mask=torch.ones_like(IDS),
+            pad_token_id=0,
+        )
+    with pytest.raises(UnsoundCombination, match="cannot be copied"):
+        copy.deepcopy(cache)
+
+
+def test_a_memory_that_is_too_small_says_how_many_bytes(model) -> None:
+    with pytest.raises(ConfigError, match=r"4,096 B and holds not one token of each of 1 row"):
+        QuireCache(model, memory=4096, page_tokens=64).answer({"input_ids": IDS})
+    with QuireCache(model, memory=8192, page_tokens=4) as cache:
+        with pytest.raises(OutOfPages, match=r"40 tokens need [\d,]+ B, but 8,192 of 8,192 B"):
+            model(IDS, past_key_values=cache)
+
+        assert cache.get_seq_length() == 0
+        assert model(IDS[:, :8], past_key_values=cache).logits.isfinite().all()
+    with pytest.raises(ConfigError, match="more than the"):
+        QuireCache(model, memory="900TiB").answer({"input_ids": IDS})
+
+
+def test_sequences_longer_than_was_said_are_refused(model) -> None:
+    cache = QuireCache(model, max_tokens=39)
+
+    with pytest.raises(RequestError, match="max_tokens=39"):
+        model(IDS, past_key_values=cache)
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"policy": "h3o", "budget": 64}, UnknownName, "did you mean h2o"),
+        ({"policy": "recent:sinks=30", "budget": 36, "every": 8}, ConfigError, "needs 31"),
+        ({"policy": "recent", "budget": "1KiB", "every": 8}, ConfigError, "cap"),
+    ],
+)
+def test_mistakes_of_a_rule_are_refused(model, options, error, says) -> None:
+    with pytest.raises(error, match=says), QuireCache(model, **options) as cache:
+        model(IDS, past_key_values=cache)
+
+
+@torch.inference_mode()
+def test_inference_mode_and_gradients_do_not_matter(model) -> None:
+    cache = QuireCache(model)
+    first = model(IDS[:, :20], past_key_values=cache).logits
+    with torch.inference_mode(mode=False):
+        second = model(IDS[:, 20:], past_key_values=cache).logits
+    whole = torch.cat([first, second], dim=1)
+
+    assert not second.requires_grad
+    assert torch.allclose(whole, model(IDS).logits, atol=1e-4)
+    cache.close()
