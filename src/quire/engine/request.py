@@ -4,6 +4,8 @@ import enum
 from dataclasses import dataclass, field
 
 from quire.engine.sampling_params import SamplingParams
+from quire.kv.prefix_node import PrefixLease
+from quire.kv.swapped import Swapped
 
 DEFAULT_TENANT = "default"
 
@@ -108,8 +110,8 @@ class Request:
     num_computed: int = 0
     cached_tokens: int = 0
     exact: bool = True
-    swapped: object | None = None
-    lease: object | None = None
+    swapped: Swapped | None = None
+    lease: PrefixLease | None = None
     entries: int = 0
     entered_tokens: int = 0
     charged_tokens: int = 0

@@ -126,7 +126,7 @@ class Residency:
         """Count an entry, however it came about, and tell of it."""
         request.entries += 1
         request.entered_tokens = request.num_tokens
-        shared = request.lease.tokens if isinstance(request.lease, PrefixLease) else 0
+        shared = 0 if request.lease is None else request.lease.tokens
         self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
         if shared:
             kv_bytes = self.memory.row_bytes(request.row)
@@ -188,7 +188,7 @@ class Residency:
     def _publish(self, request: Request, length: int) -> None:
         lease = request.lease
         assert self.prefix is not None
-        if isinstance(lease, PrefixLease) and lease.publishes:
+        if lease is not None and lease.publishes:
             self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
 
     def confirm(self, requests: Sequence[Request]) -> None:
@@ -198,7 +198,7 @@ class Residency:
         self.prefix.confirm()
         if self._with_statistics:
             for request in requests:
-                if isinstance(request.lease, PrefixLease):
+                if request.lease is not None:
                     self.prefix.snapshot(request.lease, request.row)
 
     def withdraw(self) -> None:
@@ -209,13 +209,11 @@ class Residency:
     def borrows_unwritten(self, request: Request) -> bool:
         """Whether a request shares blocks that the step being planned has yet to write."""
         prefix, lease = self.prefix, request.lease
-        return prefix is not None and isinstance(lease, PrefixLease) and prefix.is_pending(lease)
+        return prefix is not None and lease is not None and prefix.is_pending(lease)
 
     def stop_sharing(self, request: Request) -> None:
         """The row's pages are no longer those of its tokens, or no longer needed."""
-        lease = request.lease
-        if self.prefix is not None and isinstance(lease, PrefixLease):
-            self.prefix.release(lease)
+        self.give_back(request.lease)
         request.lease = None
 
     def copy(self, parent: Request, child: Request) -> None:
@@ -226,7 +224,7 @@ class Residency:
         """
         child.row = fork(self.memory, parent.row)
         child.num_computed, child.exact = parent.num_computed, parent.exact
-        if self.prefix is not None and isinstance(parent.lease, PrefixLease):
+        if self.prefix is not None and parent.lease is not None:
             child.lease = self.prefix.share(parent.lease)
         if not child.entries:
             child.cached_tokens = parent.cached_tokens
