@@ -268,7 +268,7 @@ class Engine:
             requests=(held := request_bytes(scheduler.running, memory)),
             tenants=tenant_bytes(self._requests(), held),
             host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
-            served=scheduler.fairness.report(),
+            served=scheduler.fairness.report(scheduler.running),
         )
 
     def ledger(self) -> Snapshot:
