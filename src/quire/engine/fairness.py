@@ -76,20 +76,29 @@ class Fairness:
         else:
             self.book.note({})
 
+    def suppose(self, staying: Sequence[Request], leaving: Sequence[Request]) -> None:
+        """Count what each tenant would hold if some left and waited; `recount` takes it back.
+
+        Args:
+            staying: keep their rows.
+            leaving: have rows still.
+        """
+        self._count(staying, leaving)
+
     def _forget_idle(self) -> None:
         self.meter.fold(self._here)
         if self.waiting.num_remembered > self._forget_from:
             self.waiting.forget_idle(self._here)
             self._forget_from = max(FORGET_FROM, 2 * self.waiting.num_remembered)
 
-    def _count(self, running: Sequence[Request]) -> None:
+    def _count(self, running: Sequence[Request], leaving: Sequence[Request] = ()) -> None:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
             rows[request.tenant].append(request.row)
         prefix = self._residency.prefix
         public = [] if prefix is None else prefix.public_loans()
         held = bytes_by_tenant(self._residency.memory, rows, {PUBLIC: public} if public else {})
-        self.book.note(held, self.waiting.backlogged)
+        self.book.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
     def owes(self, request: Request) -> bool:
         """Whether its tenant holds more than its share, so that it gives way first."""
@@ -115,7 +124,7 @@ class Fairness:
             return []
         return [tenant for tenant, _ in self.book.reclaimable_for(request.tenant, missing_bytes)]
 
-    def rows_debtor(self, request: Request, running: Sequence[Request], most: int) -> str | None:
+    def rows_debtors(self, request: Request, running: Sequence[Request], most: int) -> list[str]:
         """The tenant that holds most rows over its part, where this request's holds less than its.
 
         Args:
@@ -129,7 +138,7 @@ class Fairness:
         over = {tenant: count - a_weight * weights[tenant] for tenant, count in rows.items()}
         worst = max(over, key=lambda tenant: (over[tenant], tenant), default=None)
         enough = rows[request.tenant] + 1 > a_weight * weights[request.tenant]
-        return None if worst is None or enough or over[worst] <= 0 else worst
+        return [] if worst is None or enough or over[worst] <= 0 else [worst]
 
     # ---- tokens --------------------------------------------------------------------------------
 
