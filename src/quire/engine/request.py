@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from quire.engine.sampling_params import SamplingParams
+from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.swapped import Swapped
 
@@ -84,6 +85,7 @@ class Request:
         exact: whether no token of its KV has been evicted in this run.
         swapped: its KV outside the arena, while it waits with it.
         lease: the cached prefix it uses and adds to, while it runs.
+        chain: what its prefix is looked up by, while it waits and has been looked up.
         entries: times it has entered the KV memory.
         entered_tokens: tokens it had when it last did; it moves on before it gives way again.
         charged_tokens: tokens its tenant has been charged for.
@@ -112,6 +114,7 @@ class Request:
     exact: bool = True
     swapped: Swapped | None = None
     lease: PrefixLease | None = None
+    chain: BlockChain | None = None
     entries: int = 0
     entered_tokens: int = 0
     charged_tokens: int = 0

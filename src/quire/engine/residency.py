@@ -11,6 +11,7 @@ from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request, RequestState
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
@@ -96,8 +97,10 @@ class Residency:
         wanted = readable_tokens(request)
         if most_tokens is not None:
             wanted = min(wanted, most_tokens + 1)
-        tokens = request.token_ids(0, wanted)
-        return self.prefix.match(identity, tokens, with_statistics=self._with_statistics)
+        if request.chain is None or request.chain.identity != identity:
+            request.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
+        blocks = request.chain.blocks(wanted - 1)  # one token at least is left to compute
+        return self.prefix.match_blocks(identity, blocks, with_statistics=self._with_statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
         """Let go of what `look_up` held."""
@@ -126,6 +129,7 @@ class Residency:
         """Count an entry, however it came about, and tell of it."""
         request.entries += 1
         request.entered_tokens = request.num_tokens
+        request.chain = None  # its tokens change from now on
         shared = 0 if request.lease is None else request.lease.tokens
         self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
         if shared:

@@ -16,7 +16,7 @@ Only exact KV is published: a row that has evicted tokens publishes nothing more
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
@@ -96,9 +96,16 @@ class PrefixIndex:
         Returns:
             A lease, to be given back with `release`; without nodes where nothing was found.
         """
+        blocks = blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens)
+        return self.match_blocks(identity, blocks, with_statistics=with_statistics)
+
+    def match_blocks(
+        self, identity: PrefixIdentity, blocks: Iterable[Block], *, with_statistics: bool = False
+    ) -> PrefixLease:
+        """Hold the longest published prefix of some blocks; see `match`."""
         nodes: list[PrefixNode] = []
         parent: PrefixNode | None = None
-        for block in blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens):
+        for block in blocks:
             node = self._nodes.get(block.key)
             if node is None or not _same(node, block, parent):
                 break

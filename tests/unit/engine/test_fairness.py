@@ -11,6 +11,7 @@ from quire.engine.scheduler_parts import make_parts
 from quire.engine.step_plan import StepPlan
 from quire.engine.tenant_meter import OTHERS
 from quire.errors import InvariantError
+from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.spec.eviction import EvictionSpec
@@ -91,6 +92,47 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
 
     assert second.entries == 2
     assert service.numbers("a").cached_tokens == 4
+
+
+def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
+    hashes, plain = [0], prefix_key._block
+
+    def counting(*block):
+        hashes[0] += 1
+        return plain(*block)
+
+    service = Service(prefix=True)
+    first = service.submit(prompt_tokens=60)
+    service.step()
+    waiting = service.submit(prompt_tokens=61)
+    service.scheduler.waiting.pop(waiting)
+    monkeypatch.setattr(prefix_key, "_block", counting)
+    residency = service.scheduler.residency
+    for _ in range(5):  # what the entrance does with it while there is no room
+        lease = residency.look_up(waiting)
+        assert lease.tokens == 60
+        residency.give_back(lease)
+    assert hashes[0] == 60 // PAGE_TOKENS
+
+    service.scheduler.waiting.push(waiting)
+    service.step()
+    assert first.cached_tokens == 0
+    assert waiting.cached_tokens == 60
+    assert waiting.chain is None  # it grows from here
+
+
+def test_a_prompt_that_became_public_is_hashed_anew():
+    service = Service(prefix=True)
+    mine = service.submit(prompt_tokens=20, tenant="mine")
+    identities, residency = service.scheduler.residency.identities, service.scheduler.residency
+    residency.give_back(residency.look_up(mine))
+    before = mine.chain
+
+    identities.register_public(list(range(10)))
+    residency.give_back(residency.look_up(mine))
+
+    assert mine.chain is not before
+    assert mine.chain.identity.public_tokens == 10
 
 
 def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
