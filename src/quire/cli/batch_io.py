@@ -10,7 +10,7 @@ done. Nothing here needs torch or knows where lines are kept.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,12 +71,14 @@ class BatchLine:
         prompt: text or token ids; None when there are messages.
         messages: a chat; None when there is a prompt.
         sampling: options this line sets, by the names of SamplingParams.
+        cache_salt: only lines with the same one share KV; none shares with all that have none.
     """
 
     head: LineHead
     prompt: str | list[int] | None = None
     messages: list[dict[str, str]] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +162,22 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
 def _line(
     body: Mapping[str, Any], head: LineHead, asked: Literal["messages", "prompt"], form: LineFormat
 ) -> BatchLine:
-    sampling = _sampling({k: v for k, v in body.items() if k != asked}, head)
+    apart = {asked, "cache_salt"}
+    line = BatchLine(
+        head=head,
+        sampling=_sampling({k: v for k, v in body.items() if k not in apart}, head),
+        cache_salt=_salt(body.get("cache_salt"), head),
+    )
     if asked == "messages":
-        return BatchLine(head=head, messages=_messages(body.get(asked), head), sampling=sampling)
-    return BatchLine(head=head, prompt=_prompt(body.get(asked), head, form), sampling=sampling)
+        return replace(line, messages=_messages(body.get(asked), head))
+    return replace(line, prompt=_prompt(body.get(asked), head, form))
+
+
+def _salt(value: Any, head: LineHead) -> str:
+    # its length and characters are looked at by the engine, as for a request over HTTP
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise BatchError(f"expected a text as cache_salt, got {_short(value)}", head)
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class BatchRun:
             prompt=line.prompt,
             messages=line.messages,
             params=replace(self._task.sampling, **own),
+            cache_salt=line.cache_salt,
         )
 
     def _put(self, record: Record, answer: Answer | None) -> None:

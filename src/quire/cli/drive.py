@@ -23,12 +23,14 @@ class Job:
         prompt: text or token ids; None when there are messages.
         messages: a chat, each {"role", "content"}; None when there is a prompt.
         params: how it samples.
+        cache_salt: only jobs with the same one share KV.
     """
 
     key: int
     params: SamplingParams
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
+    cache_salt: str = ""
 
 
 class Driver:
@@ -61,7 +63,7 @@ class Driver:
     def _submit(self, job: Job) -> RequestError | None:
         try:
             token_ids = self._encode(job)
-            request_id = self._llm.engine.submit(token_ids, job.params)
+            request_id = self._llm.engine.submit(token_ids, job.params, cache_salt=job.cache_salt)
         except RequestError as refusal:
             return refusal
         self._open[request_id] = (job, AnswerBuilder(request_id, tuple(token_ids)))
