@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.batch_io import BatchTask, LineFormat
-from quire.cli.batch_output import BatchOutput, RunState
+from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
@@ -64,9 +64,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
     """Answer a file of requests, each exactly once.
 
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
-    sampling options. A broken line gets an error record and the others run. Killed at any moment
-    and started again with the same arguments, it goes on where it was. Exit code 1 when OUT.jsonl
-    has error records at the end.
+    sampling options. Lines with a cache_salt share KV only with those of the same one. A broken
+    line gets an error record and the others run. Killed at any moment and started again with the
+    same arguments, it goes on where it was. Exit code 1 when OUT.jsonl has error records at the
+    end.
     """
     settings.refuse_other_tenants()
     task = BatchTask(
@@ -75,7 +76,8 @@ def batch(  # noqa: PLR0913 - one parameter per option
         sampling=settings.sampling,
         with_prompt=with_prompt,
     )
-    survey = _survey(source, target)
+    _refuse_one_file_for_two(source, target, kv_events)
+    survey = _survey(source)
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
@@ -116,11 +118,29 @@ class _Result:
     seconds: float
 
 
-def _survey(source: Path, target: Path) -> _Survey:
+def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
+    """Refuse to write two things into one file, or over the input; nothing was written."""
+    if _is_same(target, source):
+        raise ConfigError(f"{target} is the input; give another file for the records")
+    uses = {source: "the input", target: "for the records", state_path(target): "their state"}
+    for path, use in uses.items():
+        if kv_events is not None and _is_same(kv_events, path):
+            raise ConfigError(f"{kv_events} is {use}; give another file to --kv-events")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, there or not; links followed."""
+    try:
+        if one.exists() and other.exists():
+            return one.samefile(other)
+        return one.resolve() == other.resolve()
+    except OSError:  # who opens it says what is wrong
+        return False
+
+
+def _survey(source: Path) -> _Survey:
     digest, lines, requests = hashlib.sha256(), 0, 0
     try:
-        if target.exists() and target.samefile(source):
-            raise ConfigError(f"{target} is the input; give another file for the records")
         if not source.is_file():
             wrong = "it is no regular file" if source.exists() else "there is no such file"
             raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
