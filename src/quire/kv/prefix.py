@@ -182,7 +182,8 @@ class PrefixIndex:
         Its key may be another text's, or a window lane has let go of a part of it already.
         """
         distinct = {block.key for block in blocks}
-        if len(distinct) < len(blocks) or not distinct.isdisjoint(self._nodes):
+        # `isdisjoint` would walk over all nodes there are: they are no set
+        if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
             first, size = lease.tokens, self.block_tokens
