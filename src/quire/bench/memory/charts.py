@@ -1,15 +1,13 @@
 """Draws the pictures of the memory bench."""
 
-import io
 from typing import TYPE_CHECKING
 
 from quire.bench.memory.result import Chart
-from quire.errors import ConfigError
+from quire.sim.svg import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE_INCHES = (8, 4)
 _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
 
@@ -19,21 +17,7 @@ def svg(chart: Chart) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "pictures are drawn with matplotlib, which is not installed: "
-            'pip install "quire[report]", or leave --out out'
-        ) from error
-    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, chart)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
-    return file.getvalue()
+    return drawn(lambda axes: _draw(axes, chart))
 
 
 def _draw(axes: "Axes", chart: Chart) -> None:
@@ -55,6 +39,5 @@ def _draw(axes: "Axes", chart: Chart) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.spines[["top", "right"]].set_visible(False)
     if len(chart.lines) > 1:
         axes.legend(frameon=False)
