@@ -81,20 +81,20 @@ def batch(  # noqa: PLR0913 - one parameter per option
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
-        result = _Result(BatchTally(), None, 0.0)
-        if left:
-            with watching(kv_events) as watch:
-                result = _run(settings, task, output, left, watch)
+        result = _answer(settings, task, output, left, kv_events)
     claims = {"requests_answered_before": survey.requests - left} | _claims(result)
     _show(target, claims)
     if as_json:
         arms = {"finish_reasons": result.tally.finish_reasons}
         config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
         typer.echo(json.dumps(envelope("batch", claims, arms, config)))
-    if output.failed:
+    _exit_if_failed(len(output.failed), survey.requests)
+
+
+def _exit_if_failed(failed: int, requests: int) -> None:
+    if failed:
         typer.echo(
-            f"error records: {len(output.failed)} of {survey.requests} lines; --retry-failed tries "
-            "them again",
+            f"error records: {failed} of {requests} lines; --retry-failed tries them again",
             err=True,
         )
         raise typer.Exit(1)
@@ -171,6 +171,16 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
         },
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
     )
+
+
+def _answer(
+    settings: Settings, task: BatchTask, output: BatchOutput, left: int, kv_events: Path | None
+) -> _Result:
+    """Answer the lines that are left; where none is, no model is loaded."""
+    if not left:
+        return _Result(BatchTally(), None, 0.0)
+    with watching(kv_events) as watch:
+        return _run(settings, task, output, left, watch)
 
 
 def _run(

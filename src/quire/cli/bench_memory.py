@@ -1,7 +1,7 @@
 """`quire bench memory`: what KV memory costs and saves, one table after the other."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,8 +54,7 @@ def memory(
     """
     import torch
 
-    from quire.bench.memory.parts import parts_of, run_parts
-    from quire.bench.memory.tables import plain
+    from quire.bench.memory.parts import parts_of
 
     names = parts_of(parts)
     if out is not None:
@@ -63,13 +62,8 @@ def memory(
         prepare_folder(out)
     use_threads(threads)
     config = _config(trace, prefix_trace, quick=quick)
-    results: dict[str, PartResult] = {}
-    claims: dict[str, int | float] = {}
-    for name, result in run_parts(names, config):
-        results[name] = result
-        claims |= result.claims
-        typer.echo("\n\n".join(plain(table) for table in result.tables))
-        typer.echo(f"({name}: {result.seconds:.1f} s)\n")
+    results = _results(names, config)
+    claims = {name: value for r in results.values() for name, value in r.claims.items()}
     arms = {name: result.to_json() for name, result in results.items()}
     run = envelope("bench memory", claims, arms, _used(config, torch.get_num_threads()))
     if out is not None:
@@ -77,6 +71,19 @@ def memory(
         typer.echo(f"written: {out}")
     if as_json:
         typer.echo(json.dumps(run))
+
+
+def _results(names: Sequence[str], config: "MemoryBenchConfig") -> "dict[str, PartResult]":
+    """Run the parts; each is shown as soon as it is done."""
+    from quire.bench.memory.parts import run_parts
+    from quire.bench.memory.tables import plain
+
+    results = {}
+    for name, result in run_parts(names, config):
+        results[name] = result
+        typer.echo("\n\n".join(plain(table) for table in result.tables))
+        typer.echo(f"({name}: {result.seconds:.1f} s)\n")
+    return results
 
 
 def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "MemoryBenchConfig":
