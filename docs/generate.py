@@ -17,7 +17,19 @@ SOURCE = ROOT / "src" / "quire"
 REFERENCE = Path("docs/reference")
 HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
 HELP_COLUMNS = "100"
-FLOORS = ("cli", "serve", "bench", "evals", "hf", "sim", "engine", "models", "policies", "kv", "kernels")
+FLOORS = (
+    "cli",
+    "serve",
+    "bench",
+    "evals",
+    "hf",
+    "sim",
+    "engine",
+    "models",
+    "policies",
+    "kv",
+    "kernels",
+)
 FLOORS += ("plan", "spec")
 
 

@@ -1,11 +1,11 @@
 """Draws docs/memory-measured.md and its pictures from runs of the memory bench, and keeps them.
 
-    quire bench memory --json > memory.out
+    quire bench memory --json > memory.out       or --parts swap,beam
     python docs/make_memory.py memory.out        needs quire[report]
 
-The last line of each file is a run; with several files, later ones replace the parts they hold.
-What is kept, without its repeats, is docs/results/memory.json; with no file given, the page is made
-again from that.
+The last line of each file is a run, perhaps of some parts: they replace those that are kept, and
+the last run says with what it was measured. What is kept, without its repeats, is
+docs/results/memory.json; with no file given, the page is made again from that.
 """
 
 import sys

@@ -203,6 +203,48 @@ def test_the_input_is_never_overwritten(quire, zoo_folder: Path, tmp_path: Path)
     assert source.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl", "out.jsonl.state", "link.jsonl"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_events_are_never_written_among_records_or_requests(
+    quire, zoo_folder: Path, tmp_path: Path, name: str, is_there: bool
+):
+    source, target = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(target)
+    if is_there:
+        quire("batch", source, target, "--model", zoo_folder, *OPTIONS)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.exists()}
+
+    events = ("--kv-events", tmp_path / name)
+    result = quire("batch", source, target, "--model", zoo_folder, "--overwrite", *events)
+
+    assert result.exit_code == 2
+    assert "give another file to --kv-events" in " ".join(result.stderr.split())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.exists()} == before
+
+
+def test_lines_with_a_cache_salt_are_answered(batch):
+    lines = [{"prompt": [2, 7, 9], "cache_salt": salt} for salt in ("a", "", None, "a" * 129, 7)]
+
+    _, target = batch(lines)
+
+    errors = {record["line"]: record["error"] for record in read_records(target)}
+    assert [errors[number] for number in (1, 2, 3)] == [None] * 3
+    assert "expected a cache_salt of 128 characters at most, got 129" in errors[4]
+    assert "expected a text as cache_salt, got 7" in errors[5]
+
+
+def test_lines_share_kv_with_those_of_their_salt(batch, tmp_path: Path):
+    prompt = list(range(2, 2 + 64))
+    lines = [{"prompt": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+
+    events = tmp_path / "events.jsonl"
+    batch(lines, "--max-running", "1", "--kv-memory", "1MiB", "--kv-events", events)
+
+    found = [e["cached_tokens"] for e in read_records(events) if e["kind"] == "admitted"]
+    assert found[:2] == [0, 0]
+    assert found[2] > 0
+
+
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
 def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
     result = quire("batch", tmp_path / name, tmp_path / "out.jsonl")

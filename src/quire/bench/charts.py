@@ -1,16 +1,14 @@
 """Draws the pictures of benches: lines, bars, heat maps."""
 
-import io
 from typing import TYPE_CHECKING
 
 from quire.bench.result import Chart, HeatMap
-from quire.errors import ConfigError
+from quire.sim.svg import drawn, drawn_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SIZE_INCHES = (8, 4)
 _PANELS_ACROSS, _PANEL_INCHES = 3, 2.4
 _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
@@ -21,29 +19,15 @@ def svg(chart: Chart | HeatMap) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "pictures are drawn with matplotlib, which is not installed: "
-            'pip install "quire[report]", or leave --out out'
-        ) from error
-    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        if isinstance(chart, Chart):
-            _draw(figure.add_subplot(), chart)
-        else:
-            _draw_map(figure, chart)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
-    return file.getvalue()
+    if isinstance(chart, Chart):
+        return drawn(lambda axes: _draw(axes, chart))
+    return drawn_figure(lambda figure: _draw_map(figure, chart))
 
 
 def _draw_map(figure: "Figure", found: HeatMap) -> None:
     across = min(_PANELS_ACROSS, len(found.panels))
     down = -(-len(found.panels) // across)
-    figure.set_size_inches(_SIZE_INCHES[0], _PANEL_INCHES * down + 0.6)
+    figure.set_size_inches(figure.get_figwidth(), _PANEL_INCHES * down + 0.6)
     for i, (label, rows) in enumerate(found.panels.items()):
         axes = figure.add_subplot(down, across, i + 1)
         axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=False)
@@ -73,6 +57,5 @@ def _draw(axes: "Axes", chart: Chart) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.spines[["top", "right"]].set_visible(False)
     if len(chart.lines) > 1:
         axes.legend(frameon=False)

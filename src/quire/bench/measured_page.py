@@ -46,7 +46,8 @@ class MeasuredPage:
         """
         kept = docs / "results" / f"{self.name}.json"
         if arguments:
-            runs = [_last_line(Path(name)) for name in arguments]
+            before = [json.loads(kept.read_text(encoding="utf-8"))] if kept.exists() else []
+            runs = [*before, *(_last_line(Path(name)) for name in arguments)]
             kept.write_text(json.dumps(merged(runs), indent=2) + "\n", encoding="utf-8")
         run = json.loads(kept.read_text(encoding="utf-8"))
         parts = {

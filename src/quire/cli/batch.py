@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.batch_io import BatchTask, LineFormat
-from quire.cli.batch_output import BatchOutput, RunState
+from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
@@ -64,9 +64,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
     """Answer a file of requests, each exactly once.
 
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
-    sampling options. A broken line gets an error record and the others run. Killed at any moment
-    and started again with the same arguments, it goes on where it was. Exit code 1 when OUT.jsonl
-    has error records at the end.
+    sampling options. Lines with a cache_salt share KV only with those of the same one. A broken
+    line gets an error record and the others run. Killed at any moment and started again with the
+    same arguments, it goes on where it was. Exit code 1 when OUT.jsonl has error records at the
+    end.
     """
     settings.refuse_other_tenants()
     task = BatchTask(
@@ -75,24 +76,25 @@ def batch(  # noqa: PLR0913 - one parameter per option
         sampling=settings.sampling,
         with_prompt=with_prompt,
     )
-    survey = _survey(source, target)
+    _refuse_one_file_for_two(source, target, kv_events)
+    survey = _survey(source)
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
-        result = _Result(BatchTally(), None, 0.0)
-        if left:
-            with watching(kv_events) as watch:
-                result = _run(settings, task, output, left, watch)
+        result = _answer(settings, task, output, left, kv_events)
     claims = {"requests_answered_before": survey.requests - left} | _claims(result)
     _show(target, claims)
     if as_json:
         arms = {"finish_reasons": result.tally.finish_reasons}
         config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
         typer.echo(json.dumps(envelope("batch", claims, arms, config)))
-    if output.failed:
+    _exit_if_failed(len(output.failed), survey.requests)
+
+
+def _exit_if_failed(failed: int, requests: int) -> None:
+    if failed:
         typer.echo(
-            f"error records: {len(output.failed)} of {survey.requests} lines; --retry-failed tries "
-            "them again",
+            f"error records: {failed} of {requests} lines; --retry-failed tries them again",
             err=True,
         )
         raise typer.Exit(1)
@@ -116,11 +118,29 @@ class _Result:
     seconds: float
 
 
-def _survey(source: Path, target: Path) -> _Survey:
+def _refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
+    """Refuse to write two things into one file, or over the input; nothing was written."""
+    if _is_same(target, source):
+        raise ConfigError(f"{target} is the input; give another file for the records")
+    uses = {source: "the input", target: "for the records", state_path(target): "their state"}
+    for path, use in uses.items():
+        if kv_events is not None and _is_same(kv_events, path):
+            raise ConfigError(f"{kv_events} is {use}; give another file to --kv-events")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, there or not; links followed."""
+    try:
+        if one.exists() and other.exists():
+            return one.samefile(other)
+        return one.resolve() == other.resolve()
+    except OSError:  # who opens it says what is wrong
+        return False
+
+
+def _survey(source: Path) -> _Survey:
     digest, lines, requests = hashlib.sha256(), 0, 0
     try:
-        if target.exists() and target.samefile(source):
-            raise ConfigError(f"{target} is the input; give another file for the records")
         if not source.is_file():
             wrong = "it is no regular file" if source.exists() else "there is no such file"
             raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
@@ -152,6 +172,16 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
         },
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
     )
+
+
+def _answer(
+    settings: Settings, task: BatchTask, output: BatchOutput, left: int, kv_events: Path | None
+) -> _Result:
+    """Answer the lines that are left; where none is, no model is loaded."""
+    if not left:
+        return _Result(BatchTally(), None, 0.0)
+    with watching(kv_events) as watch:
+        return _run(settings, task, output, left, watch)
 
 
 def _run(

@@ -23,7 +23,7 @@ LineKind = Literal["plain", "completions", "chat"]
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
-_OF_KV = ("evict", "record_evictions")
+_OF_KV = ("evict", "record_evictions", "cache_salt")
 _NOTES = frozenset({"model", "user", "metadata", "service_tier", "store"})
 """Members of a body that say nothing about the answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -75,6 +75,7 @@ class BatchLine:
         sampling: options this line sets, by the names of SamplingParams.
         evict: which of its tokens stay; None where it does not say.
         record_evictions: whether its record is to say which tokens stayed.
+        cache_salt: only lines with the same one share KV; none shares with all that have none.
     """
 
     head: LineHead
@@ -83,6 +84,7 @@ class BatchLine:
     evict: str | None = None
     record_evictions: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,8 @@ def _line(
         evict=_typed(body, "evict", str, head),
         record_evictions=_typed(body, "record_evictions", bool, head),
         sampling=_sampling(others, head),
+        # its length and characters are looked at by the engine, as for a request over HTTP
+        cache_salt=_typed(body, "cache_salt", str, head) or "",
     )
     if asked == "messages":
         return replace(line, messages=_messages(body.get(asked), head))

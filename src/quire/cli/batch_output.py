@@ -169,7 +169,7 @@ class BatchOutput:
 
     @property
     def _state_path(self) -> Path:
-        return self.path.with_name(self.path.name + STATE_SUFFIX)
+        return state_path(self.path)
 
     def _lock(self) -> None:
         if sys.platform == "win32":
@@ -239,6 +239,11 @@ class BatchOutput:
         self._lock()
         self.answered -= self.failed
         self.failed.clear()
+
+
+def state_path(path: Path) -> Path:
+    """Where the state of an output lies: beside it."""
+    return path.with_name(path.name + STATE_SUFFIX)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -93,6 +93,7 @@ class BatchRun:
             params=replace(self._task.sampling, **own),
             evict=line.evict,
             record_evictions=line.record_evictions,
+            cache_salt=line.cache_salt,
         )
 
     def _put(self, record: Record, answer: Answer | None) -> None:

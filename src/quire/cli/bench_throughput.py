@@ -48,46 +48,42 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     The model is a random-weight Llama of 125M parameters in bfloat16. What the memory reads and the
     cores multiply at most is measured in the same run.
     """
-    import torch
-
-    from quire.bench.parts import measure_parts
-    from quire.bench.throughput import (
-        QUICK_THROUGHPUT,
-        ThroughputBench,
-        ThroughputConfig,
-        peers_of,
-        summarise,
-    )
+    from quire.bench.throughput import QUICK_THROUGHPUT, ThroughputConfig, peers_of
     from quire.bench.workload import Workload
 
     use_threads(threads)
     if page is not None:
         _refuse_page(page)
     work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    config = replace(QUICK_THROUGHPUT, attention=attention, peers=peers_of(peers))
-    if not quick:
-        config = ThroughputConfig(
-            workload=work, repeats=repeats, attention=attention, peers=peers_of(peers)
-        )
-    bench = ThroughputBench(config)
-    rounds = []
+    config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
+    run = _measured(replace(config, attention=attention, peers=peers_of(peers)))
+    if page is not None:
+        _write_page(page, run)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _measured(config: "ThroughputConfig") -> dict[str, object]:
+    """Run the bench, and show each round and what came of all; the object for JSON."""
+    import torch
+
+    from quire.bench.parts import measure_parts
+    from quire.bench.throughput import ThroughputBench, summarise
+
+    bench, rounds = ThroughputBench(config), []
     for found in bench.rounds():
         rounds.append(found)
         _show_round(found)
     claims = summarise(config, bench.spec, rounds, bench.regrets(rounds[-1]))
-    parts = measure_parts(config.workload, repeats=config.repeats, attention=attention)
+    parts = measure_parts(config.workload, repeats=config.repeats, attention=config.attention)
     _show_claims(claims, config)
     _show_stored(torch.get_num_threads())
-    run = envelope(
+    return envelope(
         "bench throughput",
         claims,
         {"rounds": [_stored(found) for found in rounds], "parts": [asdict(p) for p in parts]},
         asdict(config) | {"threads": torch.get_num_threads(), "backend": bench.attention},
     )
-    if page is not None:
-        _write_page(page, run)
-    if as_json:
-        typer.echo(json.dumps(run))
 
 
 def _show_round(found: "Round") -> None:

@@ -25,6 +25,7 @@ class Job:
         params: how it samples.
         evict: which of its tokens stay; None takes the engine's rule.
         record_evictions: keep which tokens leave.
+        cache_salt: only jobs with the same one share KV.
     """
 
     key: int
@@ -33,6 +34,7 @@ class Job:
     record_evictions: bool | None = None
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
+    cache_salt: str = ""
 
 
 class Driver:
@@ -66,7 +68,11 @@ class Driver:
         try:
             token_ids = self._encode(job)
             request_id = self._llm.engine.submit(
-                token_ids, job.params, evict=job.evict, record_evictions=job.record_evictions
+                token_ids,
+                job.params,
+                evict=job.evict,
+                record_evictions=job.record_evictions,
+                cache_salt=job.cache_salt,
             )
         except RequestError as refusal:
             return refusal

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
     from quire.bench.ceilings import ProfileConfig
-    from quire.plan.ceilings import Machine
+    from quire.plan.ceilings import Ceilings, Machine
     from quire.plan.rates import PrefillRates
 
 
@@ -57,27 +58,31 @@ def profile(
         write_ceilings(ceilings, path)
         typer.echo(f"written: {path}")
     if as_json:
-        claims = {
-            "read_bytes_per_s": ceilings.read_bytes_per_s,
-            "copy_bytes_per_s": ceilings.copy_bytes_per_s,
-            "one_thread_read_bytes_per_s": ceilings.one_thread_read_bytes_per_s,
-            "one_thread_copy_bytes_per_s": ceilings.one_thread_copy_bytes_per_s,
-        }
-        for dtype in config.dtypes:
-            claims[f"{dtype}_flops_per_s"] = ceilings.peak_product_rate(dtype)
-        for way, rate in ceilings.attention_bytes_per_s.items():
-            claims[f"attention_{way.replace(' ', '_')}_bytes_per_s"] = rate
-        for device, rates in ceilings.copies.items():
-            name = device.replace(" ", "_")
-            claims[f"swap_out_{name}_bytes_per_s"] = rates.out.bytes_per_s
-            claims[f"swap_in_{name}_bytes_per_s"] = rates.back.bytes_per_s
-        used = asdict(config) | {
+        used = {
             "threads": machine.threads,
             "model": model or None,
             "output": None if path is None else str(path),
         }
-        arms = {"ceilings": asdict(ceilings)}
-        typer.echo(json.dumps(envelope("profile", claims, arms, used)))
+        claims, arms = _claims(ceilings, config.dtypes), {"ceilings": asdict(ceilings)}
+        typer.echo(json.dumps(envelope("profile", claims, arms, asdict(config) | used)))
+
+
+def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | float]:
+    claims: dict[str, int | float] = {
+        "read_bytes_per_s": ceilings.read_bytes_per_s,
+        "copy_bytes_per_s": ceilings.copy_bytes_per_s,
+        "one_thread_read_bytes_per_s": ceilings.one_thread_read_bytes_per_s,
+        "one_thread_copy_bytes_per_s": ceilings.one_thread_copy_bytes_per_s,
+    }
+    for dtype in dtypes:
+        claims[f"{dtype}_flops_per_s"] = ceilings.peak_product_rate(dtype)
+    for way, rate in ceilings.attention_bytes_per_s.items():
+        claims[f"attention_{way.replace(' ', '_')}_bytes_per_s"] = rate
+    for device, rates in ceilings.copies.items():
+        name = device.replace(" ", "_")
+        claims[f"swap_out_{name}_bytes_per_s"] = rates.out.bytes_per_s
+        claims[f"swap_in_{name}_bytes_per_s"] = rates.back.bytes_per_s
+    return claims
 
 
 def _prefill(model: str, config: "ProfileConfig") -> "dict[str, PrefillRates]":

@@ -86,8 +86,9 @@ def _memory(claims: Numbers) -> Iterator[str]:
 
 
 def _fairness(claims: Numbers) -> Iterator[str]:
+    if "served_while_all_wait_tokens" not in claims:
+        return
+    index = "never long enough on end for a Jain index"
     if "jain_index" in claims:
-        yield (
-            f"while all tenants wait: {claims['served_while_all_wait_tokens']:,} tokens, Jain "
-            f"index {claims['jain_index']:.3f}"
-        )
+        index = f"Jain index {claims['jain_index']:.3f}"
+    yield f"while all tenants wait: {claims['served_while_all_wait_tokens']:,} tokens, {index}"

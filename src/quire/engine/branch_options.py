@@ -10,7 +10,21 @@ _NARROWS = {"temperature": 1e-5, "top_k": 1, "min_p": 1e-300}
 
 
 @runtime_checkable
-class BranchOptions(Protocol):
+class DrawOptions(Protocol):
+    """How a token is drawn; None where nothing is said."""
+
+    @property
+    def temperature(self) -> float | None: ...  # noqa: D102
+    @property
+    def top_k(self) -> int | None: ...  # noqa: D102
+    @property
+    def top_p(self) -> float | None: ...  # noqa: D102
+    @property
+    def min_p(self) -> float | None: ...  # noqa: D102
+
+
+@runtime_checkable
+class BranchOptions(DrawOptions, Protocol):
     """The options that matter here; `quire.engine.sampling_params.SamplingParams` has them."""
 
     @property
@@ -27,14 +41,6 @@ class BranchOptions(Protocol):
     def early_stopping(self) -> bool | Literal["never"]: ...  # noqa: D102
     @property
     def max_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def temperature(self) -> float | None: ...  # noqa: D102
-    @property
-    def top_k(self) -> int | None: ...  # noqa: D102
-    @property
-    def top_p(self) -> float | None: ...  # noqa: D102
-    @property
-    def min_p(self) -> float | None: ...  # noqa: D102
     @property
     def stop(self) -> tuple[str, ...]: ...  # noqa: D102
 

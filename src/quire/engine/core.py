@@ -20,7 +20,7 @@ from quire.engine.runner import Runner
 from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.shared_pool import PoolMember
+from quire.engine.shared_pool import PoolMember, joining
 from quire.engine.siblings import make_sequences
 from quire.engine.stats import (
     EngineStats,
@@ -71,21 +71,21 @@ class Engine:
             keep_freed_memory()
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
+        self.shares_pool = pool is not None
         kv = kv or KVConfig()
-        self.pool: KVPool = build_pool(model, kv, self.schedule_config, pool)
         self.events = EventLog(clock)
         self.prefix_events = PrefixBroadcast()
-        self.scheduler = make_scheduler(
-            self.pool,
-            kv,
-            self.schedule_config,
-            model=model,
-            events=self.events,
-            listener=self.prefix_events,
-        )
-        self.shares_pool = pool is not None
-        if pool is not None:
-            pool.arena.give_way = self.scheduler.give_way
+        with joining(pool) as attach:
+            self.pool: KVPool = build_pool(model, kv, self.schedule_config, pool)
+            self.scheduler = make_scheduler(
+                self.pool,
+                kv,
+                self.schedule_config,
+                model=model,
+                events=self.events,
+                listener=self.prefix_events,
+            )
+            attach(self.scheduler)
         self.times = StepTimes()
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._clock = clock
@@ -264,7 +264,7 @@ class Engine:
             requests=(held := request_bytes(scheduler.running, memory)),
             tenants=tenant_bytes(self._requests(), held),
             host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
-            served=scheduler.fairness.report(),
+            served=scheduler.fairness.report(scheduler.running),
         )
 
     def ledger(self) -> Snapshot:

@@ -5,9 +5,11 @@ room       free pages, cached prefixes that nobody uses, then what other tenants
 turns      one that comes back after it gave way, one that is new, one that comes back ...
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from quire.engine.admission.peaks import Counts
 from quire.engine.group import (
+    bytes_of,
     copies_to_come,
     num_rows,
     plan_reading,
@@ -62,9 +64,9 @@ class Entrance:
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
-        if head is None or head not in self._refused or not self._rows_left(num_rows(head)):
+        if head is None or head not in self._refused or not self._rows_left(head, self._running):
             return False
-        return not self._has_room(head, 0)
+        return not self._fits(head, 0)
 
     @property
     def _kept_free_bytes(self) -> float:
@@ -74,6 +76,7 @@ class Entrance:
         """Let in those who get what is their tenant's own only if others give it back.
 
         Before a step is planned: who gives way must not be part of it. One a tenant and step.
+        Nobody gives way where all that is owed would not be enough.
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
@@ -121,7 +124,7 @@ class Entrance:
         if self._refused.get(request) == state and not may_take:
             return None  # nothing has changed since it was refused
         self._refused.pop(request, None)
-        if self._has_rows(request, may_take=may_take):
+        if may_take or self._rows_left(request, self._running):
             entered = self._enter(request, may_take=may_take)
             if entered is not None:
                 return entered
@@ -134,22 +137,12 @@ class Entrance:
             self._refused = {r: state for r, state in self._refused.items() if r in waiting}
         self._refused[request] = (self._residency.available_bytes, len(self._running))
 
-    def _has_rows(self, request: Request, *, may_take: bool) -> bool:
-        while not self._rows_left(num_rows(request)):
-            running, most = self._running, self._config.max_running
-            debtor = None
-            if may_take and self._fairness.has_several:
-                debtor = self._fairness.rows_debtor(request, running, most)
-            theirs = [r for r in running if r.tenant == debtor]
-            victim = self._preempter.victim_among(theirs)
-            if victim is None:
-                return False
-            self._preempt(victim, f"tenant {request.tenant} has fewer rows than its part")
-        return True
-
-    def _rows_left(self, needed: int) -> bool:
-        free = min(self._config.max_running - len(self._running), self._memory.num_free_rows)
-        return needed + reserved_rows(self._running) <= free
+    def _rows_left(self, request: Request, staying: Sequence[Request]) -> bool:
+        """Whether there is a row for a request, and those of its group, beside some that run."""
+        num_leaving = len(self._running) - len(staying)
+        free = self._memory.num_free_rows + num_leaving
+        free = min(self._config.max_running - len(staying), free)
+        return num_rows(request) + reserved_rows(staying) <= free
 
     def _enter(self, request: Request, *, may_take: bool) -> Request | None:
         away = self._away(request)
@@ -160,12 +153,11 @@ class Entrance:
         head_tokens = self._preempter.head_tokens(first)
         lease = None if whole else self._residency.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
-        while not (self._has_room(first, cached_tokens) and self._preempter.has_place(first)):
-            victim = self._debtor(first, cached_tokens) if may_take else None
-            if victim is None:
-                self._residency.give_back(lease)
-                return None
-            self._preempt(victim, f"tenant {request.tenant} asks for what is its own")
+        if not (
+            self._fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
+        ):
+            self._residency.give_back(lease)
+            return None
         if not whole:
             self._residency.enter(first, lease)  # raises before anything has changed
         self._fairness.waiting.pop(request)
@@ -176,34 +168,82 @@ class Entrance:
         whole = (member for member in together(request) if self._preempter.is_whole(member))
         return next(whole, request)
 
-    def _has_room(self, request: Request, cached_tokens: int) -> bool:
-        """What is promised must fit, with a part left below the low watermark.
+    def _fits(self, request: Request, cached_tokens: int) -> bool:
+        """Whether there are rows and room for a request, and pages for its copy on the host.
 
-        A request that would be alone needs no such part.
+        What is promised must fit, with a part left below the low watermark. A request that would
+        be alone needs no such part.
         """
-        if not self._running:
-            return True
-        peaks = self._admission.peaks
-        promised = self._admission.promised(request, self._running, cached_tokens)
-        for copy in copies_to_come([request, *self._running]):
-            promised = promised + self._admission.promised(copy, [], peaks.shared_tokens(copy))
-        left_bytes = self._residency.available_bytes - peaks.num_bytes(promised)
-        if left_bytes < self._kept_free_bytes:
+        if not self._rows_left(request, self._running):
             return False
-        return self._residency.make_room(peaks.by_class(promised))
+        if self._running:
+            promised = self._promised(request, cached_tokens, self._running)
+            by_class = self._admission.peaks.by_class(promised)
+            if not (self._leaves_enough(promised, 0) and self._residency.make_room(by_class)):
+                return False
+        return self._preempter.has_place(request)
 
-    def _debtor(self, request: Request, cached_tokens: int) -> Request | None:
-        """Somebody whose tenant owes what this one's may have; None where nobody does."""
-        if not self._fairness.has_several:
-            return None
+    def _promised(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> Counts:
+        peaks = self._admission.peaks
+        promised = self._admission.promised(request, staying, cached_tokens)
+        for copy in copies_to_come([request, *staying]):
+            promised = promised + self._admission.promised(copy, [], peaks.shared_tokens(copy))
+        return promised
+
+    def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
+        left_bytes = self._residency.available_bytes + freed_bytes
+        left_bytes -= self._admission.peaks.num_bytes(promised)
+        return left_bytes >= self._kept_free_bytes
+
+    # ---- what others owe -----------------------------------------------------------------------
+
+    def _take(self, request: Request, cached_tokens: int) -> bool:
+        """Let debtors give way until a request fits, if that can come to be; say whether it did."""
+        if not (self._fairness.has_several and self._debts_suffice(request, cached_tokens)):
+            return False
+        while not self._fits(request, cached_tokens):
+            self._fairness.recount(self._running)
+            victim = self._debtor(request, cached_tokens, self._running)
+            if victim is None:  # what came free was of another page class
+                return False
+            has_row = self._rows_left(request, self._running)
+            why = "asks for what is its own" if has_row else "has fewer rows than its part"
+            self._preempt(victim, f"tenant {request.tenant} {why}")
+        return True
+
+    def _debts_suffice(self, request: Request, cached_tokens: int) -> bool:
+        """Whether a request would fit if debtors gave way; nobody does."""
+        staying, leaving = list(self._running), list[Request]()
+        while not self._would_fit(request, cached_tokens, staying):
+            self._fairness.suppose(staying, leaving)
+            victim = self._debtor(request, cached_tokens, staying)
+            if victim is None:
+                break
+            leaving += [member for member in together(victim) if member in staying]
+            staying = [other for other in staying if other not in leaving]
+        enough = self._would_fit(request, cached_tokens, staying)
         self._fairness.recount(self._running)
-        missing_bytes = self._known_bytes(request, cached_tokens)
-        for tenant in self._fairness.debtors(request, missing_bytes):
-            theirs = [r for r in self._running if r.tenant == tenant]
-            victim = self._preempter.victim_among(theirs)
-            if victim is not None:
-                return victim
-        return None
+        return enough
+
+    def _would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
+        if not self._rows_left(request, staying):
+            return False
+        freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
+        promised = self._promised(request, cached_tokens, staying)
+        return not staying or self._leaves_enough(promised, freed_bytes)
+
+    def _debtor(
+        self, request: Request, cached_tokens: int, running: Sequence[Request]
+    ) -> Request | None:
+        """Somebody whose tenant owes rows or bytes to this one's; None where nobody does."""
+        if self._rows_left(request, running):
+            missing_bytes = self._known_bytes(request, cached_tokens)
+            debtors = self._fairness.debtors(request, missing_bytes)
+        else:
+            debtors = self._fairness.rows_debtors(request, running, self._config.max_running)
+        theirs = ([r for r in running if r.tenant == debtor] for debtor in debtors)
+        victims = map(self._preempter.victim_among, theirs)
+        return next((victim for victim in victims if victim is not None), None)
 
     def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
         if not self._fairness.has_several:

@@ -19,13 +19,14 @@ in the prefix cache have a price of their own, 0 unless told otherwise.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from quire.engine.request import Request
 from quire.errors import ConfigError, InvariantError
 
 OUTPUT_TOKEN_PRICE = 2.0  # of a prompt token's, as in the paper's experiments
+IDLE_KEPT = 1024  # tenants without requests that are remembered, where clients invent names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +135,14 @@ class FairQueue:
         self._entries[request] = entry
 
     def _lift(self, tenant: str) -> None:
-        floor = 0.0
+        self._virtual_time[tenant] = max(self.virtual_time(tenant), self._floor)
+
+    @property
+    def _floor(self) -> float:
+        """Virtual time that one who comes is lifted to. It never falls."""
         if self._lines:
-            floor = min(map(self.virtual_time, self._lines))
-        elif self._last_left is not None:
-            floor = self.virtual_time(self._last_left)
-        self._virtual_time[tenant] = max(self.virtual_time(tenant), floor)
+            return min(map(self.virtual_time, self._lines))
+        return 0.0 if self._last_left is None else self.virtual_time(self._last_left)
 
     def pop(self, request: Request) -> None:
         """Take out a request that waits.
@@ -171,6 +174,11 @@ class FairQueue:
 
     def __contains__(self, request: Request) -> bool:
         return request in self._entries
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Tenants with requests that wait, in no order."""
+        return self._lines.keys()
 
     @property
     def backlogged(self) -> list[str]:
@@ -223,5 +231,28 @@ class FairQueue:
         self._virtual_time[tenant] = self.virtual_time(tenant) + served
 
     def virtual_time(self, tenant: str) -> float:
-        """Price of all tokens served over weight, with lifts; 0 for one never seen."""
+        """Price of all tokens served over weight, with lifts; 0 for one unknown or forgotten."""
         return self._virtual_time.get(tenant, 0.0)
+
+    @property
+    def num_remembered(self) -> int:
+        """Tenants whose virtual time is kept."""
+        return len(self._virtual_time)
+
+    def forget_idle(self, running: Collection[str]) -> None:
+        """Forget the virtual times of tenants without requests, where nothing hangs on them.
+
+        That is so at or below the floor, to which they are lifted when they come back. Of those
+        above it the `IDLE_KEPT` that were served most are remembered.
+
+        Args:
+            running: tenants with requests that have left the queue and have not ended.
+        """
+        floor, kept = self._floor, {*running, *self._lines, self._last_left}
+        idle = [tenant for tenant in self._virtual_time if tenant not in kept]
+        above = [tenant for tenant in idle if self.virtual_time(tenant) > floor]
+        most_served = heapq.nlargest(IDLE_KEPT, above, key=self.virtual_time)
+        kept.update(most_served)
+        for tenant in idle:
+            if tenant not in kept:
+                del self._virtual_time[tenant]

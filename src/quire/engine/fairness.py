@@ -1,6 +1,7 @@
 """Tenants beside each other: whose turn it is, who owes memory, what is charged to whom.
 
-With one tenant and no tenants configured nothing here costs or changes anything.
+While one tenant is alone and no tenants are configured, nothing here costs or changes anything.
+Of tenants that are not configured and have gone, no more is kept than `IDLE_KEPT` names.
 """
 
 from collections import Counter, defaultdict
@@ -13,6 +14,8 @@ from quire.engine.tenant_book import Right, TenantBook, checked_tenant
 from quire.engine.tenant_bytes import bytes_by_tenant
 from quire.engine.tenant_meter import TenantMeter, TenantStats
 from quire.engine.tenants import PUBLIC
+
+FORGET_FROM = 64  # tenants remembered at least: to look for idle ones costs a pass over all
 
 
 class Fairness:
@@ -31,12 +34,13 @@ class Fairness:
         self.book, self._residency = book, residency
         self.waiting = FairQueue({spec.name: spec.weight for spec in book.specs})
         self.meter = TenantMeter()
-        self._seen = {spec.name for spec in book.specs}
+        self._here: set[str] = set()
+        self._forget_from = FORGET_FROM
 
     @property
     def has_several(self) -> bool:
-        """Whether there is anybody to be fair to."""
-        return len(self._seen) > 1 or bool(self.book.specs)
+        """Whether there is anybody to be fair to: tenants are configured, or several are here."""
+        return len(self._here) > 1 or bool(self.book.specs)
 
     def admit(self, request: Request, peak_bytes: int) -> None:
         """Note a new request.
@@ -47,26 +51,54 @@ class Fairness:
         """
         checked_tenant(self.book, request.tenant)
         self.book.refuse_if_never(request.tenant, peak_bytes)
-        self._seen.add(request.tenant)
+        self._here.add(request.tenant)
         self.meter.submitted(request.tenant)
 
-    def report(self) -> tuple[TenantStats, ...]:
-        """What each tenant has had; bytes only where several are there."""
-        return self.meter.report(self.book if self.has_several else None)
+    def report(self, running: Sequence[Request]) -> tuple[TenantStats, ...]:
+        """What each tenant has had; bytes only where there have been several.
+
+        Args:
+            running: all that have a row.
+        """
+        if self.meter.num_tenants < 2 and not self.book.specs:
+            return self.meter.report()
+        self._count(running)
+        return self.meter.report(self.book)
 
     # ---- bytes ---------------------------------------------------------------------------------
 
-    def recount(self, running: Iterable[Request]) -> None:
-        """Count what each tenant holds now."""
-        if not self.has_several:
-            return
+    def recount(self, running: Sequence[Request]) -> None:
+        """Look who is here, and count what each tenant holds now."""
+        self._here = {request.tenant for request in running}.union(self.waiting.tenants)
+        self._forget_idle()
+        if self.has_several:
+            self._count(running)
+        else:
+            self.book.note({})
+
+    def suppose(self, staying: Sequence[Request], leaving: Sequence[Request]) -> None:
+        """Count what each tenant would hold if some left and waited; `recount` takes it back.
+
+        Args:
+            staying: keep their rows.
+            leaving: have rows still.
+        """
+        self._count(staying, leaving)
+
+    def _forget_idle(self) -> None:
+        self.meter.fold(self._here)
+        if self.waiting.num_remembered > self._forget_from:
+            self.waiting.forget_idle(self._here)
+            self._forget_from = max(FORGET_FROM, 2 * self.waiting.num_remembered)
+
+    def _count(self, running: Sequence[Request], leaving: Sequence[Request] = ()) -> None:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
             rows[request.tenant].append(request.row)
         prefix = self._residency.prefix
         public = [] if prefix is None else prefix.public_loans()
         held = bytes_by_tenant(self._residency.memory, rows, {PUBLIC: public} if public else {})
-        self.book.note(held, self.waiting.backlogged)
+        self.book.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
     def owes(self, request: Request) -> bool:
         """Whether its tenant holds more than its share, so that it gives way first."""
@@ -92,7 +124,7 @@ class Fairness:
             return []
         return [tenant for tenant, _ in self.book.reclaimable_for(request.tenant, missing_bytes)]
 
-    def rows_debtor(self, request: Request, running: Sequence[Request], most: int) -> str | None:
+    def rows_debtors(self, request: Request, running: Sequence[Request], most: int) -> list[str]:
         """The tenant that holds most rows over its part, where this request's holds less than its.
 
         Args:
@@ -106,7 +138,7 @@ class Fairness:
         over = {tenant: count - a_weight * weights[tenant] for tenant, count in rows.items()}
         worst = max(over, key=lambda tenant: (over[tenant], tenant), default=None)
         enough = rows[request.tenant] + 1 > a_weight * weights[request.tenant]
-        return None if worst is None or enough or over[worst] <= 0 else worst
+        return [] if worst is None or enough or over[worst] <= 0 else [worst]
 
     # ---- tokens --------------------------------------------------------------------------------
 

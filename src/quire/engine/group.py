@@ -222,10 +222,16 @@ def leave(request: Request) -> bool:
 
 def note_peak(memory: KVMemory, group: RequestGroup) -> None:
     """Remember the most bytes of a group; call before any of its rows lets pages go."""
-    rows = [member.row for member in group.members if member.row >= 0]
-    shares = memory.placement.shares
-    held = distinct_bytes(memory, rows) if shares else sum(map(memory.row_bytes, rows))
+    held = bytes_of([member for member in group.members if member.row >= 0], memory)
     group.kv_peak_bytes = max(group.kv_peak_bytes, held)
+
+
+def bytes_of(requests: Sequence[Request], memory: KVMemory) -> int:
+    """Bytes that requests which run hold together, pages that several refer to counted once."""
+    rows = [request.row for request in requests]
+    if memory.placement.shares:
+        return distinct_bytes(memory, rows)
+    return sum(map(memory.row_bytes, rows))
 
 
 def distinct_bytes(memory: KVMemory, rows: Sequence[int]) -> int:

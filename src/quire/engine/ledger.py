@@ -119,7 +119,7 @@ class Ledger:
 def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
     sharers: dict[int, tuple[Swapped, list[Request]]] = {}
     for request in requests:
-        if isinstance(request.swapped, Swapped):
+        if request.swapped is not None:
             _, together = sharers.setdefault(id(request.swapped), (request.swapped, []))
             together.append(request)
     for stored, together in sharers.values():

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool
+from quire.kv.host_pool import HostPool, refuse_too_small
 from quire.kv.host_store import host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
@@ -122,7 +122,7 @@ def build_pool(
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
     )
-    host_bytes = _host_bytes(config)
+    host_bytes = _host_bytes(config, layout)
     if member is None:
         memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:
@@ -177,8 +177,9 @@ def _check_member(config: KVConfig, member: PoolMember) -> None:
         )
 
 
-def _host_bytes(config: KVConfig) -> int:
+def _host_bytes(config: KVConfig, layout: CacheLayout) -> int:
     asked_bytes = parse_size(config.host_memory)
+    refuse_too_small(asked_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
     if asked_bytes > free_bytes:
         raise ConfigError(

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.sampling_params import SamplingParams
+from quire.kv.prefix_key import BlockChain
+from quire.kv.prefix_node import PrefixLease
+from quire.kv.swapped import Swapped
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
 
 DEFAULT_TENANT = "default"
@@ -97,6 +100,7 @@ class Request:
         swapped: its KV outside the arena, while it waits with it.
         snapshot_ends: tokens behind which what is remembered of its prompt is kept for others.
         lease: the cached prefix it uses and adds to, while it runs.
+        chain: what its prefix is looked up by, while it waits and has been looked up.
         entries: times it has entered the KV memory.
         entered_tokens: tokens it had when it last did; it moves on before it gives way again.
         charged_tokens: tokens its tenant has been charged for.
@@ -133,9 +137,10 @@ class Request:
     num_computed: int = 0
     cached_tokens: int = 0
     exact: bool = True
-    swapped: object | None = None
+    swapped: Swapped | None = None
     snapshot_ends: tuple[int, ...] = ()
-    lease: object | None = None
+    lease: PrefixLease | None = None
+    chain: BlockChain | None = None
     entries: int = 0
     entered_tokens: int = 0
     charged_tokens: int = 0

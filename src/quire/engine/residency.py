@@ -11,6 +11,7 @@ from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request, RequestState
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.spec.pages import PageClass
@@ -94,8 +95,10 @@ class Residency:
         wanted = min(readable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:
             wanted = min(wanted, most_tokens + 1)
-        tokens = request.token_ids(0, wanted)
-        return self.prefix.match(identity, tokens, statistics=request.statistics)
+        if request.chain is None or request.chain.identity != identity:
+            request.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
+        blocks = request.chain.blocks(wanted - 1)  # one token at least is left to compute
+        return self.prefix.match_blocks(identity, blocks, statistics=request.statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
         """Let go of what `look_up` held."""
@@ -138,7 +141,8 @@ class Residency:
         """Count an entry, however it came about, and tell of it."""
         request.entries += 1
         request.entered_tokens = request.num_tokens
-        shared = request.lease.tokens if isinstance(request.lease, PrefixLease) else 0
+        request.chain = None  # its tokens change from now on
+        shared = 0 if request.lease is None else request.lease.tokens
         self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
         if shared:
             kv_bytes = self.memory.row_bytes(request.row)
@@ -200,7 +204,7 @@ class Residency:
     def _publish(self, request: Request, length: int) -> None:
         lease = request.lease
         assert self.prefix is not None
-        if isinstance(lease, PrefixLease) and lease.publishes:
+        if lease is not None and lease.publishes:
             self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
 
     def confirm(self, requests: Sequence[Request]) -> None:
@@ -210,7 +214,7 @@ class Residency:
         self.prefix.confirm()
         for request in requests:
             at_end = request.num_computed in request.snapshot_ends
-            if at_end and request.exact and isinstance(request.lease, PrefixLease):
+            if at_end and request.exact and request.lease is not None:
                 self.prefix.snapshot(request.lease, request.row)
 
     def withdraw(self) -> None:
@@ -221,13 +225,11 @@ class Residency:
     def borrows_unwritten(self, request: Request) -> bool:
         """Whether a request shares blocks that the step being planned has yet to write."""
         prefix, lease = self.prefix, request.lease
-        return prefix is not None and isinstance(lease, PrefixLease) and prefix.is_pending(lease)
+        return prefix is not None and lease is not None and prefix.is_pending(lease)
 
     def stop_sharing(self, request: Request) -> None:
         """The row's pages are no longer those of its tokens, or no longer needed."""
-        lease = request.lease
-        if self.prefix is not None and isinstance(lease, PrefixLease):
-            self.prefix.release(lease)
+        self.give_back(request.lease)
         request.lease = None
 
     def copy(self, parent: Request, child: Request) -> None:
@@ -239,7 +241,7 @@ class Residency:
         child.row = fork(self.memory, parent.row)
         child.num_computed, child.exact = parent.num_computed, parent.exact
         share_evictions(parent, child)
-        if self.prefix is not None and isinstance(parent.lease, PrefixLease):
+        if self.prefix is not None and parent.lease is not None:
             child.lease = self.prefix.share(parent.lease)
         if not child.entries:
             child.cached_tokens = parent.cached_tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeVar, no_type_check, runtime_checkable
 
-from quire.engine.branch_options import check_branches
+from quire.engine.branch_options import DrawOptions, check_branches
 from quire.engine.option_checks import FIELD_CHECKS, OPTIONAL
 from quire.errors import RequestError
 
@@ -19,17 +19,9 @@ GREEDY_BELOW = 1e-5
 
 
 @runtime_checkable
-class SamplingDefaults(Protocol):
+class SamplingDefaults(DrawOptions, Protocol):
     """What a model recommends; `None` where it recommends nothing."""
 
-    @property
-    def temperature(self) -> float | None: ...  # noqa: D102
-    @property
-    def top_k(self) -> int | None: ...  # noqa: D102
-    @property
-    def top_p(self) -> float | None: ...  # noqa: D102
-    @property
-    def min_p(self) -> float | None: ...  # noqa: D102
     @property
     def repetition_penalty(self) -> float | None: ...  # noqa: D102
 

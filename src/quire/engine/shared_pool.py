@@ -6,18 +6,22 @@
 
 The engines of a pool are stepped in one thread, one after the other: what one needs back, another
 gives between two of its own steps. `AsyncLLM`, which has a thread of its own, takes none of them.
+An engine that is idle may leave; one that cannot be made has never joined.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from quire.engine.device_memory import free_device_bytes
+from quire.engine.scheduler import Scheduler
 from quire.engine.tenants import check_tenant_name
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
-from quire.kv.shared_arena import MemberArena, SharedArena
+from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
 from quire.kv.stores.paged import Paged
 from quire.plan.sizes import parse_size
@@ -54,6 +58,7 @@ class SharedPool:
         self.arena = SharedArena(asked_bytes, slab)
         self.store = PageStore(self.arena.total_bytes, self.device)
         self._promised: dict[str, int] = {}
+        self._schedulers: dict[str, Scheduler] = {}
 
     @property
     def total_bytes(self) -> int:
@@ -98,6 +103,54 @@ class SharedPool:
             self, name, guaranteed_bytes, None if burst is None else parse_size(burst)
         )
 
+    def leave(self, name: str) -> None:
+        """Give a member's place back, and drop what its engine has cached.
+
+        The engine takes no more requests. Others may be guaranteed its bytes at once.
+
+        Args:
+            name: of the member, with an engine or without.
+
+        Raises:
+            ConfigError: nobody is called so, or requests of its engine run or wait.
+        """
+        if name not in self._promised:
+            known = ", ".join(self._promised) or "nobody is in"
+            raise ConfigError(f"no member of the shared pool is called {name!r} ({known})")
+        scheduler = self._schedulers.get(name)
+        if scheduler is not None and scheduler.has_work:
+            raise ConfigError(
+                f"member {name!r} cannot leave: {len(scheduler.running)} requests of its engine "
+                f"run and hold {self.held_bytes(name):,} B, {scheduler.num_waiting} wait; step it "
+                "until has_work is False, or cancel them"
+            )
+        if scheduler is not None:
+            scheduler.residency.drop_cached()
+        self.forget(name)
+
+    def attach(self, name: str, scheduler: Scheduler) -> None:
+        """Know the scheduler of a member's engine: whom to ask for memory."""
+        self._schedulers[name] = scheduler
+        self.arena.members[name].give_way = scheduler.give_way
+
+    def refuse_if_not_free(self, name: str) -> None:
+        """Refuse an engine whose place is not there for it.
+
+        Raises:
+            ConfigError: an engine has it already, or it was given back.
+        """
+        if name in self._schedulers:
+            raise ConfigError(f"two members of the shared pool are called {name!r}")
+        if name not in self._promised:
+            raise ConfigError(f"the place of {name!r} was given back; join the shared pool again")
+
+    def forget(self, name: str) -> None:
+        """Let go of a member that holds nothing, wherever it was on its way in or out."""
+        if name in self.arena.members:
+            self.arena.leave(name)
+        self._schedulers.pop(name, None)
+        del self._promised[name]
+
     def check(self) -> None:
         """Prove that every slab is free or one member's.
 
@@ -109,7 +162,9 @@ class SharedPool:
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """A place in a shared pool. Make with `SharedPool.join`.
+    """A place in a shared pool, for one engine. Make with `SharedPool.join`.
+
+    An engine that cannot be made gives it back: join again for another try.
 
     Attributes:
         pool: the bytes.
@@ -139,21 +194,36 @@ class PoolMember:
             )
         page_bytes = [page_class.page_bytes for page_class in layout.page_classes]
         arena = self.pool.arena.join(self.name, self.guaranteed_bytes, self.burst_bytes, page_bytes)
-        try:
-            memory = KVMemory(
-                layout,
-                arena.guaranteed_bytes,
-                max_rows,
-                store=self.pool.store,
-                track_changes=device.type != "cpu",
-                placement=partial(Paged, arena=arena),
-            )
-        except ConfigError:
-            self.pool.arena.leave(self.name)
-            raise
+        memory = KVMemory(
+            layout,
+            arena.guaranteed_bytes,
+            max_rows,
+            store=self.pool.store,
+            track_changes=device.type != "cpu",
+            placement=partial(Paged, arena=arena),
+        )
         return memory, self.pool.store
 
-    @property
-    def arena(self) -> MemberArena:
-        """What its engine sees of the arena, once there is one."""
-        return self.pool.arena.members[self.name]
+
+@contextmanager
+def joining(member: PoolMember | None) -> Iterator[Callable[[Scheduler], None]]:
+    """Make an engine that has a place; the place is given back if that fails.
+
+    Args:
+        member: the place; None for an engine with a memory of its own.
+
+    Yields:
+        What is to be told the engine's scheduler.
+
+    Raises:
+        ConfigError: an engine has the place already, or it was given back.
+    """
+    if member is None:
+        yield lambda scheduler: None
+        return
+    member.pool.refuse_if_not_free(member.name)
+    try:
+        yield partial(member.pool.attach, member.name)
+    except BaseException:
+        member.pool.forget(member.name)
+        raise

@@ -16,6 +16,7 @@ nobody waits for more than it takes to throw a borrower out.
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from quire.engine.tenants import PUBLIC, TenantSpec, check_distinct, check_tenant_name
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
@@ -62,7 +63,6 @@ class TenantBook:
         self.specs = list(specs)
         check_distinct(spec.name for spec in self.specs)
         self._specs = {spec.name: spec for spec in self.specs}
-        self._is_open = not self._specs
         self.pool_bytes = pool_bytes
         self._held: dict[str, int] = {}
         self._waiting: frozenset[str] = frozenset()
@@ -84,11 +84,11 @@ class TenantBook:
             RequestError: nobody is called so; lists who is.
             ConfigError: where every name is taken, one that cannot be a name.
         """
+        if not self._specs:
+            return _open_spec(tenant)
         if tenant not in self._specs:
-            if not self._is_open:
-                known = ", ".join(sorted(self._specs))
-                raise RequestError(f"unknown tenant {tenant!r}: expected one of {known}")
-            self._specs[tenant] = TenantSpec(name=tenant)
+            known = ", ".join(sorted(self._specs))
+            raise RequestError(f"unknown tenant {tenant!r}: expected one of {known}")
         return self._specs[tenant]
 
     def refuse_if_never(self, tenant: str, peak_bytes: int) -> None:
@@ -198,6 +198,11 @@ class TenantBook:
                 taken.append((other, part))
                 size_bytes -= part
         return taken
+
+
+@lru_cache(maxsize=1024)  # asked for in every comparison, while clients may invent names for ever
+def _open_spec(tenant: str) -> TenantSpec:
+    return TenantSpec(name=tenant)
 
 
 def checked_tenant(book: TenantBook, tenant: str) -> str:

@@ -1,8 +1,18 @@
-"""What each tenant has had so far: requests, tokens, time in the queue, bytes, preemptions."""
+"""What each tenant has had so far: requests, tokens, time in the queue, bytes, preemptions.
 
+Where no tenants are configured, clients may send any name. Then a row each is kept of those that
+have requests and of the IDLE_KEPT seen last; what older ones had is added up in one row, OTHERS.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from quire.engine.tenant_book import TenantBook
+
+IDLE_KEPT = 1024
+OTHERS = "(others)"
+"""The row of those that have no row any more; no tenant can have this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +20,7 @@ class TenantStats:
     """Numbers of one tenant since the engine's start, and what it holds now.
 
     Attributes:
-        tenant: whose.
+        tenant: whose; `OTHERS` for all those together that were not seen for long.
         num_requests: submitted.
         num_entered: times a request was let into the KV memory, after a preemption again.
         prompt_tokens: read, each token of a prompt once.
@@ -43,12 +53,36 @@ class _Counts:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.queue_s = 0.0
 
+    def add(self, other: "_Counts") -> None:
+        """Add what another has had."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 class TenantMeter:
     """Counts what tenants are served."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Counts] = {}
+        self._counts: OrderedDict[str, _Counts] = OrderedDict()  # the longest unseen first
+        self._others: _Counts | None = None
+
+    @property
+    def num_tenants(self) -> int:
+        """Rows there are."""
+        return len(self._counts) + (self._others is not None)
+
+    def fold(self, busy: Collection[str]) -> None:
+        """Add up the rows of tenants that have not been seen for long.
+
+        Args:
+            busy: tenants whose rows stay.
+        """
+        if len(self._counts) <= len(busy) + IDLE_KEPT:
+            return
+        idle = [tenant for tenant in self._counts if tenant not in busy]
+        for tenant in idle[:-IDLE_KEPT]:
+            self._others = self._others or _Counts()
+            self._others.add(self._counts.pop(tenant))
 
     def submitted(self, tenant: str) -> None:
         """A request has been queued."""
@@ -82,23 +116,30 @@ class TenantMeter:
 
         Args:
             book: the accounts of bytes; its tenants are reported too, whether they asked or not.
+
+        Returns:
+            A row each, and `OTHERS` last.
         """
         names = self._counts.keys() | (set() if book is None else set(book.tenants))
-        counted = (
-            TenantStats(tenant=name, **vars(self._counts.get(name, _Counts())))
-            for name in sorted(names)
-        )
-        if book is None:
-            return tuple(counted)
-        return tuple(
-            replace(
-                stats,
-                held_bytes=book.held_bytes(stats.tenant),
-                guaranteed_bytes=book.spec(stats.tenant).guaranteed_bytes,
-                share_bytes=book.share_bytes(stats.tenant),
-            )
-            for stats in counted
-        )
+        rows = [_row(name, self._counts.get(name, _Counts())) for name in sorted(names)]
+        if book is not None:
+            rows = [_with_bytes(row, book) for row in rows]
+        return tuple(rows if self._others is None else [*rows, _row(OTHERS, self._others)])
 
     def _of(self, tenant: str) -> _Counts:
-        return self._counts.setdefault(tenant, _Counts())
+        counts = self._counts.setdefault(tenant, _Counts())
+        self._counts.move_to_end(tenant)
+        return counts
+
+
+def _row(tenant: str, counts: _Counts) -> TenantStats:
+    return TenantStats(tenant=tenant, **vars(counts))
+
+
+def _with_bytes(row: TenantStats, book: TenantBook) -> TenantStats:
+    return replace(
+        row,
+        held_bytes=book.held_bytes(row.tenant),
+        guaranteed_bytes=book.spec(row.tenant).guaranteed_bytes,
+        share_bytes=book.share_bytes(row.tenant),
+    )

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from quire.errors import HostPoolFull, InvariantError
+from quire.errors import ConfigError, HostPoolFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES, PageClass
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, PageClass
 
 
 @runtime_checkable
@@ -64,6 +64,21 @@ class HostSpace:
     def num_pieces(self) -> int:
         """Extents; one for each page class where nothing had to be split."""
         return sum(map(len, self.extents.values()))
+
+
+def refuse_too_small(host_bytes: int, layout: CacheLayout) -> None:
+    """Refuse a host pool in which nothing could ever wait. 0 is none, and good.
+
+    Raises:
+        ConfigError: it holds less than the shortest sequence.
+    """
+    least_bytes = layout.smallest_sequence_bytes
+    if 0 < host_bytes < least_bytes:
+        raise ConfigError(
+            f"expected a host pool of {least_bytes:,} B or more (a page of every lane), got "
+            f"{host_bytes:,} B, in which nothing could be swapped; raise --host-kv-memory, or give "
+            "0 to have preempted requests read again"
+        )
 
 
 class HostPool:

@@ -18,7 +18,7 @@ whose policy needs some begins behind a node that has them.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +103,20 @@ class PrefixIndex:
         Returns:
             A lease, to be given back with `release`; without nodes where nothing was found.
         """
+        blocks = blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens)
+        return self.match_blocks(identity, blocks, statistics=statistics)
+
+    def match_blocks(
+        self,
+        identity: PrefixIdentity,
+        blocks: Iterable[Block],
+        *,
+        statistics: frozenset[str] = frozenset(),
+    ) -> PrefixLease:
+        """Hold the longest published prefix of some blocks; see `match`."""
         nodes: list[PrefixNode] = []
         parent: PrefixNode | None = None
-        for block in blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens):
+        for block in blocks:
             node = self._nodes.get(block.key)
             if node is None or not node.continues(parent, block):
                 break
@@ -188,7 +199,8 @@ class PrefixIndex:
         Its key may be another text's, or a window lane has let go of a part of it already.
         """
         distinct = {block.key for block in blocks}
-        if len(distinct) < len(blocks) or not distinct.isdisjoint(self._nodes):
+        # `isdisjoint` would walk over all nodes there are: they are no set
+        if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
             first, size = lease.tokens, self.block_tokens

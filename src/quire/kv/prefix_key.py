@@ -9,7 +9,7 @@ timing what another has asked. Keys are 16 bytes; where they are equal, tokens a
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,8 +94,49 @@ def blocks_of(
     key = identity.root if parent_key is None else parent_key
     for first in range(0, len(token_ids) - block_tokens + 1, block_tokens):
         # block by block: who finds the first one missing looks no further
-        tokens = np.array(token_ids[first : first + block_tokens], dtype=np.int64).tobytes()
         end = start + first + block_tokens
-        salt = b"" if end <= identity.public_tokens else identity.salt
-        key = hashlib.blake2b(key + salt + tokens, digest_size=KEY_BYTES).digest()
-        yield Block(key, tokens, end)
+        block = _block(identity, key, token_ids[first : first + block_tokens], end)
+        yield block
+        key = block.key
+
+
+class BlockChain:
+    """The whole blocks of one sequence, each hashed once, when somebody first looks so far.
+
+    Args:
+        identity: root and salts.
+        block_tokens: tokens of a block.
+        read: tokens by position (start, end); those that were read once must not change.
+    """
+
+    def __init__(
+        self,
+        identity: PrefixIdentity,
+        block_tokens: int,
+        read: Callable[[int, int], Sequence[int]],
+    ) -> None:
+        self.identity = identity
+        self._block_tokens, self._read = block_tokens, read
+        self._known: list[Block] = []
+
+    def blocks(self, num_tokens: int) -> Iterator[Block]:
+        """The whole blocks of the first so many tokens, in order."""
+        for number in range(num_tokens // self._block_tokens):
+            if number == len(self._known):
+                self._known.append(self._next())
+            yield self._known[number]
+
+    def _next(self) -> Block:
+        first = len(self._known) * self._block_tokens
+        end = first + self._block_tokens
+        key = self._known[-1].key if self._known else self.identity.root
+        return _block(self.identity, key, self._read(first, end), end)
+
+
+def _block(
+    identity: PrefixIdentity, parent_key: bytes, token_ids: Sequence[int], end: int
+) -> Block:
+    tokens = np.array(token_ids, dtype=np.int64).tobytes()
+    salt = b"" if end <= identity.public_tokens else identity.salt
+    key = hashlib.blake2b(parent_key + salt + tokens, digest_size=KEY_BYTES).digest()
+    return Block(key, tokens, end)

@@ -98,15 +98,15 @@ class SharedArena:
         return member
 
     def leave(self, name: str) -> None:
-        """Let a member go that holds nothing.
+        """Let a member go that holds nothing. It finds no slab any more.
 
         Raises:
             InvariantError: it holds slabs.
         """
-        if self.members[name].held:
-            raise InvariantError(
-                f"member {name!r} leaves with slabs {sorted(self.members[name].held)}"
-            )
+        member = self.members[name]
+        if member.held:
+            raise InvariantError(f"member {name!r} leaves with slabs {sorted(member.held)}")
+        member.close()
         del self.members[name]
 
     def _check_pages(self, name: str, page_bytes: Sequence[int]) -> None:
@@ -161,6 +161,10 @@ class MemberArena(Arena):
         self.held: set[int] = set()
         self.give_way: Callable[[], bool] = lambda: False
         self._arena, self._burst = arena, burst
+
+    def close(self) -> None:
+        """Be sure of nothing and borrow nothing from now on."""
+        self.num_slabs = self._burst = 0
 
     @property
     def guaranteed_bytes(self) -> int:

@@ -15,7 +15,8 @@ LLM Serving", whose six scenarios come out as printed. Differs from it: the arti
 lengths and batches whatever the model and the memory; here both count.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.errors import ConfigError
@@ -139,24 +140,30 @@ def assess(
     # two operations per weight and token: from this batch on the compute, not the reading, is full
     full_batch = flops_per_byte * weight_bytes_per_value / 2
     impact, reason = _judge(kv_share, sequences, share, full_batch)
-    fit = (
-        f"KV of {batch} requests of {workload.tokens:,} tokens: {format_size(batch * each_bytes)},"
-        f" {kv_share:.1%} of the KV memory; {sequences:,} of them fit"
-    )
-    reasons = [reason, fit, f"decoding is {share:.0%} of a request's time"]
-    if workload.tokens > model.max_positions:
-        reasons.append(
-            f"{workload.tokens:,} tokens exceed the model's context of"
-            f" {model.max_positions:,}: such requests are refused"
-        )
-    return Verdict(
+    verdict = Verdict(
         impact=impact,
         kv_bytes=batch * each_bytes,
         kv_share=kv_share,
         sequences=sequences,
         decode_share=share,
-        reasons=tuple(reasons),
+        reasons=(reason,),
     )
+    return replace(verdict, reasons=(reason, *_figures(verdict, workload, model.max_positions)))
+
+
+def _figures(verdict: Verdict, workload: Workload, max_positions: int) -> Iterator[str]:
+    """Sentences with the figures of a verdict."""
+    yield (
+        f"KV of {workload.batch} requests of {workload.tokens:,} tokens:"
+        f" {format_size(verdict.kv_bytes)}, {verdict.kv_share:.1%} of the KV memory;"
+        f" {verdict.sequences:,} of them fit"
+    )
+    yield f"decoding is {verdict.decode_share:.0%} of a request's time"
+    if workload.tokens > max_positions:
+        yield (
+            f"{workload.tokens:,} tokens exceed the model's context of {max_positions:,}: such"
+            " requests are refused"
+        )
 
 
 def decode_share(

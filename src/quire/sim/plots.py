@@ -1,20 +1,18 @@
 """Pictures of a simulation: memory over time, the queue, and how long first tokens take."""
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.errors import ConfigError
 from quire.sim.gauges import Reading
 from quire.sim.simulator import SimResult
+from quire.sim.svg import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _GIB = 1 << 30
-_SIZE_INCHES = (8, 4)
 
 
 def pictures(result: SimResult) -> Mapping[str, bytes]:
@@ -26,29 +24,10 @@ def pictures(result: SimResult) -> Mapping[str, bytes]:
     samples = result.gauges.samples
     ttft_s = [record.ttft_s for record in result.records if record.finished]
     return {
-        "use.svg": _drawn(lambda axes: _draw_use(axes, samples, result.memory_bytes)),
-        "queue.svg": _drawn(lambda axes: _draw_queue(axes, samples)),
-        "ttft.svg": _drawn(lambda axes: _draw_ttft(axes, ttft_s)),
+        "use.svg": drawn(lambda axes: _draw_use(axes, samples, result.memory_bytes)),
+        "queue.svg": drawn(lambda axes: _draw_queue(axes, samples)),
+        "ttft.svg": drawn(lambda axes: _draw_ttft(axes, ttft_s)),
     }
-
-
-def _drawn(draw: Callable[["Axes"], None]) -> bytes:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "pictures are drawn with matplotlib, which is not installed: "
-            'pip install "quire[report]", or leave --out out'
-        ) from error
-    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
-    return file.getvalue()
 
 
 def _draw_use(axes: "Axes", samples: Sequence[Reading], total_bytes: int) -> None:

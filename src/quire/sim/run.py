@@ -10,7 +10,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
 from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool
+from quire.kv.host_pool import HostPool, refuse_too_small
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.stores.run_lengths import LaneLimits
@@ -130,6 +130,7 @@ def make_scheduler(
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
     """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
     host_bytes = parse_size(config.kv.host_memory)
+    refuse_too_small(host_bytes, memory.layout)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)
     costs = Costs(
         copies=CopyRates(out=rate, back=rate),

@@ -55,6 +55,15 @@ def test_a_completion_of_openais_format():
     assert line.sampling == {"max_tokens": 3}
 
 
+@pytest.mark.parametrize(("salt", "read"), [("mine", "mine"), ("", ""), (None, "")])
+def test_a_line_says_with_whom_it_shares_kv(salt, read):
+    body = COMPLETION["body"] | {"cache_salt": salt}
+
+    assert parse({"prompt": "Hi", "cache_salt": salt}).cache_salt == read
+    assert parse(COMPLETION | {"body": body}).cache_salt == read
+    assert "expected a text as cache_salt" in str(refusal({"prompt": "Hi", "cache_salt": ["x"]}))
+
+
 def test_a_chat_of_openais_format():
     line = parse(CHAT)
 

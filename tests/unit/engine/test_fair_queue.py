@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.engine.fair_queue import FairQueue, TokenPrices, _Entry
+from quire.engine.fair_queue import IDLE_KEPT, FairQueue, TokenPrices, _Entry
 from quire.engine.request import Request
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
@@ -34,13 +34,14 @@ class PlainQueue:
     def __init__(self):
         self.waiting, self.times, self.last_left = [], dict.fromkeys(TENANTS, 0.0), None
 
+    @property
+    def floor(self):
+        empty = self.times[self.last_left] if self.last_left else 0.0
+        return min((self.times[r.tenant] for r in self.waiting), default=empty)
+
     def push(self, new):
-        here = {r.tenant for r in self.waiting}
-        if new.tenant not in here:
-            floor = min((self.times[t] for t in here), default=None)
-            if floor is None:
-                floor = self.times[self.last_left] if self.last_left else 0.0
-            self.times[new.tenant] = max(self.times[new.tenant], floor)
+        if all(r.tenant != new.tenant for r in self.waiting):
+            self.times[new.tenant] = max(self.times[new.tenant], self.floor)
         self.waiting.append(new)
 
     def remove(self, old):
@@ -92,17 +93,34 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.queue.discard(gone)
         self.plain.remove(gone)
 
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, 10**6))
+    def finish(self, number):
+        del self.running[number % len(self.running)]
+
+    @rule()
+    def forget(self):
+        self.queue.forget_idle({r.tenant for r in self.running})
+
     @rule(tenant=st.sampled_from(TENANTS), tokens=st.tuples(*[st.integers(0, 50)] * 3))
     def serve(self, tenant, tokens):
+        if tenant not in self.here:  # who has gone is served nothing
+            return
         prompt, output, cached = tokens
         self.queue.charge(tenant, prompt_tokens=prompt, output_tokens=output, cached_tokens=cached)
         self.plain.times[tenant] += (prompt + 2 * output + 0.25 * cached) / WEIGHTS[tenant]
+
+    @property
+    def here(self):
+        return {r.tenant for r in [*self.running, *self.plain.waiting]}
 
     @invariant()
     def the_order_is_the_plain_one(self):
         assert list(self.queue.ordered()) == self.plain.ordered()
         assert len(self.queue) == len(self.plain.waiting)
-        assert all(self.queue.virtual_time(t) == self.plain.times[t] for t in TENANTS)
+        times, floor = self.plain.times, self.plain.floor
+        assert all(self.queue.virtual_time(t) == times[t] for t in self.here)
+        assert all(max(floor, self.queue.virtual_time(t)) == max(floor, times[t]) for t in TENANTS)
         heads = list(self.queue.heads())
         assert self.queue.backlogged == [r.tenant for r in heads]
         assert [self.queue.rank(r) for r in heads] == sorted(map(self.queue.rank, heads))
@@ -147,6 +165,21 @@ def test_one_that_comes_to_an_empty_queue_is_lifted_to_who_left_last():
     queue.push(request("idle"))
 
     assert queue.virtual_time("idle") == 1000
+
+
+def test_idle_tenants_above_the_floor_are_remembered_up_to_a_number():
+    queue = FairQueue()
+    queue.push(request("slow"))
+    for number in range(IDLE_KEPT + 5):
+        queue.push(one := request(f"t{number}"))
+        queue.pop(one)
+        queue.charge(f"t{number}", prompt_tokens=10 + number)
+
+    queue.forget_idle(running={"t0"})
+
+    assert queue.num_remembered == IDLE_KEPT + 3
+    assert queue.virtual_time("t0") == 10
+    assert [queue.virtual_time(f"t{number}") for number in (3, 5, 6)] == [0, 15, 16]
 
 
 def test_the_first_of_another_tenant_follows_one_that_cannot_enter():

@@ -85,6 +85,29 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
     load.drain()
 
 
+@pytest.mark.parametrize(("num_takeable", "enters"), [(1, False), (4, True)])
+def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_takeable, enters):
+    """Those who have just come back give nothing: what the others could give is counted first."""
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=24, step_tokens=64, max_running=8, guaranteed=60)
+    )
+    for _ in range(20):
+        send(load, "b", PROMPT, 60)
+    for _ in range(20):
+        load.step()
+    reasons: list[object] = []
+    load.scheduler.residency.events.subscribe(
+        lambda event: reasons.append(event.data.get("reason"))
+    )
+    for request in load.scheduler.running[num_takeable:]:
+        request.entries, request.entered_tokens = 2, request.num_tokens
+    mine = send(load, "a", 12 * 8)
+    load.step()
+
+    taken = "tenant a asks for what is its own" in reasons
+    assert (mine.state is RequestState.RUNNING, taken) == (enters, enters)
+
+
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("pages", [8, 12, 20])
 def test_a_load_on_too_small_a_pool_does_not_go_in_circles(pages, host_pages):

@@ -1,5 +1,7 @@
 """What tenants are charged and credited with when their requests leave and come again."""
 
+from quire.engine import tenant_meter
+from quire.engine.fairness import FORGET_FROM
 from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.sampling_params import SamplingParams
@@ -7,6 +9,8 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
 from quire.engine.step_plan import StepPlan
+from quire.engine.tenant_meter import OTHERS
+from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from unit.engine.scheduler_load import make_layout
@@ -47,7 +51,8 @@ class Service:
         return plan
 
     def numbers(self, tenant):
-        return next(s for s in self.scheduler.fairness.report() if s.tenant == tenant)
+        report = self.scheduler.fairness.report(self.scheduler.running)
+        return next(row for row in report if row.tenant == tenant)
 
 
 def test_an_answer_that_is_read_again_is_charged_once():
@@ -81,6 +86,82 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
 
     assert second.entries == 2
     assert service.numbers("a").cached_tokens == 4
+
+
+def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
+    hashes, plain = [0], prefix_key._block
+
+    def counting(*block):
+        hashes[0] += 1
+        return plain(*block)
+
+    service = Service(prefix=True)
+    first = service.submit(prompt_tokens=60)
+    service.step()
+    waiting = service.submit(prompt_tokens=61)
+    service.scheduler.waiting.pop(waiting)
+    monkeypatch.setattr(prefix_key, "_block", counting)
+    residency = service.scheduler.residency
+    for _ in range(5):  # what the entrance does with it while there is no room
+        lease = residency.look_up(waiting)
+        assert lease.tokens == 60
+        residency.give_back(lease)
+    assert hashes[0] == 60 // PAGE_TOKENS
+
+    service.scheduler.waiting.push(waiting)
+    service.step()
+    assert first.cached_tokens == 0
+    assert waiting.cached_tokens == 60
+    assert waiting.chain is None  # it grows from here
+
+
+def test_a_prompt_that_became_public_is_hashed_anew():
+    service = Service(prefix=True)
+    mine = service.submit(prompt_tokens=20, tenant="mine")
+    identities, residency = service.scheduler.residency.identities, service.scheduler.residency
+    residency.give_back(residency.look_up(mine))
+    before = mine.chain
+
+    identities.register_public(list(range(10)))
+    residency.give_back(residency.look_up(mine))
+
+    assert mine.chain is not before
+    assert mine.chain.identity.public_tokens == 10
+
+
+def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
+    monkeypatch.setattr(tenant_meter, "IDLE_KEPT", 20)
+    service = Service()
+    for number in range(300):
+        request = service.submit(tenant=f"user-{number}", max_tokens=1)
+        service.step()
+        service.scheduler.finish(request)
+
+    fairness, rows = service.scheduler.fairness, service.scheduler.fairness.report([])
+    assert fairness.waiting.num_remembered <= 2 * FORGET_FROM
+    assert len(rows) == 20 + 2  # the last one is still taken for busy
+    assert rows[-1].tenant == OTHERS
+    assert sum(row.num_requests for row in rows) == 300
+    assert sum(row.prompt_tokens for row in rows) == 300 * 6
+    assert not fairness.book.held_bytes("user-0")
+
+
+def test_who_is_alone_again_has_nobody_to_be_fair_to():
+    service = Service()
+    mine = service.submit(tenant="mine")
+    assert not service.scheduler.fairness.has_several
+
+    theirs = service.submit(tenant="theirs")
+    assert service.scheduler.fairness.has_several  # before the first step
+    service.step()
+    assert service.scheduler.fairness.has_several
+    assert service.numbers("mine").held_bytes == service.numbers("theirs").held_bytes > 0
+
+    service.scheduler.finish(theirs)
+    service.step()
+    assert not service.scheduler.fairness.has_several
+    assert service.numbers("mine").held_bytes == service.memory.row_bytes(mine.row)
+    assert service.numbers("theirs").held_bytes == 0
 
 
 def test_only_answers_that_ended_by_themselves_teach_how_long_answers_are():

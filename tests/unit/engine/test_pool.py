@@ -44,6 +44,14 @@ def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model
     assert resident_bytes() - before < GIB // 16
 
 
+@pytest.mark.parametrize("preempt", ["auto", "swap"])
+def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
+    config = KVConfig(memory="1MiB", host_memory=10)
+
+    with pytest.raises(ConfigError, match=r"expected a host pool of .* got 10 B.*--host-kv-memory"):
+        build_pool(model, config, ScheduleConfig(preempt=preempt))
+
+
 def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
     monkeypatch.setattr(quire.engine.device_memory, "container_free_bytes", lambda: 3 * MIB)
 

@@ -225,6 +225,65 @@ def test_an_engine_that_cannot_join_is_refused_and_leaves_its_place(
         Engine(models["gpt2"], kv, pool=member)
 
     assert not pool.arena.members
+    pool.join("gpt2", guaranteed="128KiB")  # nothing is promised any more
+    with pytest.raises(ConfigError, match="two members"):
+        pool.join("gpt2", guaranteed="4KiB")
+
+
+def test_an_engine_that_fails_after_it_has_joined_gives_its_place_back(models):
+    pool = SharedPool("128KiB", slab_bytes=4 * KIB)
+    member = pool.join("gpt2", guaranteed="128KiB")
+
+    with pytest.raises(ConfigError, match="guarantees add up"):
+        Engine(models["gpt2"], KV, ScheduleConfig(tenants="a:guaranteed=1GiB"), pool=member)
+    with pytest.raises(ConfigError, match="'gpt2' was given back; join the shared pool again"):
+        Engine(models["gpt2"], KV, pool=member)
+
+    engine = Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="128KiB"))
+    assert engine.pool.kv.memory.total_bytes == 128 * KIB
+
+
+def test_a_member_that_leaves_drops_its_cache_and_frees_its_guarantee(models, expected):
+    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    answers = {name: {} for name in PAIR}
+    submit(parties["gpt2"], expected["gpt2"])
+    run(pool, {"gpt2": parties["gpt2"]}, answers, holders=parties)
+    assert pool.held_bytes("gpt2") > 0  # cached
+
+    pool.leave("gpt2")
+
+    assert pool.free_bytes == pool.total_bytes
+    pool.check()
+    assert parties["llama_mqa"].pool.kv.memory.total_bytes == pool.total_bytes
+    with pytest.raises(NeverFits):
+        parties["gpt2"].submit([2, 3], engines.greedy(1))
+    Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="76KiB"))
+
+
+def test_a_member_with_requests_cannot_leave(models, expected):
+    pool, parties = together(models, "96KiB", llama_mqa="20KiB", gpt2="72KiB")
+    ids = submit(parties["gpt2"], expected["gpt2"])
+    with pytest.raises(ConfigError, match=r"0 requests .*hold 0 B, 12 wait"):
+        pool.leave("gpt2")
+    parties["gpt2"].step()
+
+    with pytest.raises(ConfigError, match=r"'gpt2' cannot leave: [1-9]\d* requests .*; step it"):
+        pool.leave("gpt2")
+    with pytest.raises(ConfigError, match=r"called 'gpt3' \(llama_mqa, gpt2\)"):
+        pool.leave("gpt3")
+
+    for request_id in ids:
+        parties["gpt2"].cancel(request_id)
+    pool.leave("gpt2")
+
+
+def test_a_place_without_an_engine_is_given_back():
+    pool = SharedPool("64KiB", slab_bytes=4 * KIB)
+    pool.join("a", guaranteed="64KiB")
+
+    pool.leave("a")
+
+    pool.join("b", guaranteed="64KiB")
 
 
 def test_a_place_is_taken_once(models):

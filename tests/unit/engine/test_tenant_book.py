@@ -39,6 +39,16 @@ def test_without_tenants_every_name_that_can_be_one_is_taken(name):
         checked_tenant(book, name)
 
 
+def test_names_that_clients_invent_are_not_kept():
+    book = TenantBook((), POOL)
+    for number in range(5_000):
+        checked_tenant(book, f"user-{number}")
+
+    assert not book.specs
+    assert book.tenants == []
+    assert sum(len(vars(book)[name]) for name in ("specs", "_specs", "_held")) == 0
+
+
 def test_a_request_over_its_tenants_limit_never_fits():
     book = book_of("a:guaranteed=100,burst=50;b")
 

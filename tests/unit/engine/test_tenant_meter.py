@@ -1,5 +1,5 @@
 from quire.engine.tenant_book import TenantBook
-from quire.engine.tenant_meter import TenantMeter, TenantStats
+from quire.engine.tenant_meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.engine.tenants import parse_tenants
 
 
@@ -39,3 +39,28 @@ def test_a_report_shows_the_accounts_of_bytes():
         TenantStats(tenant="a", guaranteed_bytes=200, share_bytes=550),
         TenantStats(tenant="b", num_requests=1, held_bytes=300, share_bytes=350),
     )
+
+
+def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
+    meter = TenantMeter()
+    for number in range(IDLE_KEPT + 3):
+        meter.submitted(f"t{number}")
+        meter.entered(f"t{number}", 0.5)
+    meter.served("t0", output_tokens=3)  # so it was seen last of all
+
+    meter.fold(busy={"t1"})
+
+    rows = {row.tenant: row for row in meter.report()}
+    assert len(rows) == meter.num_tenants == IDLE_KEPT + 2
+    assert rows.keys().isdisjoint({"t2", "t3"})
+    assert {"t0", "t1", "t4"} < rows.keys()
+    assert rows[OTHERS] == TenantStats(tenant=OTHERS, num_requests=2, num_entered=2, queue_s=1.0)
+
+
+def test_others_have_no_bytes_of_their_own():
+    book, meter = TenantBook((), 1000), TenantMeter()
+    for number in range(IDLE_KEPT + 1):
+        meter.submitted(f"t{number}")
+    meter.fold(busy=())
+
+    assert meter.report(book)[-1] == TenantStats(tenant=OTHERS, num_requests=1)

@@ -93,9 +93,38 @@ def test_tokens_count_while_all_tenants_wait():
     assert not served.all_backlogged
 
 
+def test_a_tenant_that_waits_for_moments_is_not_compared():
+    """It waits while a request of the other is served to its end, time and again."""
+    served = ServedTokens(("flood", "small"))
+    flood = Request("r", [1], SamplingParams(), tenant="flood")
+    for _ in range(100):
+        for tenant in ("flood", "flood", "small"):
+            served.arrived(tenant)
+        served.served([flood], [50])
+        served.entered("flood")
+        served.entered("small")
+        served.served([flood], [1])
+
+    assert served.tokens == {"flood": 5_100, "small": 0}
+    assert jain_index(served.by_weight) is None
+
+
+def test_a_stretch_in_which_all_wait_for_long_is_compared():
+    served = ServedTokens(("a", "b"))
+    both = [Request("r", [1], SamplingParams(), tenant=tenant) for tenant in "ab"]
+    for tenant in "ab" * 11:
+        served.arrived(tenant)
+    for _ in range(11):
+        served.entered("a")
+        served.entered("b")
+        served.served(both, [3, 1])
+
+    assert served.settled == served.tokens == {"a": 33, "b": 11}
+
+
 def test_a_heavier_tenant_gets_more():
     served = ServedTokens(("a", "b"), {"a": 3.0})
-    served.tokens.update(a=30, b=10)
+    served.settled.update(a=30, b=10)
 
     assert jain_index(served.by_weight) == 1.0
     assert jain_index(ServedTokens(("a", "b")).by_weight) is None

@@ -46,7 +46,7 @@ class PageSizesConfig:
     """
 
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    requests: int = 4_000
+    requests: int = 1_000
     table_sequences: int = 16
     model: str = "small"
     rows: int = 16
@@ -79,6 +79,7 @@ class PageSize:
 
 def measure_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> list[PageSize]:
     """Every size."""
+    steps_s = time_steps(config)
     trace, on = simulated.conversations(), simulated.run_config()
     trace = replace(trace, requests=trace.requests[: config.requests])
     wastes = {
@@ -87,7 +88,6 @@ def measure_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> l
         ).gauges.waste_fraction
         for size in config.sizes
     }
-    steps_s = time_steps(config)
     return [
         PageSize(
             tokens=size,

@@ -124,14 +124,13 @@ class Preempter:
 
     def is_whole(self, request: Request) -> bool:
         """Whether all of a waiting request's KV is on the host."""
-        return isinstance(request.swapped, Swapped) and not request.swapped.keep_from
+        return request.swapped is not None and not request.swapped.keep_from
 
     def has_place(self, request: Request) -> bool:
         """Whether what a waiting request has on the host finds pages, cached ones dropped."""
-        if not self.is_whole(request):
-            return True
         swapped = request.swapped
-        assert isinstance(swapped, Swapped)
+        if swapped is None or swapped.keep_from:
+            return True
         self._residency.make_room(dict(swapped.pages))
         return can_swap_in(self._memory, swapped)
 
@@ -143,7 +142,7 @@ class Preempter:
     def head_tokens(self, request: Request) -> int | None:
         """Tokens to compute again before a tail can be put behind them; None without a tail."""
         swapped = request.swapped
-        return swapped.keep_from or None if isinstance(swapped, Swapped) else None
+        return None if swapped is None else swapped.keep_from or None
 
     def bring_back(self, request: Request) -> list[Request]:
         """Give a request, and those that left with it, their KV back.
@@ -153,7 +152,7 @@ class Preempter:
             too.
         """
         swapped = request.swapped
-        assert isinstance(swapped, Swapped)
+        assert swapped is not None
         assert self.swapper is not None
         returned = self._away.pop(id(swapped))
         rows = self.swapper.back(swapped)
@@ -172,7 +171,7 @@ class Preempter:
     def append_tail(self, request: Request) -> bool:
         """Put the tail behind a head that has been computed again, where there is room for it."""
         swapped = request.swapped
-        assert isinstance(swapped, Swapped)
+        assert swapped is not None
         assert self.swapper is not None
         if not self._residency.make_room(self.swapper.needed(swapped)):
             return False
@@ -191,7 +190,7 @@ class Preempter:
     def forget(self, request: Request) -> None:
         """A request needs its KV no more: nothing of it stays on the host."""
         swapped, request.swapped = request.swapped, None
-        if isinstance(swapped, Swapped):
+        if swapped is not None:
             away = self._away[id(swapped)]
             if all(member.swapped is None for member in away):
                 del self._away[id(swapped)]
