@@ -55,7 +55,7 @@ class MeasuredPage:
             if name in run["arms"]
         }
         for part in parts.values():
-            for picture in (*part.charts, *part.maps):
+            for picture in part.pictures:
                 (docs / "images" / f"measured-{picture.name}.svg").write_bytes(svg(picture))
         (docs / f"{self.name}-measured.md").write_text(self.document(run, parts), encoding="utf-8")
 
@@ -75,7 +75,7 @@ class MeasuredPage:
         for name, part in parts.items():
             yield f"\n## {self.titles[name]}\n\n"
             yield "\n".join(markdown(table) for table in part.tables)
-            for picture in (*part.charts, *part.maps):
+            for picture in part.pictures:
                 yield f"\n![{picture.title}](images/measured-{picture.name}.svg)\n"
 
 
