@@ -19,11 +19,18 @@ _SHRINK = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, what a greedy continuation must begin with, and where that stands."""
+    """A prompt, what a greedy continuation must begin with, and where that stands.
+
+    Attributes:
+        prompt, answer: texts.
+        depth: asked for, one of DEPTHS.
+        place: where it came to stand, 0 first to 1 last; None: in no single place.
+    """
 
     prompt: str
     answer: str
     depth: float
+    place: float | None = None
 
 
 def make_questions(
@@ -58,9 +65,14 @@ def make_questions(
         found = _fitting(
             task, seed * 10_000 + index, tokens, depth, measure=measure, filler=filler or haystack()
         )
-        prompt = DOCUMENT_START + found.prompt()
-        made.append(Question(prompt=prompt, answer=found.queries[0].answer, depth=depth))
+        made.append(_question(found, depth))
     return made
+
+
+def _question(task: Task, depth: float) -> Question:
+    query = task.queries[0]
+    prompt = DOCUMENT_START + task.prompt()
+    return Question(prompt=prompt, answer=query.answer, depth=depth, place=query.depth)
 
 
 def _fitting(

@@ -60,7 +60,7 @@ def test_shots_may_come_from_a_file_of_their_own():
 
 
 def test_too_few_examples_are_refused():
-    with pytest.raises(ConfigError, match="5 samples and 16 shots of gsm8k need more .* 20"):
+    with pytest.raises(ConfigError, match=r"5 samples and 16 shots of gsm8k need more .* 20"):
         make_samples(task_named("gsm8k"), SUMS, 5)
 
 
@@ -84,9 +84,11 @@ def test_an_example_without_a_field_is_refused():
 def test_stories_in_three_spellings(story):
     [sample] = make_samples(task_named("narrativeqa"), [story], 1, shot_records=[story, story])
 
-    assert sample.prompt == 2 * (
-        "Story: Once.\n\nQuestion: When?\nAnswer: Once\n\n"
-    ) + "Story: Once.\n\nQuestion: When?\nAnswer:"
+    assert (
+        sample.prompt
+        == 2 * ("Story: Once.\n\nQuestion: When?\nAnswer: Once\n\n")
+        + "Story: Once.\n\nQuestion: When?\nAnswer:"
+    )
     assert sample.references == ("Once", "once upon")
 
 
