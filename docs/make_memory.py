@@ -11,7 +11,7 @@ docs/results/memory.json; with no file given, the page is made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, program
+from quire.bench.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -67,7 +67,7 @@ PAGE = MeasuredPage(
 
 def main(arguments: list[str], docs: Path = DOCS) -> None:
     """Keep the numbers of runs, if any are given, and write the page."""
-    PAGE.make(arguments, docs)
+    PAGE.make([last_line(Path(name)) for name in arguments], docs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pages of measured results: from runs of a bench to Markdown and pictures, and again from JSON.
 
-The last line of a file is a run. Of several, later ones replace the parts they hold. What is kept,
-without its repeats, is results/NAME.json; the page is made of that and of nothing else.
+Of several runs, later ones replace the parts they hold. What is kept, without its repeats, is
+results/NAME.json; the page is made of that and of nothing else.
 """
 
 import json
@@ -37,17 +37,17 @@ class MeasuredPage:
     titles: Mapping[str, str]
     targets: Mapping[str, str]
 
-    def make(self, arguments: Sequence[str], docs: Path) -> None:
+    def make(self, runs: Sequence[Run], docs: Path) -> None:
         """Keep the numbers of runs, if any are given, and write the page.
 
         Args:
-            arguments: names of files with runs.
+            runs: what benches printed last.
             docs: folder of the page.
         """
         kept = docs / "results" / f"{self.name}.json"
-        if arguments:
+        if runs:
             before = [json.loads(kept.read_text(encoding="utf-8"))] if kept.exists() else []
-            runs = [*before, *(_last_line(Path(name)) for name in arguments)]
+            runs = [*before, *runs]
             kept.write_text(json.dumps(merged(runs), indent=2) + "\n", encoding="utf-8")
         run = json.loads(kept.read_text(encoding="utf-8"))
         parts = {
@@ -56,7 +56,7 @@ class MeasuredPage:
             if name in run["arms"]
         }
         for part in parts.values():
-            for picture in (*part.charts, *part.maps):
+            for picture in part.pictures:
                 (docs / "images" / f"measured-{picture.name}.svg").write_bytes(svg(picture))
         (docs / f"{self.name}-measured.md").write_text(self.document(run, parts), encoding="utf-8")
 
@@ -76,7 +76,7 @@ class MeasuredPage:
         for name, part in parts.items():
             yield f"\n## {self.titles[name]}\n\n"
             yield "\n".join(markdown(table) for table in part.tables)
-            for picture in (*part.charts, *part.maps):
+            for picture in part.pictures:
                 yield f"\n![{picture.title}](images/measured-{picture.name}.svg)\n"
 
 
@@ -99,6 +99,7 @@ def program(run: Run) -> str:
     )
 
 
-def _last_line(path: Path) -> Run:
+def last_line(path: Path) -> Run:
+    """The run that a file with the output of a bench ends with."""
     run: Run = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     return run

@@ -82,6 +82,11 @@ class PartResult:
     raw: Mapping[str, Any] = field(default_factory=dict)
     seconds: int | float = 0
 
+    @property
+    def pictures(self) -> "tuple[Chart | HeatMap, ...]":
+        """Charts, then maps."""
+        return (*self.charts, *self.maps)
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)

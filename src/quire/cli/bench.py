@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.bench_batch_max import batch_max
+from quire.cli.bench_eviction import eviction
 from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_soak import soak
@@ -18,6 +20,8 @@ bench_app.command()(throughput)
 bench_app.command()(prefill)
 bench_app.command()(soak)
 bench_app.command()(memory)
+bench_app.command("batch-max")(batch_max)
+bench_app.command()(eviction)
 
 
 @bench_app.command()

@@ -69,9 +69,7 @@ def part_files(
     from quire.bench.tables import as_csv, markdown
 
     tables = [table for result in results.values() for table in result.tables]
-    pictures = [
-        picture for result in results.values() for picture in (*result.charts, *result.maps)
-    ]
+    pictures = [picture for result in results.values() for picture in result.pictures]
     page = f"# quire bench {bench}\n\n" + "\n".join(markdown(table) for table in tables)
     files = {
         f"{bench}.json": (json.dumps(run, indent=2) + "\n").encode(),

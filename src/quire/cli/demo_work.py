@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from quire.errors import ConfigError
-from quire.evals.gate import DOCUMENT_START
 from quire.evals.haystack import haystack
+from quire.evals.questions import DOCUMENT_START
 from quire.evals.tasks import Measure, make
 
 NUM_QUESTIONS = 64

@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from quire.errors import ConfigError
-from quire.evals.haystack import haystack
-from quire.evals.tasks import Filler, Measure, make
+from quire.evals.questions import DEPTHS, Question, make_questions
+from quire.evals.tasks import Filler, Measure
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 OLD_DEPTH = 0.25
 """The deepest place that surely lies outside a recent half."""
 MIN_FULL = 0.9
 MAX_EVICTED = 0.05
-DOCUMENT_START = "<|doc|>"
-"""What every training sequence of quire-tiny begins with; other models read it as plain text."""
 
 EvictFor = Callable[[int], str]
 """(prompt tokens) -> policy text such as "recent:cap=256,every=32,sinks=4"."""
@@ -137,15 +134,6 @@ def keep_recent_half(tokens: int) -> str:
 GATE_ARMS: Mapping[str, EvictFor] = MappingProxyType({"full": keep_all, "recent": keep_recent_half})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A prompt, what a greedy continuation must begin with, and where that stands."""
-
-    prompt: str
-    answer: str
-    depth: float
-
-
 def questions(
     case: GateCase, *, measure: Measure, filler: Filler | None = None, seed: int = 1
 ) -> list[Question]:
@@ -160,20 +148,7 @@ def questions(
     Returns:
         `case.n` questions, the depths taking turns.
     """
-    made = []
-    for index in range(case.n):
-        depth = DEPTHS[index % len(DEPTHS)]
-        task = make(
-            case.task,
-            seed * 10_000 + index,
-            case.tokens - 2,
-            filler=filler or haystack(),
-            measure=measure,
-            depth=depth,
-        )
-        prompt = DOCUMENT_START + task.prompt()
-        made.append(Question(prompt=prompt, answer=task.queries[0].answer, depth=depth))
-    return made
+    return make_questions(case.task, case.tokens, case.n, measure=measure, filler=filler, seed=seed)
 
 
 def evaluate(

@@ -9,5 +9,9 @@ from quire.evals.tasks.fillers import BookFiller
 @cache
 def haystack() -> BookFiller:
     """A filler over 195,000 characters of public-domain prose that quire-tiny never trained on."""
-    text = (files("quire") / "assets" / "haystack.txt").read_text(encoding="ascii")
-    return BookFiller(text)
+    return BookFiller(book_text())
+
+
+def book_text() -> str:
+    """That prose in one piece."""
+    return (files("quire") / "assets" / "haystack.txt").read_text(encoding="ascii")

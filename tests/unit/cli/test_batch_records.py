@@ -16,6 +16,7 @@ USAGE = Usage(
     completion_tokens=2,
     cached_tokens=1,
     preemptions=4,
+    evicted_tokens=0,
     kv_peak_bytes=64,
     first_token_s=0.5,
     total_s=1.0,

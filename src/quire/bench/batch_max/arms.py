@@ -1,0 +1,79 @@
+"""The arms of the comparison, each a text that `--evict` takes.
+
+arm          eviction
+fkv          none: the full KV cache
+ed_2         decode only, down to the newest token and the next one: Algorithm 2 with a cap of 2
+ed_65        the same with a cap of `every` + 1: Algorithm 2 with a cap of 65
+bm_CAP       prompt and answer within CAP tokens by average attention: Algorithm 1
+end_CAP      down to CAP tokens once, when the prompt has been read, by the same rule
+
+Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The last arm is not theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FKV, ED = "fkv", "ed_2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionArm:
+    """One arm.
+
+    Attributes:
+        name: in claims.
+        evict: as `KVConfig.evict`.
+        label: in tables.
+    """
+
+    name: str
+    evict: str
+    label: str
+
+
+def full_kv() -> EvictionArm:
+    """Everything stays."""
+    return EvictionArm(name=FKV, evict="full", label="FKV")
+
+
+def decode_only(cap: int) -> EvictionArm:
+    """Algorithm 2: the most recent pair stays after each time the cap is reached."""
+    evict = f"recent:cap={cap},every={cap - 1},when=decode"
+    return EvictionArm(name=f"ed_{cap}", evict=evict, label=f"ED, cap {cap}")
+
+
+def batch_max(cap: int, every: int) -> EvictionArm:
+    """Algorithm 1 with the average attention rule."""
+    return EvictionArm(
+        name=bm_name(cap), evict=f"average:cap={cap},every={every}", label=f"BM, cap {cap:,}"
+    )
+
+
+def prefill_end(cap: int) -> EvictionArm:
+    """One eviction by the average attention rule, behind the prompt."""
+    return EvictionArm(
+        name=f"end_{cap}",
+        evict=f"average:cap={cap},when=prefill_end",
+        label=f"end of prefill, cap {cap:,}",
+    )
+
+
+def bm_name(cap: int) -> str:
+    """Name of Batch-Max's arm with a cap."""
+    return f"bm_{cap}"
+
+
+def arms_of(caps: Sequence[int], every: int) -> tuple[EvictionArm, ...]:
+    """All arms; the first cap is also that of the arm that evicts behind the prompt.
+
+    Args:
+        caps: of Batch-Max.
+        every: tokens that leave at a time.
+    """
+    decoding = [decode_only(2)] + [decode_only(every + 1)] * (every > 1)
+    return (
+        full_kv(),
+        *decoding,
+        *(batch_max(cap, every) for cap in caps),
+        prefill_end(caps[0]),
+    )

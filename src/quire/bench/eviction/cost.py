@@ -1,0 +1,156 @@
+"""Part `cost`: what eviction takes of decode steps, and what being ready for it takes.
+
+full       everything is kept
+recent     the same cap as the rule's: as much KV, nothing remembered, the cheapest choice
+rule       scores and compaction when rows evict; sums of attention in every step
+pressure   when=pressure in a memory that is ample, by recent and by the rule: nothing ever leaves
+
+Evicting is part of planning a step, so its time is what planning takes more than with full KV.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from quire.bench.arms import all_decode
+from quire.bench.eviction.cells import FULL
+from quire.bench.eviction.config import CostConfig
+from quire.bench.eviction.rules import Rule
+from quire.bench.models import random_model
+from quire.bench.prefill_rates import random_prompt
+from quire.bench.result import Numbers, PartResult, Table
+from quire.bench.workload import SHAPES
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE
+
+RECENT, RULE = "recent", "rule"
+PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """A decode step of one arm in one round, mean over the run.
+
+    Attributes:
+        arm: its name.
+        step_s: whole, without sampling.
+        schedule_s: of which planning, evictions included.
+    """
+
+    arm: str
+    step_s: float
+    schedule_s: float
+
+    @property
+    def model_s(self) -> float:
+        """The rest: the model, attention and what is remembered of it."""
+        return self.step_s - self.schedule_s
+
+
+Round = Mapping[str, StepCost]
+
+
+def arms(config: CostConfig) -> dict[str, str]:
+    """Name of an arm to what `--evict` takes."""
+    recent, rule = Rule("recent"), config.rule
+    return {
+        FULL: FULL,
+        RECENT: recent.evict(config.cap, config.every, PREFILL_AND_DECODE),
+        RULE: rule.evict(config.cap, config.every, PREFILL_AND_DECODE),
+        PRESSURE_RECENT: recent.evict(config.cap, config.every, PRESSURE),
+        PRESSURE_RULE: rule.evict(config.cap, config.every, PRESSURE),
+    }
+
+
+def measure_cost(config: CostConfig) -> list[Round]:
+    """Rounds of all arms, taking turns; one before them is not counted."""
+    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+    rounds: list[Round] = []
+    for i in range(config.repeats + 1):
+        found = {arm: _run(model, config, arm, evict) for arm, evict in arms(config).items()}
+        rounds += [found] if i else []
+    return rounds
+
+
+def _run(model: LoadedModel, config: CostConfig, arm: str, evict: str) -> StepCost:
+    most = config.steps + config.rows + 2  # a row decodes while the others' prompts are read
+    length = config.cap + most
+    memory = 2 * config.rows * model.spec.kv_bytes(length, 2) + (8 << 20)
+    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
+    engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
+    options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+    for row in range(config.rows):
+        engine.submit(random_prompt(model, config.cap, row), options)
+    while engine.has_work and not all_decode(engine.scheduler.running, config.rows):
+        engine.step()
+    before = asdict(engine.times)
+    for _ in range(config.steps):
+        engine.step()
+    if not all_decode(engine.scheduler.running, config.rows):
+        raise InvariantError(f"rows of arm {arm} have left while its steps were timed")
+    after = asdict(engine.times)
+    return StepCost(
+        arm=arm,
+        step_s=(after["steps_s"] - before["steps_s"]) / config.steps,
+        schedule_s=(after["schedule_s"] - before["schedule_s"]) / config.steps,
+    )
+
+
+def run_cost(config: CostConfig) -> PartResult:
+    """The part."""
+    rounds = measure_cost(config)
+    return PartResult(
+        claims=claims(rounds),
+        tables=(_table(config, rounds),),
+        raw={"rounds": [{arm: asdict(cost) for arm, cost in r.items()} for r in rounds]},
+    )
+
+
+def claims(rounds: Sequence[Round]) -> Numbers:
+    """Shares of a step, medians over rounds of ratios within rounds.
+
+    eviction_cost_share: scoring and compaction of the rule, spread over all steps.
+    statistics_cost_share: what the model's part of a step takes longer than under recent.
+    pressure_recent_cost, pressure_rule_cost: what a step takes longer than with full KV, less 1.
+    """
+    return {
+        "eviction_cost_share": statistics.median(
+            (r[RULE].schedule_s - r[FULL].schedule_s) / r[RULE].step_s for r in rounds
+        ),
+        "statistics_cost_share": statistics.median(
+            r[RULE].model_s / r[RECENT].model_s - 1 for r in rounds
+        ),
+        "pressure_recent_cost": statistics.median(
+            r[PRESSURE_RECENT].step_s / r[FULL].step_s - 1 for r in rounds
+        ),
+        "pressure_rule_cost": statistics.median(
+            r[PRESSURE_RULE].step_s / r[FULL].step_s - 1 for r in rounds
+        ),
+    }
+
+
+def _table(config: CostConfig, rounds: Sequence[Round]) -> Table:
+    rows = []
+    for arm, evict in arms(config).items():
+        step_s = statistics.median(r[arm].step_s for r in rounds)
+        plan_s = statistics.median(r[arm].schedule_s for r in rounds)
+        over = statistics.median(r[arm].step_s / r[FULL].step_s for r in rounds)
+        rows.append((evict, 1e3 * step_s, 1e3 * plan_s, 100 * plan_s / step_s, over))
+    return Table(
+        name="eviction-cost",
+        caption=(
+            f"{config.rows} rows of {config.cap:,} tokens decode {config.steps} more, "
+            f"random-weight Llama ({config.model}), bfloat16; every row evicts {config.cycles} "
+            "times. Planning holds scoring and compaction. Medians of "
+            f"{config.repeats}, in turns."
+        ),
+        columns=("eviction", "step ms", "planning ms", "planning %", "step over full"),
+        rows=tuple(rows),
+    )

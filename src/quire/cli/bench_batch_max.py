@@ -1,0 +1,113 @@
+"""`quire bench batch-max`: eviction while prompts are read, and what it is compared with."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.bench_paper import paper_config, run_paper
+from quire.cli.bench_parts import finish, show_parts
+from quire.cli.bench_questions import asking_for, load
+from quire.cli.common import AsJson
+from quire.cli.options import KV, MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from quire.bench.result import PartResult
+
+STANDARD, PAPER = "standard", "paper"
+
+
+@with_settings(MODEL, KV, model_as="option")
+def batch_max(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[str, typer.Option(help="Only these, with commas: speed, quality.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of all arms, in turns.")] = 3,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="standard (random weights for speed, --model for quality), or paper (what the "
+            "paper did, with --model, --task and --data)."
+        ),
+    ] = STANDARD,
+    task: Annotated[
+        str, typer.Option(help="Of the paper's protocol: cnndm, narrativeqa or gsm8k.")
+    ] = "",
+    data: Annotated[
+        Path | None, typer.Option(help="Examples of the task, JSON or JSON lines.")
+    ] = None,
+    shots: Annotated[
+        Path | None, typer.Option(help="Examples to show; without it, those that are not asked.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Examples to ask; batches divide them: 960, 240, 96.")
+    ] = 960,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompts are cut to this.")] = 3_584,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Generated behind each prompt.")] = 512,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A quarter of all lengths, one KV memory, one round.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare full KV, decode-only eviction and Batch-Max in equal KV memory.
+
+    Batch-Max evicts while it reads prompts, so that more of them fit at a time. Its throughput is
+    held against decode-only eviction that keeps next to nothing, which nobody can beat with that.
+    """
+    if protocol not in (STANDARD, PAPER):
+        raise UnknownName("protocol", protocol, (STANDARD, PAPER))
+    if settings.kv.evict != "full":
+        raise ConfigError("the arms choose what stays themselves: leave --evict out")
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    if protocol == PAPER:
+        config = paper_config(
+            settings,
+            task=task,
+            samples=samples,
+            input_tokens=input_tokens,
+            new_tokens=new_tokens,
+            quick=quick,
+        )
+        found = run_paper(settings, config, data, shots)
+        used = asdict(config)
+    else:
+        found, used = _standard(settings, parts, repeats, quick=quick)
+    results, claims = show_parts(found)
+    run = finish("batch-max", results, claims, used | settings.as_dict() | _threads(), out)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _standard(
+    settings: Settings, parts: str, repeats: int, *, quick: bool
+) -> "tuple[Iterator[tuple[str, PartResult]], dict[str, object]]":
+    from quire.bench.batch_max.config import QUICK_BATCH_MAX, BatchMaxConfig
+    from quire.bench.batch_max.parts import make_parts
+    from quire.bench.named_parts import names_of, run_named
+
+    config = QUICK_BATCH_MAX if quick else BatchMaxConfig()
+    speed = config.speed if quick else replace(config.speed, repeats=repeats)
+    quality = replace(config.quality, model=settings.model)
+    config = replace(config, speed=speed, quality=quality)
+    made = make_parts(lambda: load(settings), asking_for)
+    return run_named(names_of(parts, made), made, config), asdict(config)
+
+
+def _threads() -> dict[str, object]:
+    import torch
+
+    return {"threads": torch.get_num_threads()}

@@ -1,0 +1,172 @@
+"""`quire bench eviction`: rules beside each other, in quality, bytes, positions and time."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.bench_parts import finish, show_parts
+from quire.cli.bench_questions import asking_for, load
+from quire.cli.common import AsJson
+from quire.cli.options import MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.report import commit
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.eviction.cells import Cell
+    from quire.bench.eviction.config import CellsConfig, EvictionBenchConfig
+    from quire.bench.eviction.texts import RunningText
+    from quire.models.loader import LoadedModel
+
+
+@with_settings(MODEL, model_as="option")
+def eviction(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[
+        str, typer.Option(help="Only these, with commas: quality, perplexity, kept, cost.")
+    ] = "",
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="Names with commas, or rules with options with semicolons: "
+            "'h2o; snapkv:window=16'. Without it, the usual ones; full is always there."
+        ),
+    ] = "",
+    tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
+    budgets: Annotated[
+        str, typer.Option(help="Caps in per cent of the longest prompt, with commas.")
+    ] = "50,25",
+    when: Annotated[
+        str, typer.Option(help="Schedules of the part quality, with commas.")
+    ] = "prefill_end,prefill_and_decode",
+    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 200,
+    text: Annotated[
+        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables, pictures and the result. Cells of the part quality are kept "
+            "there as they finish: a run that was stopped goes on."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few short prompts and texts, a small model for cost.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare eviction rules: right answers, perplexity, kept positions, cost."""
+    from quire.bench.eviction.cells import CellFile
+    from quire.bench.eviction.parts import Material, make_parts
+    from quire.bench.named_parts import names_of, run_named
+
+    config = _config(settings.model, quick=quick)
+    quality = _cells(config.quality, tasks, budgets, when, None if quick else prompts)
+    config = replace(config, quality=quality)
+    config = _with_rules(config, rules)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    material = Material(
+        load=lambda: load(settings),
+        asking_for=asking_for,
+        running_for=lambda model: _running(model, text),
+        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        commit=commit(),
+        show=_show,
+    )
+    made = make_parts(material)
+    results, claims = show_parts(run_named(names_of(parts, made), made, config))
+    run = finish("eviction", results, claims, _used(config, settings), out)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(model: str, *, quick: bool) -> "EvictionBenchConfig":
+    from quire.bench.eviction.config import QUICK_EVICTION, EvictionBenchConfig
+
+    return replace(QUICK_EVICTION if quick else EvictionBenchConfig(), model=model)
+
+
+def _cells(
+    config: "CellsConfig", tasks: str, budgets: str, when: str, prompts: int | None
+) -> "CellsConfig":
+    """The cells that were asked for; None leaves the number of prompts as it is.
+
+    Raises:
+        UnknownName: no such task or schedule.
+        ConfigError: a budget that is none.
+    """
+    from quire.bench.named_parts import names_of
+    from quire.evals.tasks import FAMILIES
+    from quire.spec.eviction import SCHEDULES
+
+    return replace(
+        config,
+        tasks=names_of(tasks, FAMILIES, "task") if tasks.strip() else config.tasks,
+        schedules=names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule"),
+        budgets=_budgets(budgets),
+        prompts=prompts or config.prompts,
+    )
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) / 100 for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"expected per cents such as 50,25, got {text!r}") from None
+
+
+def _with_rules(config: "EvictionBenchConfig", rules: str) -> "EvictionBenchConfig":
+    """The same rules in all parts that compare rules; without any, each part's own."""
+    from quire.bench.eviction.rules import rules_of
+
+    if not rules.strip():
+        return config
+    chosen = rules_of(rules)
+    return replace(
+        config,
+        quality=replace(config.quality, rules=chosen),
+        perplexity=replace(config.perplexity, rules=chosen),
+        kept=replace(config.kept, rules=chosen),
+    )
+
+
+def _running(model: "LoadedModel", path: Path | None) -> "RunningText":
+    """A file, or the books; begun with quire-tiny's own token where the model knows it."""
+    from quire.bench.eviction.texts import RunningText
+    from quire.evals.haystack import book_text
+    from quire.evals.questions import DOCUMENT_START
+    from quire.models.tokenizer import encode_prompt
+
+    assert model.tokenizer is not None, "asked for a model that answers"
+    known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
+    start = DOCUMENT_START if known else ""
+    if path is None:
+        return RunningText(text=book_text(), start=start, name="books it was not trained on")
+    try:
+        return RunningText(text=path.read_text(encoding="utf-8"), start=start, name=path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; name a text in UTF-8") from error
+
+
+def _show(cell: "Cell") -> None:
+    key = cell.key
+    where = f"{key.when}, {100 * key.budget:g} %" if key.when else "everything"
+    low, high = cell.interval
+    typer.echo(
+        f"{key.task}, {key.rule} ({where}): {cell.share:.3f} [{low:.3f}, {high:.3f}], "
+        f"{cell.request_bytes / 1024:,.0f} KiB a request, {cell.seconds:.1f} s"
+    )
+
+
+def _used(config: "EvictionBenchConfig", settings: Settings) -> dict[str, object]:
+    import torch
+
+    return settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}

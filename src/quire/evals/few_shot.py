@@ -1,0 +1,130 @@
+"""Few-shot prompts from files of recorded examples, as Batch-Max was measured with.
+
+cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 against the highlights
+narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
+gsm8k         {"question", "answer": "... #### number"}    16 shots  share of right numbers
+
+NarrativeQA's may also have LongBench's names ("input" for the question), or Hugging Face's nested
+ones. Nothing is brought along: the data has licences of its own.
+
+Source: Metel et al. 2025 (Batch-Max), section 4, which prints neither its prompts nor its shots:
+these wordings are ours.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import UnknownName
+from quire.evals.rouge import best_rouge_2
+
+Record = Mapping[str, Any]
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewShotTask:
+    """One kind of example.
+
+    Attributes:
+        name: of the task.
+        shots: solved examples in front of a question.
+        ask: an example without its answer, as a prompt ends with it.
+        answers: of an example, the first one as a shot shows it.
+        grade: (what a model wrote up to the next example, references) to a score from 0 to 1.
+        score: what its mean is called.
+        stop: what begins another example: the answer ends there.
+    """
+
+    name: str
+    shots: int
+    ask: Callable[[Record], str]
+    answers: Callable[[Record], tuple[str, ...]]
+    grade: Callable[[str, Sequence[str]], float]
+    score: str
+    stop: str
+
+    def judge(self, text: str, references: Sequence[str]) -> float:
+        """Score of a continuation, which may go on with examples of its own."""
+        return self.grade(text.split(self.stop)[0], references)
+
+
+def final_number(text: str) -> str | None:
+    """The number behind `####`, else the last one there is; without commas and trailing zeros."""
+    marked = text.split("####", 1)
+    found = _NUMBER.findall(marked[1]) if len(marked) == 2 else []
+    number = found[:1] or _NUMBER.findall(marked[0])[-1:]
+    return f"{float(number[0].replace(',', '')):g}" if number else None
+
+
+def _same_number(text: str, references: Sequence[str]) -> float:
+    number = final_number(text)
+    return float(number is not None and number in map(final_number, references))
+
+
+def _text(value: Any) -> str:
+    """Hugging Face's NarrativeQA has {"text": ...} where others have a string."""
+    if isinstance(value, Mapping):
+        return _text(value.get("summary") or value["text"])
+    return str(value)
+
+
+def _first(record: Record, *names: str) -> Any:
+    for name in names:
+        if name in record:
+            return record[name]
+    raise KeyError(names[0])
+
+
+def _story_answers(record: Record) -> tuple[str, ...]:
+    found = _first(record, "answers", "answer")
+    return tuple(map(_text, found)) if isinstance(found, list) else (_text(found),)
+
+
+TASKS: Mapping[str, FewShotTask] = MappingProxyType(
+    {
+        "cnndm": FewShotTask(
+            name="cnndm",
+            shots=1,
+            ask=lambda record: f"Article: {record['article']}\n\nSummary:",
+            answers=lambda record: (str(record["highlights"]),),
+            grade=best_rouge_2,
+            score="rouge-2",
+            stop="\nArticle:",
+        ),
+        "narrativeqa": FewShotTask(
+            name="narrativeqa",
+            shots=2,
+            ask=lambda record: (
+                f"Story: {_text(_first(record, 'context', 'document'))}\n\n"
+                f"Question: {_text(_first(record, 'question', 'input'))}\nAnswer:"
+            ),
+            answers=_story_answers,
+            grade=best_rouge_2,
+            score="rouge-2",
+            stop="\nStory:",
+        ),
+        "gsm8k": FewShotTask(
+            name="gsm8k",
+            shots=16,
+            ask=lambda record: f"Question: {record['question']}\nAnswer:",
+            answers=lambda record: (str(record["answer"]),),
+            grade=_same_number,
+            score="accuracy",
+            stop="\nQuestion:",
+        ),
+    }
+)
+
+
+def task_named(name: str) -> FewShotTask:
+    """The task of this name.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    if name not in TASKS:
+        raise UnknownName("task", name, TASKS)
+    return TASKS[name]

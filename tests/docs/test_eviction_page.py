@@ -1,0 +1,96 @@
+"""docs/make_eviction.py: from runs of both benches to one page."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quire.bench.result import HeatMap, PartResult, Table
+from snippets import ROOT
+
+
+@pytest.fixture
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_eviction", ROOT / "docs/make_eviction.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_object(bench: str, **parts: PartResult) -> dict[str, Any]:
+    return {
+        "name": f"bench {bench}",
+        "claims": {},
+        "arms": {name: part.to_json() for name, part in parts.items()},
+        "config": {"threads": 2},
+        "hardware": {"cpu": "a processor"},
+        "versions": {"torch": "2.13.0", "quire": "0.1.0"},
+        "commit": "abc",
+    }
+
+
+def part(claim: str, value: float, *, maps: tuple[HeatMap, ...] = ()) -> PartResult:
+    table = Table(name="t", caption=f"{claim}.", columns=("a", "b"), rows=(("r", value),))
+    return PartResult(claims={claim: value}, tables=(table,), maps=maps, raw={"a": [1]})
+
+
+def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
+    """Both have a part called quality: neither replaces the other's."""
+    pytest.importorskip("matplotlib")
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    panels = {"h2o": ((0.0, 1.0), (0.5, 0.25))}
+    heat = HeatMap(name="eviction-kept", title="Kept", x_label="x", y_label="y", panels=panels)
+    runs = (
+        run_object("batch-max", quality=part("bm_quality_over_fkv", 0.5)),
+        run_object(
+            "eviction",
+            quality=part("full_quality", 0.9),
+            kept=part("kept_h2o_old_half", 0.1, maps=(heat,)),
+        ),
+    )
+    for name, run in zip("ab", runs, strict=True):
+        (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
+
+    maker.main([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path)
+
+    text = (tmp_path / "eviction-measured.md").read_text()
+    assert "| `bm_quality_over_fkv` | 0.5 | at least 0.975 |" in text
+    assert text.index("## Batch-Max: quality over full KV") < text.index("## Rules, budgets, tasks")
+    assert "| r | 0.9 |" in text
+    assert "![Kept](images/measured-eviction-kept.svg)" in text
+    assert "<svg" in (tmp_path / "images" / "measured-eviction-kept.svg").read_text()
+    kept = json.loads((tmp_path / "results" / "eviction.json").read_text())
+    assert set(kept["arms"]) == {"batch-max-quality", "rules-quality", "rules-kept"}
+    assert "raw" not in kept["arms"]["rules-kept"]
+
+    maker.main([], tmp_path)
+    assert (tmp_path / "eviction-measured.md").read_text() == text
+
+
+def test_every_part_has_a_title(maker: ModuleType):
+    from quire.bench.batch_max.parts import make_parts as batch_max_parts
+    from quire.bench.eviction.cells import CellFile
+    from quire.bench.eviction.parts import Material
+    from quire.bench.eviction.parts import make_parts as eviction_parts
+
+    def nothing(*_: object) -> None:
+        raise AssertionError("no part is run here")
+
+    material = Material(
+        load=nothing,
+        asking_for=nothing,
+        running_for=nothing,
+        kept=CellFile(None),
+        commit=None,
+        show=nothing,
+    )
+    names = [f"batch-max-{name}" for name in (*batch_max_parts(nothing, nothing), "paper")]
+    names += [f"rules-{name}" for name in eviction_parts(material)]
+
+    assert list(maker.TITLES) == names

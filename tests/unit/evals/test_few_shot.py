@@ -1,0 +1,124 @@
+"""Few-shot prompts from files of examples, and the grades of what is written behind them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.evals.few_shot import final_number, task_named
+from quire.evals.samples import make_samples, read_records
+
+SUMS = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "7"),
+        ("#### $1,234.50 left, not 9", "1234.5"),
+        ("she has 12 and then -8.0", "-8"),
+        ("none at all", None),
+        ("5 eggs ####", "5"),
+    ],
+)
+def test_the_number_that_counts(text, number):
+    assert final_number(text) == number
+
+
+def test_sums_are_judged_by_their_number_before_the_next_question():
+    task = task_named("gsm8k")
+
+    assert task.judge(" It is 7.\n#### 7\n\nQuestion: 9 + 9?\n#### 18", ["x\n#### 7"]) == 1.0
+    assert task.judge(" It is 8.\n\nQuestion: 6 + 1?\n#### 7", ["x\n#### 7"]) == 0.0
+    assert task.judge(" dunno", ["x\n#### 7"]) == 0.0
+
+
+def test_a_summary_ends_where_the_next_article_begins():
+    task = task_named("cnndm")
+
+    assert task.judge(" the cat sat\n\nArticle: more words", ["the cat sat"]) == 1.0
+
+
+def test_sixteen_shots_stand_in_front_of_every_question_and_are_never_asked():
+    samples = make_samples(task_named("gsm8k"), SUMS, 4)
+
+    shown = samples[0].prompt.rsplit("Question:", 1)[0]
+    asked = [sample.prompt.removeprefix(shown) for sample in samples]
+    assert shown.count("####") == 16
+    assert all(text.startswith("Question:") and text.endswith("\nAnswer:") for text in asked)
+    assert not any(text.removesuffix("\nAnswer:") in shown for text in asked)
+    assert len(set(asked)) == 4
+    assert samples == make_samples(task_named("gsm8k"), SUMS, 4)
+    assert samples != make_samples(task_named("gsm8k"), SUMS, 4, seed=1)
+
+
+def test_shots_may_come_from_a_file_of_their_own():
+    samples = make_samples(task_named("gsm8k"), SUMS, 20, shot_records=SUMS)
+
+    assert len(samples) == 20
+
+
+def test_too_few_examples_are_refused():
+    with pytest.raises(ConfigError, match=r"5 samples and 16 shots of gsm8k need more .* 20"):
+        make_samples(task_named("gsm8k"), SUMS, 5)
+
+
+def test_an_example_without_a_field_is_refused():
+    with pytest.raises(ConfigError, match="cnndm has no field 'article'"):
+        make_samples(task_named("cnndm"), SUMS, 1)
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        {"context": "Once.", "question": "When?", "answers": ["Once", "once upon"]},
+        {"context": "Once.", "input": "When?", "answers": ["Once", "once upon"]},
+        {
+            "document": {"summary": {"text": "Once."}, "kind": "gutenberg"},
+            "question": {"text": "When?"},
+            "answers": [{"text": "Once"}, {"text": "once upon"}],
+        },
+    ],
+)
+def test_stories_in_three_spellings(story):
+    [sample] = make_samples(task_named("narrativeqa"), [story], 1, shot_records=[story, story])
+
+    assert (
+        sample.prompt
+        == 2 * ("Story: Once.\n\nQuestion: When?\nAnswer: Once\n\n")
+        + "Story: Once.\n\nQuestion: When?\nAnswer:"
+    )
+    assert sample.references == ("Once", "once upon")
+
+
+def test_files_in_three_forms(tmp_path: Path):
+    forms = {
+        "list.json": json.dumps(SUMS),
+        "lines.jsonl": "\n".join(map(json.dumps, SUMS)) + "\n",
+        "values.json": json.dumps({str(i): record for i, record in enumerate(SUMS)}),
+    }
+    for name, text in forms.items():
+        (tmp_path / name).write_text(text)
+
+        assert read_records(tmp_path / name) == SUMS
+    (tmp_path / "one.jsonl").write_text(json.dumps(SUMS[0]) + "\n")
+    assert read_records(tmp_path / "one.jsonl") == SUMS[:1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", "{not json", "3"])
+def test_files_without_examples_are_refused(tmp_path: Path, text: str):
+    (tmp_path / "data").write_text(text)
+
+    with pytest.raises(ConfigError, match="data"):
+        read_records(tmp_path / "data")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nothing\.json"):
+        read_records(tmp_path / "nothing.json")
+
+
+def test_tasks_are_named():
+    with pytest.raises(UnknownName, match="gsm8k"):
+        task_named("gsm8")

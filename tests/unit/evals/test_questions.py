@@ -1,0 +1,24 @@
+"""Prompts of all tasks at one length."""
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.evals.questions import DEPTHS, DOCUMENT_START, make_questions
+from quire.evals.tasks import names, rough_measure
+
+
+@pytest.mark.parametrize("task", names())
+def test_no_prompt_with_its_answer_is_longer_than_asked_for(task: str):
+    found = make_questions(task, 200, 10, measure=rough_measure)
+
+    assert [question.depth for question in found] == [*DEPTHS, *DEPTHS]
+    assert len({question.prompt for question in found}) == 10
+    for question in found:
+        assert question.prompt.startswith(DOCUMENT_START)
+        assert rough_measure(question.prompt + question.answer) <= 200
+    assert found[:3] == make_questions(task, 200, 3, measure=rough_measure)
+
+
+def test_a_length_that_nothing_fits_into_is_refused():
+    with pytest.raises(ConfigError, match="'niah' fits into 20 tokens"):
+        make_questions("niah", 20, 1, measure=rough_measure)
