@@ -6,6 +6,7 @@ first one behind attention whose input differs from `before` by what attention g
 attention and MLP at once have none.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -125,19 +126,23 @@ def _next_part(layer: _Layer, ran: _Ran) -> str | None:
     at = names.index(layer.attention)
     added = [parts[at][2]]  # what attention gave, and what a norm made of it
     for name, given, made in parts[at + 1 :]:
-        if given.shape == added[0].shape and _explains(added[0], given):
-            added.append(made)
-        elif given.shape == before.shape and any(_explains(x, given - before) for x in added):
+        if given.shape != before.shape:
+            continue
+        # attention may be so much larger than the stream that both look alike: the better one is it
+        alone, onto_stream = _error(added[0], given), min(_error(x, given - before) for x in added)
+        if onto_stream <= min(MOST_ERROR, alone):
             return name
+        if alone <= MOST_ERROR:
+            added.append(made)
     return None
 
 
-def _explains(given: Tensor, seen: Tensor) -> bool:
-    """Whether what is seen is what was given, times a factor."""
+def _error(given: Tensor, seen: Tensor) -> float:
+    """How much of what is seen is not what was given times a factor, relative."""
     if given.shape != seen.shape or not seen.any():
-        return False
+        return math.inf
     x, y = given.float().flatten(), seen.float().flatten()
-    return bool((y - x * (x @ y / (x @ x))).norm() <= MOST_ERROR * y.norm())
+    return float((y - x * (x @ y / (x @ x))).norm() / y.norm())
 
 
 def _watch(layer: _Layer, part: str, bridge: Bridge) -> list[RemovableHandle]:

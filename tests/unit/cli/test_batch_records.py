@@ -62,6 +62,7 @@ def test_a_plain_answer():
             "completion_tokens": 2,
             "cached_tokens": 1,
             "preemptions": 4,
+            "evicted_tokens": 0,
             "kv_peak_bytes": 64,
             "first_token_s": 0.5,
             "total_s": 1.0,

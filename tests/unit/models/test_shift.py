@@ -8,6 +8,7 @@ import zoo
 from flat import sequences
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseAttention
+from quire.models.loader import load_model
 from quire.spec.statistics import AttentionShift
 
 # the part of a layer that is given the stream after attention, by the architecture's own code
@@ -100,3 +101,10 @@ def test_layers_that_add_attention_and_mlp_at_once_are_refused_by_name():
 
     assert "GPTNeoXForCausalLM does not add attention" in decoder.prepare(AttentionShift())
     assert run(decoder, Watching(11)).cosines == {}
+
+
+def test_an_attention_much_larger_than_the_stream_is_not_taken_for_the_next_part():
+    """Then the stream behind it looks like what attention gave: the packaged model is so."""
+    model = load_model("quire-tiny", dtype="float32")
+
+    assert model.decoder.prepare(AttentionShift()) is None
