@@ -89,9 +89,9 @@ def run(
     rng = random.Random(1)
     running = engine.scheduler.running
     while engine.has_work:
-        ripe = [r for r in running if r.num_evictions and r.preemptions < preempts]
-        if ripe and rng.random() < 0.7:
-            engine.scheduler._preempt(min(ripe, key=lambda r: r.preemptions), "for the test")
+        for request in [r for r in running if r.num_evictions and r.preemptions < preempts]:
+            if rng.random() < 0.4:
+                engine.scheduler._preempt(request, "for the test")
         for delta in engine.step():
             if delta.usage is not None:
                 done.usages[delta.request_id] = delta.usage
@@ -159,7 +159,7 @@ def test_a_preempted_request_loses_the_same_tokens_again(apart, preempt):
     host = "4MiB" if preempt == "swap" else 0
     often = run(jobs_of(RULES), host=host, preempt=preempt, preempts=2)
 
-    assert min(usage.preemptions for usage in often.usages.values()) > 0
+    assert sum(usage.preemptions > 1 for usage in often.usages.values()) > len(RULES) // 2
     assert ("replay" in often.reasons) == (preempt == "recompute")
     assert often.traces() == apart.traces()
     assert largest_difference(often.logits, apart.logits) <= 1e-4

@@ -35,6 +35,7 @@ def test_a_completion_has_the_shape_of_the_openai_api(complete, llm):
         "total_tokens": len(answer.prompt_token_ids) + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
         "kv_peak_bytes": answer.usage.kv_peak_bytes,
+        "evicted_tokens": 0,
     }
 
 

@@ -63,6 +63,9 @@ class BatchRun:
                 model=self._llm.model.name,
                 with_prompt=self._task.with_prompt,
             )
+            if line.record_evictions:
+                trace = self._llm.engine.eviction_trace(result.request_id)
+                record["evictions"] = [kept.as_dict() for kept in trace]
             self._put(record, result)
         self._output.flush()
         return self.tally

@@ -166,18 +166,16 @@ class Engine:
         return request.request_id
 
     def _open_text(self, request: Request) -> OutputText:
-        model = self.model
-        eos_token_ids = model.generation.eos_token_ids
-        return OutputText(request.params, eos_token_ids, model.tokenizer, request.prompt_token_ids)
+        model, prompt = self.model, request.prompt_token_ids
+        return OutputText(request.params, model.generation.eos_token_ids, model.tokenizer, prompt)
 
     def share_publicly(self, token_ids: Sequence[int]) -> None:
         """Let all tenants share the KV of these tokens where their prompts begin with them.
 
         For system prompts that everybody may know of; what follows them stays each tenant's own.
         """
-        self.scheduler.residency.identities.register_public(
-            checked_prompt(token_ids, self.model.spec)
-        )
+        prompt = checked_prompt(token_ids, self.model.spec)
+        self.scheduler.residency.identities.register_public(prompt)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request now; its last delta comes with the next step. Unknown ids are ignored.
@@ -222,9 +220,7 @@ class Engine:
     def _schedule(self, deltas: list[Delta]) -> StepPlan:
         started_s = time.perf_counter()
         plan = self.scheduler.schedule()
-        took_s = time.perf_counter() - started_s
-        self.times.schedule_s += took_s
-        self.times.steps_s += took_s
+        self.times.scheduled(time.perf_counter() - started_s)
         for request, error in self.scheduler.failures:
             deltas += self._choosing.fail(request, str(error))
         self.scheduler.failures.clear()

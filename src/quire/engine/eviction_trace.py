@@ -86,6 +86,17 @@ class KeptSets:
     num_computed: int
     kept: tuple[Positions, ...]
 
+    def as_dict(self) -> dict[str, object]:
+        """JSON values; positions of a lane as text, such as "0-3,17,20-31"."""
+        return {"num_computed": self.num_computed, "kept": [_ranges(lane) for lane in self.kept]}
+
+
+def _ranges(positions: Positions) -> str:
+    """Ascending positions, neighbours joined."""
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    ends = ((int(part[0]), int(part[-1])) for part in parts if len(part))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
 
 def kept_sets(trace: Sequence[EvictionEntry]) -> Iterator[KeptSets]:
     """What stayed after each eviction of a sequence, from its first on."""

@@ -1,6 +1,6 @@
 """Keeps lanes at or under their cap: asks for evictions before the next tokens are processed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -127,9 +127,16 @@ class LaneCaps:
         # others of a group leave with the member they were to be copied from
         return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
 
-    def may_relieve(self, requests: Iterable[Request]) -> bool:
-        """Whether any of these goes down to its cap where room is short."""
-        return any(r.eviction.when == PRESSURE and r.eviction.cap is not None for r in requests)
+    def relieve_while(self, lacks_room: Callable[[], bool], requests: Collection[Request]) -> None:
+        """While room is short let those that may go down to their caps, before anybody gives way.
+
+        Args:
+            lacks_room: asked only where somebody may.
+            requests: see `relieve`; those that fail leave it.
+        """
+        asked = any(r.eviction.when == PRESSURE for r in requests)
+        while asked and lacks_room() and self.relieve(requests):
+            pass
 
     def relieve(self, requests: Iterable[Request]) -> bool:
         """Room is short: let the longest of those that are over their cap go down to it.

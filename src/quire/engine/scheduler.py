@@ -40,7 +40,7 @@ class Scheduler:
         memory: the pool.
         config: step and queue sizes.
         evictor: asked before a request's lane would pass its cap; None where no lane has one.
-        parts: rows, rules and books; by default those of the config, with nothing shared.
+        parts: rows, rules and books; by default the config's, with nothing shared.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class Scheduler:
         shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
         sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
         self.peaks.refuse_if_never(request)
-        most_bytes = self.peaks.peak_bytes(need_of(request, request.final_tokens))
-        self.fairness.admit(request, most_bytes)
+        self.fairness.admit(request, self.peaks.peak_bytes(need_of(request, request.final_tokens)))
         for sequence in sequences:
             self._wait(sequence)
 
@@ -162,10 +161,11 @@ class Scheduler:
         if self.residency.idle_bytes:
             self.residency.drop_cached()
             return True
-        last = max(self.running, key=self.preempter.order, default=None)
-        if last is not None:
+        if self.running:
+            last = max(self.running, key=self.preempter.order)
             self._preempt(last, "another engine asked for its memory")
-        return last is not None
+            return True
+        return False
 
     def take_back(self, plan: StepPlan) -> list[Request]:
         """A step has failed: those whose KV it was to write wait again, without KV.
@@ -177,8 +177,8 @@ class Scheduler:
             The requests of the step.
         """
         failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
-        unwritten = self.residency.borrows_unwritten
-        borrowed = [r for r in self.running if r not in failed and unwritten(r)]
+        others = (r for r in self.running if r not in failed)
+        borrowed = [r for r in others if self.residency.borrows_unwritten(r)]
         self.residency.withdraw()
         for request in failed + borrowed:
             if request.state is RequestState.RUNNING:  # else it went with its group
@@ -192,7 +192,7 @@ class Scheduler:
         """Plan a step and make room for it. Rows that decode come first."""
         plan = StepPlan()
         self.fairness.recount(self.running)
-        self._relieve()
+        self.caps.relieve_while(lambda: self._entrance.lacks_room, self.running)
         self._limits.respect()
         self._entrance.claim()
         self._schedule_decoding(plan)
@@ -200,12 +200,6 @@ class Scheduler:
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
-
-    def _relieve(self) -> None:
-        """Room is short: let those that may go down to their caps, before anybody gives way."""
-        if self.caps.may_relieve(self.running):
-            while self._entrance.lacks_room and self.caps.relieve(self.running):
-                pass
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Note that the step's tokens have been processed; return the copies made then."""

@@ -17,6 +17,11 @@ class StepTimes:
     schedule_s: float = 0.0
     prepare_s: float = 0.0
 
+    def scheduled(self, seconds: float) -> None:
+        """Note what planning a step took."""
+        self.schedule_s += seconds
+        self.steps_s += seconds
+
     @property
     def bookkeeping_share(self) -> float:
         """Part of the steps' time that is neither model nor attention."""

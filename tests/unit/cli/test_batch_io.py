@@ -40,6 +40,21 @@ def outcome(raw: bytes, number: int) -> BatchLine | BatchError:
         return error
 
 
+def test_a_line_says_which_of_its_tokens_stay():
+    line = parse({"prompt": "Hi", "evict": "h2o:cap=512", "record_evictions": True})
+
+    assert (line.evict, line.record_evictions) == ("h2o:cap=512", True)
+    assert line.sampling == {}
+    assert parse({"prompt": "Hi", "evict": None}).evict is None
+
+
+@pytest.mark.parametrize("member", [{"evict": 3}, {"record_evictions": "yes"}])
+def test_what_says_so_has_its_type(member):
+    [name] = member
+
+    assert f"expected {name} to be a" in str(refusal({"prompt": "Hi", **member}))
+
+
 def test_a_plain_line_is_a_prompt_and_options():
     line = parse({"id": "x", "prompt": "Hi", "max_tokens": 5, "stop": ["."], "seed": None})
 

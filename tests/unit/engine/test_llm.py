@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import engines
-from quire.engine.inputs import as_options, as_prompts, as_token_ids
+from quire.engine.inputs import as_options, as_policies, as_prompts, as_token_ids
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
@@ -41,6 +41,24 @@ def expected(model):
 
 def tokens_of(deltas):
     return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+def test_one_policy_for_all_prompts_or_one_for_each(model):
+    llm = LLM(model, kv=KVConfig(memory="1MiB", page_tokens=4, evict_allow="recent"))
+    prompts = [[3] * 40, [4] * 40]
+    capped = "recent:cap=24,every=6"
+
+    def evicted(evict):
+        return [a.usage.evicted_tokens > 0 for a in llm.generate(prompts, GREEDY, evict=evict)]
+
+    assert evicted(None) == [False, False]
+    assert evicted(capped) == [True, True]
+    assert evicted([None, capped]) == [False, True]
+    assert any(delta.usage for delta in llm.stream(prompts[0], GREEDY, evict=capped))
+    for wrong, says in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
+        with pytest.raises(RequestError, match=says):
+            as_policies(wrong, 2)
+    assert not llm.engine.has_work
 
 
 def test_streams_that_are_read_in_turns_each_get_their_own_answer(llm, expected):

@@ -1,0 +1,28 @@
+"""A request says which of its tokens stay; the answer says how many did not."""
+
+import pytest
+
+from quire.engine.llm import LLM
+from quire.kv.config import KVConfig
+
+
+@pytest.fixture(scope="module")
+def llm():
+    kv = KVConfig(memory="4MiB", evict_allow="h2o")
+    return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
+
+
+def test_a_request_names_its_policy_and_learns_how_many_tokens_left(complete):
+    whole = complete(max_tokens=40, ignore_eos=True)
+    capped = complete(max_tokens=40, ignore_eos=True, evict="h2o:cap=16,every=4")
+
+    assert whole["usage"]["evicted_tokens"] == 0
+    assert capped["usage"]["evicted_tokens"] > 20
+    assert capped["usage"]["completion_tokens"] == 40
+
+
+def test_a_policy_the_server_was_not_started_for_is_a_bad_request(post):
+    response = post("/v1/completions", prompt="Once", evict="tova:cap=99")
+
+    assert response.status_code == 400
+    assert "--evict-allow 'tova'" in response.json()["error"]["message"]

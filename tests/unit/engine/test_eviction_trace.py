@@ -1,0 +1,59 @@
+"""What left, eviction by eviction, gives back what stayed."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.eviction_trace import EvictionEntry, kept_sets
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.randoms())
+def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
+    """Slots lie in any order; the same leave again whatever order they lie in then."""
+    held: list[list[int]] = [[] for _ in range(lanes)]
+    trace, expected, length = [], [], 0
+    for chunk in chunks:
+        held = [lane + list(range(length, length + chunk)) for lane in held]
+        length += chunk
+        for lane in held:
+            rng.shuffle(lane)
+        stays = [[rng.random() < 0.6 for _ in lane] for lane in held]
+        positions, keep = _padded(held, -1), _padded(stays, False)
+        entry = EvictionEntry.of(length, positions, keep)
+        for lane in held:
+            rng.shuffle(lane)
+        again = entry.stays(_padded(held, -1))
+        left = [
+            {p for p, s in zip(*pair, strict=True) if not s}
+            for pair in zip(positions.tolist(), keep.tolist(), strict=True)
+        ]
+        held = [[p for p in lane if p not in gone] for lane, gone in zip(held, left, strict=True)]
+
+        assert again.sum(axis=1).tolist() == [len(lane) for lane in held]
+        assert entry.num_slots == sum(len(gone - {-1}) for gone in left)
+        trace.append(entry)
+        expected.append((length, [sorted(lane) for lane in held]))
+    found = [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in kept_sets(trace)]
+
+    assert found == expected
+
+
+def test_kept_sets_are_written_as_ranges():
+    keep = np.array([[1, 1, 1, 0, 1, 0, 1, 1], [0] * 7 + [1]], dtype=bool)
+    entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)
+    [kept] = kept_sets([entry])
+
+    assert kept.as_dict() == {"num_computed": 8, "kept": ["0-2,4,6-7", "7"]}
+
+
+def test_equal_entries_have_equal_digests():
+    keep = np.array([[True, False, True]])
+    one, other = (EvictionEntry.of(3, np.arange(3)[None], mask) for mask in (keep, ~keep))
+
+    assert one.digest == EvictionEntry.of(3, np.arange(3)[None], keep).digest
+    assert one.digest != other.digest
+
+
+def _padded(rows: list, filling: object) -> np.ndarray:
+    width = max(map(len, rows))
+    return np.array([row + [filling] * (width - len(row)) for row in rows])
