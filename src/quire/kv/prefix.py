@@ -28,9 +28,9 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
-from quire.kv.prefix_node import PrefixLease, PrefixNode, chains
+from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
-from quire.kv.sharing import borrow, lend_blocks, lend_statistics, return_loans
+from quire.kv.sharing import borrow, lend_blocks, return_loans
 from quire.spec.pages import PageClass
 
 
@@ -221,11 +221,7 @@ class PrefixIndex:
     def confirm(self) -> None:
         """The step has run: what it published is there."""
         if self._listener is not None:
-            for chain in chains(self._pending):
-                parent = None if chain[0].parent is None else chain[0].parent.block.key
-                keys = [node.block.key for node in chain]
-                tokens = [token for node in chain for token in node.block.token_ids]
-                self._listener.stored(keys, parent, tokens, self.block_tokens)
+            tell_stored(self._listener, self._pending, self.block_tokens)
         self._pending.clear()
 
     def withdraw(self) -> None:
@@ -243,13 +239,8 @@ class PrefixIndex:
         Does nothing where there are none, where some are kept already, or without room for the
         copy.
         """
-        used = self.memory.statistics_of(row)
-        if not used or not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
-            return
-        kept = lease.nodes[-1].statistics
-        loan = None if used in kept else lend_statistics(self.memory, row)
-        if loan is not None:
-            kept[used] = loan
+        if lease.nodes and lease.tokens == int(self.memory.lengths[row]):
+            lease.nodes[-1].remember(self.memory, row)
 
     # ---- making room ---------------------------------------------------------------------------
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.kv.memory import KVMemory
+from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity
-from quire.kv.sharing import Loan
+from quire.kv.sharing import Loan, lend_statistics
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,13 @@ class PrefixNode:
     statistics: dict[frozenset[str], Loan] = field(default_factory=dict)
     is_public: bool = False
     num_users: int = 1
+
+    def remember(self, memory: KVMemory, row: int) -> None:
+        """Keep the statistics of a row that has just read up to here, where there is room."""
+        used = memory.statistics_of(row)
+        loan = lend_statistics(memory, row) if used and used not in self.statistics else None
+        if loan is not None:
+            self.statistics[used] = loan
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
         """Whether a node found by a key is really this block behind this parent."""
@@ -56,7 +65,7 @@ class PrefixLease:
         return self.nodes[-1].block.end if self.nodes else 0
 
 
-def chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
+def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
     """Nodes in their order, cut where one does not follow the one before it."""
     chains: list[list[PrefixNode]] = []
     for node in nodes:
@@ -65,3 +74,12 @@ def chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
         else:
             chains.append([node])
     return chains
+
+
+def tell_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
+    """Tell of new nodes, chain by chain."""
+    for chain in _chains(nodes):
+        parent = None if chain[0].parent is None else chain[0].parent.block.key
+        keys = [node.block.key for node in chain]
+        tokens = [token for node in chain for token in node.block.token_ids]
+        listener.stored(keys, parent, tokens, block_tokens)
