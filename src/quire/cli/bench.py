@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.bench_batch_max import batch_max
+from quire.cli.bench_batch_plan import batch_plan
 from quire.cli.bench_eviction import eviction
 from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
@@ -22,6 +23,7 @@ bench_app.command()(soak)
 bench_app.command()(memory)
 bench_app.command("batch-max")(batch_max)
 bench_app.command()(eviction)
+bench_app.command("batch-plan")(batch_plan)
 
 
 @bench_app.command()

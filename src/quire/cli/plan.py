@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.common import AsJson
+from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
@@ -17,6 +18,7 @@ from quire.plan.workload import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
 
+DEFAULT_BATCH = 8
 _PACKAGED = "quire-tiny"
 
 
@@ -50,7 +52,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
         int | None,
         typer.Option(help="Length asked about, in tokens. Default: 2048 or the context."),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences wanted at once.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences wanted at once. Default: 8, or as many as can be.")
+    ] = None,
     step_tokens: Annotated[int, typer.Option(help="Tokens of the largest step.")] = STEP_TOKENS,
     activation_peak: Annotated[
         str | None, typer.Option(help="A measured peak, e.g. 300MiB. Default: estimated.")
@@ -61,6 +65,30 @@ def plan(  # noqa: PLR0913 - one parameter per option
             metavar="IN,OUT,BATCH", help="Say whether managing KV pays: tokens in, out, requests."
         ),
     ] = None,
+    maximize_batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INPUT,OUTPUT",
+            help="Say which batch of rows of so many tokens fits for full KV, for eviction while "
+            "decoding and for eviction while prompts are read too, and its tokens a second.",
+        ),
+    ] = None,
+    evict: Annotated[
+        str | None,
+        typer.Option(help="The rule asked about, as in h2o:cap=512,every=64. Default: average."),
+    ] = None,
+    cap: Annotated[
+        str | None, typer.Option(help="Its cap: tokens of a lane, 25% of the prompt, or 2MiB.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that leave at a time. Default: 64.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time this model's steps now; else those of quire profile are used."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where memory would go and what would fit, before anything is loaded."""
@@ -73,12 +101,19 @@ def plan(  # noqa: PLR0913 - one parameter per option
             kv_codec=kv_codec,
             page_tokens=page_tokens,
             sequence_tokens=sequence_tokens,
-            batch=batch,
+            batch=DEFAULT_BATCH if batch is None else batch,
             step_tokens=step_tokens,
             activation_peak_bytes=_size(activation_peak),
             workload=None if workload is None else parse_workload(workload),
         )
         report = plan_report(_folder(model), options)
+        asked = MaximizeOptions.of(
+            maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
+        )
+        if asked is not None:
+            answer = maximize(_folder(model), report, asked, page_tokens=page_tokens)
+            show(report, answer, as_json=as_json)
+            return
     except QuireError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -15,8 +15,11 @@ from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
     from quire.bench.ceilings import ProfileConfig
-    from quire.plan.ceilings import Ceilings, Machine
+    from quire.plan.ceilings import Ceilings
     from quire.plan.rates import PrefillRates
+    from quire.plan.step_rates import StepRates
+
+STEP_REPEATS = 3
 
 
 def profile(
@@ -27,8 +30,19 @@ def profile(
     ] = None,
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="A model whose rate of reading prompts is measured."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model whose rates of reading prompts and decoding are measured.",
+        ),
     ] = "",
+    evict: Annotated[
+        str,
+        typer.Option(
+            help="Rules under which the model's steps are measured, one after another with "
+            "semicolons; caps do not matter. Always measured: full and recent."
+        ),
+    ] = "average",
     quick: Annotated[
         bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
     ] = False,
@@ -38,8 +52,8 @@ def profile(
     """Measure the ceilings of this machine once and store them.
 
     Read and copy bandwidth, matrix products by shape, attention, swaps between the KV memory and
-    the host, and with a model how fast it reads prompts. A file holds for one processor, number
-    of threads and torch version.
+    the host, and with a model how fast it reads prompts, decodes and evicts. A file holds for one
+    processor, number of threads and torch version.
     """
     import torch
 
@@ -51,9 +65,10 @@ def profile(
     use_threads(threads)
     config = QUICK_PROFILE if quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
-    prefill = _prefill(model, config) if model else {}  # first: a wrong name takes no minutes
+    # first: a wrong name takes no minutes
+    prefill, steps = _of_model(model, evict, config, quick=quick) if model else ({}, {})
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
-    ceilings = replace(ceilings, prefill=_known_prefill(path, machine) | prefill)
+    ceilings = _with_known(ceilings, path, prefill, steps)
     if path is not None:
         write_ceilings(ceilings, path)
         typer.echo(f"written: {path}")
@@ -61,6 +76,7 @@ def profile(
         used = {
             "threads": machine.threads,
             "model": model or None,
+            "evict": evict if model else None,
             "output": None if path is None else str(path),
         }
         claims, arms = _claims(ceilings, config.dtypes), {"ceilings": asdict(ceilings)}
@@ -85,24 +101,38 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
     return claims
 
 
-def _prefill(model: str, config: "ProfileConfig") -> "dict[str, PrefillRates]":
+def _of_model(
+    name: str, evict: str, config: "ProfileConfig", *, quick: bool
+) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
     from quire.bench.prefill_rates import measure_prefill_rates
+    from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
 
-    return measure_prefill_rates(
-        load_model(model),
+    rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
+    model = load_model(name)
+    prefill = measure_prefill_rates(
+        model,
         chunks=config.chunks,
         prompt_tokens=config.prompt_tokens,
         repeats=config.repeats,
         progress=typer.echo,
     )
+    timed = Stopwatch(lambda: model, repeats=1 if quick else STEP_REPEATS, quick=quick)
+    for rule in rules:
+        timed(rule)
+    return prefill, timed.found
 
 
-def _known_prefill(path: Path | None, machine: "Machine") -> "dict[str, PrefillRates]":
-    """Rates of other models in the file that is about to be written, as far as they hold here."""
-    from quire.plan.ceilings import NotUsable, read_ceilings
+def _with_known(
+    ceilings: "Ceilings",
+    path: Path | None,
+    prefill: "dict[str, PrefillRates]",
+    steps: "dict[str, StepRates]",
+) -> "Ceilings":
+    """Add a model's rates, and those in the file about to be written as far as they hold here."""
+    from quire.plan.ceilings import Ceilings, read_ceilings
 
-    if path is None:
-        return {}
-    found = read_ceilings(path, machine)
-    return {} if isinstance(found, NotUsable) else dict(found.prefill)
+    found = None if path is None else read_ceilings(path, ceilings.machine)
+    if isinstance(found, Ceilings):
+        prefill, steps = {**found.prefill, **prefill}, {**found.steps, **steps}
+    return replace(ceilings, prefill=prefill, steps=steps)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.plan.rates import CopyRates, PrefillRates
-from quire.plan.stored_rates import copies_from, prefill_from
+from quire.plan.step_rates import StepRates
+from quire.plan.stored_rates import copies_from, prefill_from, steps_from
 
 FORMAT = 1
 
@@ -64,6 +65,7 @@ class Ceilings:
         attention_bytes_per_s: by way of attending, KV bytes of a decoding batch over its time.
         copies: of swapped pages, by device; files written before this was measured have none.
         prefill: of models, by `model_key`; empty where no model was given.
+        steps: of models under eviction rules, by `steps_key`; likewise.
     """
 
     machine: Machine
@@ -75,6 +77,7 @@ class Ceilings:
     attention_bytes_per_s: Mapping[str, float]
     copies: Mapping[str, CopyRates] = field(default_factory=dict)
     prefill: Mapping[str, PrefillRates] = field(default_factory=dict)
+    steps: Mapping[str, StepRates] = field(default_factory=dict)
 
     def peak_product_rate(self, dtype: str = "bfloat16") -> float:
         """The highest measured rate of a product, in FLOP/s.
@@ -181,6 +184,7 @@ def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
     machine, products = values.pop("machine"), values.pop("products")
     attention = values.pop("attention_bytes_per_s")
     copies, prefill = values.pop("copies", {}), values.pop("prefill", {})
+    steps = values.pop("steps", {})
     if not isinstance(machine, dict) or not isinstance(products, list):
         raise TypeError("expected a table `machine` and a list `products`")
     if not isinstance(attention, dict):
@@ -192,6 +196,7 @@ def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
         attention_bytes_per_s={name: _rate(value) for name, value in attention.items()},
         copies=copies_from(copies),
         prefill=prefill_from(prefill),
+        steps=steps_from(steps),
         **rates,
     )
 

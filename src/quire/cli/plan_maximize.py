@@ -1,0 +1,195 @@
+"""`quire plan --maximize-batch`: where its numbers come from, and what it prints."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from quire.cli.plan_report import PlanReport
+from quire.cli.report import envelope
+from quire.errors import ConfigError
+from quire.plan.ceilings import default_path, read_ceilings
+from quire.plan.machine import this_machine
+from quire.plan.step_rates import StepRates
+from quire.plan.stored_rates import model_key, steps_key
+
+if TYPE_CHECKING:
+    from quire.cli.plan_batches import BatchReport, Rates
+    from quire.models.loader import LoadedModel
+
+MEASURED_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaximizeOptions:
+    """What `--maximize-batch` is asked besides what every plan is.
+
+    Attributes:
+        prompt_tokens, new_tokens: of each row.
+        evict, cap, every: see `quire.plan.batch_rules.arm_rules`.
+        batch: rows wanted, if they are fixed.
+        measure: time the steps now; else what `quire profile` stored is used.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    evict: str | None = None
+    cap: str | None = None
+    every: int | None = None
+    batch: int | None = None
+    measure: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        lengths: str | None,
+        *,
+        evict: str | None,
+        cap: str | None,
+        every: int | None,
+        batch: int | None,
+        measure: bool,
+    ) -> "MaximizeOptions | None":
+        """What the command line says; None where it does not ask.
+
+        Raises:
+            ConfigError: lengths that are none, or other options without them.
+        """
+        if lengths is None:
+            given = {"evict": evict, "cap": cap, "every": every, "measure": measure or None}
+            names = [f"--{name}" for name, value in given.items() if value is not None]
+            if names:
+                raise ConfigError(
+                    f"{', '.join(names)} belong to --maximize-batch: say for which lengths, such "
+                    "as --maximize-batch 3584,512"
+                )
+            return None
+        prompt_tokens, new_tokens = parse_lengths(lengths)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            evict=evict,
+            cap=cap,
+            every=every,
+            batch=batch,
+            measure=measure,
+        )
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """Read `input,output`.
+
+    Raises:
+        ConfigError: not two numbers of 1 or more.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"maximize-batch {text!r}: expected input tokens and output tokens, as in 3584,512"
+        )
+    return int(parts[0]), int(parts[1])
+
+
+def maximize(
+    folder: Path, plan: PlanReport, options: MaximizeOptions, *, page_tokens: int
+) -> "BatchReport":
+    """Answer the question for a planned model.
+
+    Args:
+        folder: of the model; its weights are read only where steps are measured.
+        plan: its shape, formats and KV memory.
+        options: the question.
+        page_tokens: slots of a page.
+
+    Raises:
+        ConfigError: see `quire.cli.plan_batches.batch_report`.
+    """
+    # loaded here: rules compute with torch, and other plans need none
+    from quire.cli.plan_batches import BatchQuestion, batch_report
+
+    question = BatchQuestion(
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        kv_bytes=plan.memory.kv_bytes,
+        kv_codec=plan.kv_codec,
+        page_tokens=page_tokens,
+        evict=options.evict,
+        cap=options.cap,
+        every=options.every,
+        batch=options.batch,
+    )
+    return batch_report(plan.model, question, _rates(folder, plan, options))
+
+
+def _rates(folder: Path, plan: PlanReport, options: MaximizeOptions) -> "Rates":
+    import torch
+
+    from quire.cli.plan_batches import stored_rates
+
+    if not options.measure:
+        path = default_path(os.environ)
+        ceilings = read_ceilings(path, this_machine(torch.get_num_threads()))
+        return stored_rates(ceilings, plan.model, dtype=plan.dtype)
+    return Stopwatch(lambda: load_for(folder, plan.dtype), repeats=MEASURED_REPEATS)
+
+
+def load_for(folder: Path, dtype: str) -> "LoadedModel":
+    """The planned model on the CPU."""
+    from quire.models.loader import load_model
+
+    return load_model(str(folder), dtype=dtype, device="cpu")
+
+
+class Stopwatch:
+    """Step rates of a model, timed when they are first asked for.
+
+    Args:
+        load: gives the model; called once, if at all.
+        repeats: of each batch that is timed.
+        quick: a few small batches.
+
+    Attributes:
+        found: what has been timed, by `steps_key`.
+    """
+
+    def __init__(
+        self, load: "Callable[[], LoadedModel]", *, repeats: int, quick: bool = False
+    ) -> None:
+        self._load, self._repeats, self._quick = load, repeats, quick
+        self._model: LoadedModel | None = None
+        self.found: dict[str, StepRates] = {}
+
+    def __call__(self, evict: str) -> StepRates:
+        """Rates under a rule; rules that differ by their numbers are timed once."""
+        from quire.bench import step_rates
+        from quire.kv.host_store import device_name
+
+        if self._model is None:
+            self._model = self._load()
+        model = self._model
+        dtype = str(model.decoder.dtype).removeprefix("torch.")
+        key = model_key(model.spec, dtype=dtype, device=device_name(model.decoder.device))
+        name = steps_key(key, evict)
+        if name not in self.found:
+            typer.echo(f"timing steps under {name.rpartition('; ')[2]}", err=True)
+            most_tokens = model.spec.max_positions
+            shapes = step_rates.usual_shapes(evict, most_tokens=most_tokens, quick=self._quick)
+            self.found[name] = step_rates.measure_step_rates(model, shapes, repeats=self._repeats)
+        return self.found[name]
+
+
+def show(plan: PlanReport, report: "BatchReport", *, as_json: bool) -> None:
+    """Print the answer; with `as_json` a line of JSON behind it."""
+    from rich.console import Console
+
+    from quire.cli.plan_batches_view import render_batches
+
+    Console().print(render_batches(report))
+    if as_json:
+        used = asdict(report.question) | {"model": plan.model_name, "dtype": plan.dtype}
+        arms = report.details() | {"missing": list(report.missing)}
+        typer.echo(json.dumps(envelope("plan --maximize-batch", report.claims(), arms, used)))

@@ -1,0 +1,258 @@
+"""`quire plan --maximize-batch`: batches, bytes, predictions from stored rates, and bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from quire.bench import step_rates
+from quire.bench.step_rates import RunShape
+from quire.cli.plan import plan
+from quire.cli.plan_maximize import parse_lengths
+from quire.errors import ConfigError
+from quire.models.loader import LoadedModel
+from quire.plan.ceilings import Ceilings, write_ceilings
+from quire.plan.machine import this_machine
+from quire.plan.rates import PrefillRates
+from quire.plan.step_rates import DecodeRates, StepRates
+from quire.plan.stored_rates import model_key, steps_key
+from quire.spec.model import ModelSpec
+
+LLAMA_125M: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2_048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8_192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+RATES = StepRates(
+    whole=PrefillRates(token_s=1e-4),
+    blocks=PrefillRates(token_s=2e-4),
+    decode=DecodeRates(call_s=0.01, slot_s=5e-7),
+)
+ARMS = ("full", "decode", "decode_extreme", "prefill_and_decode")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_125M))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's own measurements."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quire" / "ceilings.json"
+
+
+def quire_plan(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command("plan")(plan)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def asked(folder: Path, *more: str) -> list[str]:
+    lengths = ("--maximize-batch", "3584,512", "--kv-memory", "96MiB", "--cap", "896")
+    return [str(folder), *lengths, "--memory", "4GiB", "--json", *more]
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output.splitlines()[-1])
+    return found
+
+
+def store(path: Path, rates: dict[str, StepRates]) -> None:
+    key = model_key(ModelSpec.from_config(LLAMA_125M), dtype="bfloat16", device="cpu")
+    ceilings = Ceilings(
+        machine=this_machine(torch.get_num_threads()),
+        read_bytes_per_s=2e10,
+        copy_bytes_per_s=1e10,
+        one_thread_read_bytes_per_s=1e10,
+        one_thread_copy_bytes_per_s=5e9,
+        products=(),
+        attention_bytes_per_s={},
+        steps={steps_key(key, rule): rate for rule, rate in rates.items()},
+    )
+    write_ceilings(ceilings, path)
+
+
+def test_batches_and_bytes_are_those_of_the_pages(folder: Path):
+    """96 MiB are 8,192 tokens of 12,288 B; 48 lanes of one head, 12 of a layer.
+
+    full       4,095 tokens: 256 pages of 16,384 B in 12 lanes
+    decode     3,584 tokens: 224 pages of 4,224 B (64 B of positions, in whole vectors) and of 64 B
+               of attention sums in 48 lanes
+    extreme    224 layer pages of 16,512 B in 12 lanes: all heads keep the newest token
+    both       896 tokens: 56 pages in 48 lanes, 8.7 times
+    """
+    claims = last_line(quire_plan(*asked(folder)))["claims"]
+
+    assert [claims[f"{arm}_batch"] for arm in ARMS] == [2, 2, 2, 8]
+    assert [claims[f"{arm}_row_bytes"] for arm in ARMS] == [
+        256 * 12 * 16_384,
+        224 * 48 * (4_224 + 64),
+        224 * 12 * 16_512,
+        56 * 48 * (4_224 + 64),
+    ]
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(1, [1, 1, 1, 4]), (4, [4, 4, 4, 17])])
+def test_the_pool_holds_as_many_whole_prompts_as_rows_of_full_kv(folder: Path, rows, batches):
+    """At a pool of b x 4,096 tokens ED and FKV have a batch of b; so have the paper's arms."""
+    run = last_line(quire_plan(*asked(folder, "--kv-memory", f"{rows * 48}MiB")))
+
+    assert [run["claims"][f"{arm}_batch"] for arm in ARMS] == batches
+
+
+def test_without_measurements_none_are_given_and_it_is_said(folder: Path):
+    result = quire_plan(*asked(folder))
+    run = last_line(result)
+
+    assert not any(name.endswith("tokens_per_s") for name in run["claims"])
+    assert "prefill_and_decode_pays" not in run["claims"]
+    assert "quire profile" in run["arms"]["missing"][0]
+    assert "not known" in result.output
+
+
+def test_stored_rates_predict(folder: Path, cache: Path):
+    """Full KV, 2 rows: 7,168 tokens of 0.1 ms; 511 steps of 10 ms and, of each row, 0.5 us a slot.
+
+    Slots: 3,585 to 4,095 on the way.
+    """
+    store(cache, {"full": RATES, "recent": RATES, "average": RATES})
+    run = last_line(quire_plan(*asked(folder)))
+    decode_s = 511 * 0.01 + 2 * 5e-7 * sum(range(3_585, 4_096))
+
+    claims = run["claims"]
+    assert claims["full_tokens_per_s"] == pytest.approx(1_024 / (0.7168 + decode_s))
+    assert claims["prefill_and_decode_tokens_per_s"] > claims["decode_extreme_tokens_per_s"]
+    assert claims["prefill_and_decode_pays"] == 1
+    assert run["arms"]["missing"] == []
+
+
+def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
+    store(cache, {"full": RATES, "recent": RATES})
+    run = last_line(quire_plan(*asked(folder, "--evict", "tova:cap=9")))
+
+    assert "full_tokens_per_s" in run["claims"]
+    assert "decode_tokens_per_s" not in run["claims"]
+    [missing] = run["arms"]["missing"]
+    assert "--evict tova`" in missing
+
+
+def test_a_fixed_batch_whose_prompts_fit_needs_no_blocks(folder: Path):
+    run = last_line(quire_plan(*asked(folder, "--batch", "2")))
+
+    assert run["claims"]["prefill_and_decode_pays"] == 0
+    assert "ample" in run["arms"]["verdict"]["reasons"][0]
+
+
+def test_a_prompt_below_the_cap_is_said(folder: Path):
+    run = last_line(quire_plan(*asked(folder, "--maximize-batch", "800,512")))
+
+    assert run["claims"]["prefill_and_decode_pays"] == 0
+    assert "within the cap" in run["arms"]["verdict"]["reasons"][0]
+
+
+def test_measured_steps_predict_without_a_profile(monkeypatch: pytest.MonkeyPatch):
+    """Each rule is timed once, whatever its numbers; here a stopwatch that always says the same."""
+    timed = []
+
+    def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
+        timed.append({shape.evict.partition(":")[0] for shape in shapes})
+        return RATES
+
+    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
+    arguments = ("--maximize-batch", "200,20", "--kv-memory", "8MiB", "--cap", "64", "--every", "8")
+    run = last_line(quire_plan("quire-tiny", *arguments, "--measure", "--json"))
+
+    assert all(run["claims"][f"{arm}_tokens_per_s"] > 0 for arm in ARMS)
+    assert timed == [{"full"}, {"average"}, {"recent"}]
+
+
+def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
+    def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
+        raise AssertionError("nothing should be timed")
+
+    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
+    arguments = ("--maximize-batch", "200,20", "--kv-memory", "8MiB", "--cap", "64")
+    result = quire_plan("quire-tiny", *arguments, "--measure")
+
+    assert result.exit_code == 2
+    assert "every < cap" in result.output
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--maximize-batch", "3584"), "3584,512"),
+        (("--maximize-batch", "0,1"), "3584,512"),
+        (("--maximize-batch", "8000,512"), "context of 8,192"),
+        (("--cap", "many"), "expected a cap"),
+        (("--cap", "64"), "every < cap"),
+        (("--evict", "h3o"), "h2o"),
+        (("--evict", "full"), "keeps everything"),
+        (("--kv-memory", "1KiB"), "hold"),
+    ],
+)
+def test_bad_input_is_refused(folder: Path, more, message):
+    result = quire_plan(*asked(folder, *more))
+
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    "alone", [("--evict", "tova:cap=9"), ("--cap", "9"), ("--every", "9"), ("--measure",)]
+)
+def test_options_that_mean_nothing_alone_are_refused(folder: Path, alone):
+    result = quire_plan(str(folder), *alone)
+
+    assert result.exit_code == 2
+    assert "--maximize-batch" in result.output
+
+
+def test_lengths_are_two_numbers():
+    assert parse_lengths("3584, 512") == (3_584, 512)
+    with pytest.raises(ConfigError):
+        parse_lengths("3,4,5")
+
+
+def test_a_plan_of_memory_alone_still_loads_no_torch(folder: Path):
+    code = (
+        "import sys, typer; from typer.testing import CliRunner; from quire.cli.plan import plan;"
+        f"app = typer.Typer(); app.command()(plan); r = CliRunner().invoke(app, [{str(folder)!r}]);"
+        "assert r.exit_code == 0, r.output; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rules_differ_by_what_they_are_and_not_by_their_numbers():
+    assert steps_key("m", "recent:cap=2,every=1,when=decode") == "m; recent"
+    assert steps_key("m", "h2o:recent=9,cap=25%") == "m; h2o:recent=9"
+
+
+def test_stored_rates_come_back(cache: Path):
+    from quire.plan.ceilings import read_ceilings
+
+    rates = replace(RATES, decode=DecodeRates(call_s=1.0, evict_slot_s=2.0))
+    store(cache, {"average": rates})
+    found = read_ceilings(cache, this_machine(torch.get_num_threads()))
+
+    assert isinstance(found, Ceilings)
+    assert list(found.steps.values()) == [rates]
