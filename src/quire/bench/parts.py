@@ -78,6 +78,10 @@ class TimedDecoder:
         """See `Decoder`."""
         return self._inner.prepare(statistic)
 
+    def prepare_unrotated(self) -> str | None:
+        """See `Decoder`."""
+        return self._inner.prepare_unrotated()
+
     def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
         """See `Decoder`."""
         return self._inner.rotations(rope_regime)

@@ -74,7 +74,7 @@ class Conversation:
 
     def _stream(self) -> str:
         token_ids = self.llm.encode_chat(self._messages)
-        context = self.llm.model.spec.max_positions
+        context = self.llm.context_tokens(len(token_ids))
         if len(token_ids) >= context:
             raise RequestError(
                 f"with this message the conversation has {len(token_ids)} tokens, the model's "

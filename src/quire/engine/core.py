@@ -33,7 +33,7 @@ from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
 from quire.engine.traces import Traces
-from quire.engine.validation import checked_prompt
+from quire.engine.validation import check_context, checked_prompt
 from quire.errors import InvariantError
 from quire.kv.config import KVConfig
 from quire.kv.prefix_events import PrefixBroadcast
@@ -90,7 +90,7 @@ class Engine:
         self._runner = Runner(model.decoder, self.pool.kv, self.times)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
-        self._intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
+        self.intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
         eos_token_ids = model.generation.eos_token_ids
         self._replies = Replies(self._open_text, self.scheduler.finish, eos_token_ids)
@@ -154,7 +154,7 @@ class Engine:
             evict=evict,
             record_evictions=record_evictions,
         )
-        request = self._intake.make(prompt_token_ids, asked)
+        request = self.intake.make(prompt_token_ids, asked)
         request.request_id = self._replies.free_id(request_id, self._arrivals + 1)
         request.arrival = self._arrivals + 1
         sequences = make_sequences(request)
@@ -174,6 +174,7 @@ class Engine:
 
         For system prompts that everybody may know of; what follows them stays each tenant's own.
         """
+        check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
         self.scheduler.residency.identities.register_public(prompt)
 

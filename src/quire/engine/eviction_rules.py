@@ -5,43 +5,26 @@ one-head pages, one that remembers things needs pages for them, so requests can 
 were announced (`KVConfig.evict_allow`), or their engine's own rule with other numbers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.policies.base import LANE, EvictionPolicy
-from quire.policies.budgets.base import Budget
-from quire.policies.eviction import Eviction, EvictionRule, LaneShape, make_eviction
-from quire.policies.options import without_parentheses
-from quire.policies.registry import (
-    FULL,
-    SCHEDULE_OPTIONS,
-    make_budget,
-    policy_of,
-    registered,
+from quire.engine.served_rules import (
+    NONE,
+    announced,
+    of_other_pages,
+    possible,
+    refuse_mixture,
+    served_by_rule,
+    without_numbers,
 )
-from quire.spec.eviction import parse_policy
+from quire.errors import ConfigError, RequestError, UnsoundCombination
+from quire.policies.eviction import Eviction, EvictionRule, LaneShape, make_eviction
+from quire.policies.registry import FULL
+from quire.spec.eviction import PRESSURE, UNLIMITED
 from quire.spec.model import ModelSpec
 from quire.spec.statistics import Statistic
 
-ALL, NONE = "all", "none"
 STATISTIC_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A rule that an engine was started for: what it needs of the lanes, not how much stays.
-
-    Attributes:
-        name: of the policy.
-        heads_apart: whether KV heads of a layer keep sets of their own.
-        statistics: what must be remembered for it.
-    """
-
-    name: str
-    heads_apart: bool
-    statistics: frozenset[Statistic]
 
 
 class EvictionRules:
@@ -58,7 +41,8 @@ class EvictionRules:
 
     Raises:
         ConfigError: a text that is no rule.
-        UnsoundCombination: a model without a layer that could evict.
+        UnsoundCombination: a model without a layer that could evict, or rules that cannot share
+            pages.
     """
 
     def __init__(
@@ -75,8 +59,10 @@ class EvictionRules:
         self._model, self._page_tokens = model, page_tokens
         self._number_bytes = number_bytes
         self._allow = allow.strip()
-        own = [_served_by_rule(default, self.default)] if self.default.evicts else []
-        self.served = tuple(_possible([*own, *_announced(allow)], why_not, self._allow))
+        own = [served_by_rule(default, self.default)] if self.default.evicts else []
+        others = announced(allow, renumbers=any(one.renumbers for one in own))
+        self.served = tuple(possible([*own, *others], why_not, self._allow))
+        refuse_mixture(self.served)
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -93,6 +79,11 @@ class EvictionRules:
     def heads_apart(self) -> bool:
         """Whether each KV head needs a lane of its own."""
         return any(rule.heads_apart for rule in self.served)
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether keys are stored before RoPE."""
+        return any(rule.renumbers for rule in self.served)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -143,8 +134,35 @@ class EvictionRules:
             page_tokens=self._page_tokens,
         )
 
+    def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:
+        """Tokens that a sequence may come to: the model's context.
+
+        Where what stays is numbered anew and no lane can outgrow the context, a sequence has no
+        end: UNLIMITED.
+
+        Args:
+            rule: of the request.
+            prompt_tokens: of its prompt.
+
+        Raises:
+            RequestError: the cap leaves less than the rule protects.
+        """
+        context, policy = self._model.max_positions, rule.policy
+        if policy is None or not policy.renumbers:
+            return context
+        spec = self.resolve(rule, prompt_tokens).spec
+        if spec.when == PRESSURE or spec.ragged:  # lanes may come to more than their cap
+            return context
+        peaks = (
+            spec.lane_peak_tokens(cap, UNLIMITED, prompt_tokens)
+            for cap in spec.lane_caps or (spec.cap,)
+        )
+        return UNLIMITED if max(peaks) <= context else context
+
     def _require_served(self, text: str, rule: EvictionRule) -> None:
-        wanted = _served_by_rule(text, rule)
+        wanted = served_by_rule(text, rule)
+        if wanted.renumbers != self.renumbers:
+            raise RequestError(f"evict: {of_other_pages(wanted)}")
         names = sorted({one.name for one in self.served})
         if self._allow == NONE:
             raise RequestError(
@@ -160,7 +178,7 @@ class EvictionRules:
             what = f"what it remembers ({', '.join(missing)})" if missing else "one-head pages"
             raise RequestError(
                 f"evict: {text!r} needs {what}, for which this engine was not started; start it "
-                f"with --evict-allow {_without_numbers(text)!r}"
+                f"with --evict-allow {without_numbers(text)!r}"
             )
 
 
@@ -176,61 +194,3 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
             f"{rule.every} tokens, which an evicting prompt reads at once; raise "
             "--step-tokens or lower every"
         )
-
-
-def _possible(
-    rules: Iterable[Served], why_not: Callable[[Statistic], str | None], allow: str
-) -> Iterator[Served]:
-    """Rules for which the model gives what they need.
-
-    Raises:
-        UnsoundCombination: one that was named, not one of all, is none of them.
-    """
-    for rule in rules:
-        reasons = [reason for one in rule.statistics if (reason := why_not(one)) is not None]
-        if not reasons:
-            yield rule
-        elif allow != ALL:
-            raise UnsoundCombination(f"{rule.name!r} does not work with this model: {reasons[0]}")
-
-
-def _served_by_rule(text: str, rule: EvictionRule) -> Served:
-    assert rule.policy is not None, "asked of rules that evict"
-    return _served(parse_policy(text).name, rule.policy, rule.budget)
-
-
-def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> Served:
-    statistics = () if budget is None else budget.statistics
-    ragged = budget is not None and budget.ragged
-    return Served(
-        name=name,
-        heads_apart=policy.grain == LANE or ragged,
-        statistics=frozenset((*policy.statistics, *statistics)),
-    )
-
-
-def _announced(allow: str) -> Iterable[Served]:
-    """The rules of `evict_allow`; caps and schedules may be said and mean nothing there."""
-    if allow.strip() == ALL:
-        return [_served(name, policy(), None) for name, policy in registered().items()]
-    texts = [text.strip() for text in allow.split(";")]
-    return [_read(text) for text in texts if text and text not in (NONE, FULL)]
-
-
-def _read(text: str) -> Served:
-    parsed = parse_policy(text)
-    own = {k: v for k, v in parsed.options.items() if k not in SCHEDULE_OPTIONS}
-    budget = parsed.options.get("budget")
-    return _served(
-        parsed.name,
-        policy_of(parsed.name, own),
-        None if budget is None else make_budget(without_parentheses(budget)),
-    )
-
-
-def _without_numbers(text: str) -> str:
-    """A rule as `evict_allow` wants it: without cap and schedule."""
-    parsed = parse_policy(text)
-    kept = {k: v for k, v in parsed.options.items() if k == "budget" or k not in SCHEDULE_OPTIONS}
-    options = ",".join(f"{key}={value}" for key, value in kept.items())
-    return f"{parsed.name}:{options}" if options else parsed.name

@@ -9,13 +9,13 @@ from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.request import DEFAULT_TENANT, Request
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.validation import checked_params, checked_prompt, checked_salt
+from quire.engine.validation import check_context, checked_params, checked_prompt, checked_salt
 from quire.errors import ConfigError, RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.budgets.base import UNBOUNDED
-from quire.policies.eviction import Eviction
+from quire.policies.eviction import Eviction, EvictionRule
 from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import statistics_used
 from quire.spec.pages import CacheLayout
@@ -80,7 +80,10 @@ class Intake:
         """
         model = self._model
         prompt = checked_prompt(prompt_token_ids, model.spec)
-        params = checked_params(asked.params or SamplingParams(), len(prompt), model)
+        rule = self._rules.rule(asked.evict)
+        context = self._rules.context_tokens(rule, len(prompt))
+        check_context(len(prompt), context)
+        params = checked_params(asked.params or SamplingParams(), len(prompt), model, context)
         seed, records = params.seed, asked.record_evictions
         request = Request(
             request_id="",
@@ -94,16 +97,23 @@ class Intake:
             records_evictions=self._records_evictions if records is None else records,
             arrival_s=self._clock(),
         )
-        self._give_policy(request, asked.evict)
+        self._give_policy(request, rule)
         return request
 
-    def _give_policy(self, request: Request, text: str | None) -> None:
+    def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
+        """Tokens that a sequence may come to; see `EvictionRules.context_tokens`.
+
+        Raises:
+            RequestError: a policy this engine does not serve, or that leaves too little.
+        """
+        return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
+
+    def _give_policy(self, request: Request, rule: EvictionRule) -> None:
         """Let a request have the policy it asks for.
 
         Raises:
-            RequestError: one this engine does not serve, or that leaves too little.
+            RequestError: it leaves too little.
         """
-        rule = self._rules.rule(text)
         if not rule.evicts:
             return
         eviction = _alike_in_layers(
@@ -123,6 +133,10 @@ class Intake:
             request.unsettled, spec = True, replace(spec, lane_caps=caps)
         elif final_tokens <= spec.least_cap:
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
+        if rule.policy is not None and rule.policy.renumbers:
+            # no position is above what a lane holds, so frequencies are chosen by that
+            most = spec.peak_tokens(final_tokens, len(request.prompt_token_ids))
+            request.rope_regime = self._model.decoder.rope_regime(most)
         request.eviction = self._one_of(spec)
         request.statistics = statistics_used(self._layout, spec.statistics)
 

@@ -99,6 +99,18 @@ class LLM:
             raise RequestError(f"{self.model.name} has no tokenizer: give prompts as token ids")
         return self.model.tokenizer
 
+    def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
+        """Tokens that a sequence may come to: the model's context, or more where a stream may.
+
+        Args:
+            prompt_tokens: of its prompt.
+            evict: which tokens stay; None takes `KVConfig.evict`.
+
+        Raises:
+            RequestError: a policy this engine does not serve, or that leaves too little.
+        """
+        return self.engine.intake.context_tokens(prompt_tokens, evict)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -50,8 +50,7 @@ def make_scheduler(
         listener: told which prefixes come and go.
     """
     memory = pool.kv.memory
-    # a store whose pages have one holder each can share nothing
-    shares = kv.prefix_cache and memory.placement.shares
+    shares = kv.prefix_cache and pool.why_no_prefix is None
     prefix = PrefixIndex(memory, listener) if shares else None
     if prefix is not None:
         listener.subscribe(PrefixEvents(events, prefix.block_bytes))

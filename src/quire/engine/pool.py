@@ -21,6 +21,8 @@ from quire.kv.step import PagedKV
 from quire.kv.store import DTYPES, PageStore
 from quire.kv.stores.registry import (
     PREFIX_CACHE,
+    UNROTATED,
+    UNSOUND_TOGETHER,
     features_of,
     placement_maker,
     refuse_unsound,
@@ -68,12 +70,18 @@ class KVPool:
             f"{g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
-        why = unsound(self.store, PREFIX_CACHE)
-        no_cache = "" if why is None else f"; prefix cache off: {why}"
+        no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
             f"attention: {self.kv.backend.name} ({self.reason}){no_cache}"
         )
+
+    @property
+    def why_no_prefix(self) -> str | None:
+        """Why prompts that begin alike share no KV here, whatever was asked; None if they can."""
+        together = UNSOUND_TOGETHER[UNROTATED, PREFIX_CACHE] if self.rules.renumbers else None
+        why = together or unsound(self.store, PREFIX_CACHE)
+        return None if why is None else str(why)
 
 
 def build_pool(
@@ -111,9 +119,11 @@ def build_pool(
         page_tokens=config.page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,
+        rotated=not rules.renumbers,
         statistics=rules.statistics,
     )
     _check_store(config, rules)
+    _check_unrotated(model, rules)
     refuse_unsound(config.store, features_of(layout, prefix_cache=False))
     choice = select_backend(
         config.attention,
@@ -121,6 +131,7 @@ def build_pool(
         dtype=decoder.dtype,
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
+        rotated=not rules.renumbers,
     )
     host_bytes = _host_bytes(config, layout)
     if member is None:
@@ -140,6 +151,16 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
             f"store {config.store!r} reserves lanes as long as --evict lets them get, and with "
             f"--evict-allow {config.evict_allow!r} requests could ask for longer ones; use "
             "--kv-store paged or leave out --evict-allow"
+        )
+
+
+def _check_unrotated(model: LoadedModel, rules: EvictionRules) -> None:
+    """Keys can be stored before RoPE only where it is known what RoPE does."""
+    why = model.decoder.prepare_unrotated() if rules.renumbers else None
+    if why is not None:
+        raise UnsoundCombination(
+            f"'streaming' stores keys before RoPE and turns them when they are attended, but {why};"
+            " use 'sinks', which keeps the same tokens at the positions they had"
         )
 
 

@@ -66,7 +66,8 @@ class Runner:
         for request, tokens in rows:
             start = request.num_computed
             token_ids += request.token_ids(start, start + tokens)
-            positions += range(start, start + tokens)
+            # at position 0 nothing turns: keys come as their pages hold them
+            positions += range(start, start + tokens) if self._kv.rotated else [0] * tokens
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,

@@ -13,10 +13,10 @@ MOST_SALT_CHARACTERS = 128
 
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
-    """The prompt as a list of valid ids.
+    """The prompt as a list of valid ids; see `check_context` for how many.
 
     Raises:
-        RequestError: empty, over the context, or with an id outside the vocabulary.
+        RequestError: empty, or with an id outside the vocabulary.
     """
     try:
         prompt = [operator.index(i) for i in prompt_token_ids]
@@ -24,17 +24,25 @@ def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int
         raise RequestError(f"a prompt is a list of whole token ids: {error}") from None
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token")
-    if len(prompt) > spec.max_positions:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens, the model's context {spec.max_positions}; "
-            "shorten the prompt"
-        )
     wrong = [i for i in prompt if not 0 <= i < spec.vocab_size]
     if wrong:
         raise RequestError(
             f"token ids must be whole numbers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}"
         )
     return prompt
+
+
+def check_context(prompt_tokens: int, context_tokens: int) -> None:
+    """Refuse a prompt that is longer than the context.
+
+    Raises:
+        RequestError: with both numbers.
+    """
+    if prompt_tokens > context_tokens:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens, the model's context {context_tokens}; shorten "
+            "the prompt"
+        )
 
 
 def checked_salt(salt: str) -> str:
@@ -56,18 +64,24 @@ def checked_salt(salt: str) -> str:
 
 
 def checked_params(
-    params: SamplingParams, prompt_tokens: int, model: LoadedModel
+    params: SamplingParams, prompt_tokens: int, model: LoadedModel, context_tokens: int
 ) -> SamplingParams:
     """Options with the model's defaults filled in and the context respected.
 
     An answer ends with "length" where the context ends: `max_tokens` is lowered to what is left.
+
+    Args:
+        params: as asked.
+        prompt_tokens: of the request.
+        model: whose defaults and vocabulary count.
+        context_tokens: of the longest sequence.
 
     Raises:
         RequestError: options that do not fit the vocabulary, or no room for even one token.
     """
     resolved = params.resolve(model.generation)
     resolved.validate_for(model.spec.vocab_size)
-    room = model.spec.max_positions - prompt_tokens
+    room = context_tokens - prompt_tokens
     if resolved.max_tokens and not room:
         raise RequestError(
             f"the prompt's {prompt_tokens} tokens fill the model's whole context: there is no room "

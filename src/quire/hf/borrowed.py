@@ -108,6 +108,10 @@ class BorrowedModel:
         """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
+    def prepare_unrotated(self) -> str | None:
+        """See `Decoder.prepare_unrotated`: positions are given by who calls the model."""
+        return "keys come at the positions that the model's caller counts"
+
     def rotations(self, rope_regime: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
         return self._observing.rotations(lambda: self._frequencies(rope_regime))

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.engine.eviction_rules import NONE, EvictionRules
+from quire.engine.eviction_rules import EvictionRules
+from quire.engine.served_rules import NONE
 from quire.errors import ConfigError, RequestError
 from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
 from quire.hf.borrowed import Answering, borrow
@@ -18,7 +19,7 @@ from quire.hf.evicting import Evicting
 from quire.hf.kept import kept_positions
 from quire.hf.layerless import CacheWithoutLayers
 from quire.hf.memory import MemoryOptions, make_layout, make_memory
-from quire.hf.policy import make_rule
+from quire.hf.policy import make_rule, refuse_renumbering
 from quire.hf.sequences import Sequences, start_rows
 from quire.kv.step import PagedKV
 
@@ -70,6 +71,7 @@ class QuireCache(CacheWithoutLayers, Answering):
     ) -> None:
         super().__init__()
         self._rule = make_rule(policy, budget, when, every)
+        refuse_renumbering(self._rule)
         self._decoder = borrow(model, verify=verify)
         self._closing = weakref.finalize(self, self._decoder.leave)
         self._closing.atexit = False

@@ -1,6 +1,6 @@
 """What a researcher writes beside a model, as the one text that the engine reads too."""
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsoundCombination
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
 
@@ -32,3 +32,17 @@ def make_rule(
         return make_eviction(policy)
     separator = "," if ":" in policy else ":"
     return make_eviction(policy + separator + ",".join(options))
+
+
+def refuse_renumbering(rule: EvictionRule) -> None:
+    """Refuse rules that store keys before RoPE: `model.generate` gives them after it.
+
+    Raises:
+        UnsoundCombination: with what to use instead.
+    """
+    if rule.policy is not None and rule.policy.renumbers:
+        raise UnsoundCombination(
+            f"{rule.text!r} stores keys before RoPE, and inside Transformers they come after it, at"
+            " the positions that model.generate counts; use quire.LLM, or 'sinks', which keeps the "
+            "same tokens at the positions they had"
+        )

@@ -61,6 +61,8 @@ class LayerPages:
         rows: [rows] row of the table for each row of the step.
         first_lane: where this layer's lanes start on the table's second axis.
         num_lanes: how many they are; KV heads are split over them in order.
+        positions: logical positions of all slots of the class, those of the step written; None
+            where slots are in the order of their positions.
     """
 
     key: Float[Tensor, "page head token head_dim"]
@@ -69,11 +71,23 @@ class LayerPages:
     rows: Int[Tensor, " row"]
     first_lane: int
     num_lanes: int
+    positions: Int[Tensor, "page token"] | None = None
 
     @property
     def page_tokens(self) -> int:
         """Slots in a page."""
         return self.key.shape[2]
+
+
+@runtime_checkable  # for the shape checks in tests
+class Moves(Protocol):
+    """RoPE of a layer, for queries and keys that have not gone through it yet."""
+
+    def move(
+        self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
+    ) -> Float[Tensor, "token head head_dim"]:
+        """What queries or keys given as at position 0 are at other positions, float32."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +99,13 @@ class AttentionMath:
         softcap: c in c * tanh(x / c), or None.
         sinks: logits that join the softmax and carry no value, [num_heads], or one such row for
             each entry of a batch; or None.
+        rotary: where queries and keys are given and stored before RoPE, what turns them; else None.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Shaped[Tensor, "*batch num_heads"] | None = None
+    rotary: Moves | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.unrotated import UnrotatedAttention
 
 BACKENDS = ("native", "gathered", "reference")
 
@@ -25,7 +26,13 @@ class BackendChoice:
 
 
 def select_backend(
-    name: str, device: torch.device, *, dtype: torch.dtype, head_dim: int, scratch_bytes: int
+    name: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    scratch_bytes: int,
+    rotated: bool = True,
 ) -> BackendChoice:
     """Choose who computes attention.
 
@@ -35,13 +42,22 @@ def select_backend(
         dtype: numbers in the pages and in the queries.
         head_dim: numbers in a vector.
         scratch_bytes: bound on gathered pages.
+        rotated: whether keys are stored after RoPE.
 
     Raises:
         UnknownName: no backend has this name.
-        ConfigError: the native backend was insisted on and cannot run here; says why.
+        ConfigError: a backend was insisted on and cannot run here; says why.
     """
     if name not in ("auto", *BACKENDS):
         raise UnknownName("attention backend", name, ("auto", *BACKENDS))
+    if not rotated:
+        if name != "auto":
+            raise ConfigError(
+                f"attention={name} reads keys as they are, and here they are stored before RoPE; "
+                "use attention=auto, or another rule than streaming"
+            )
+        unrotated = UnrotatedAttention(device, scratch_bytes=scratch_bytes)
+        return BackendChoice(unrotated, "keys are turned when they are attended; runs anywhere")
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "asked for by name; slow, for comparison")
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)

@@ -1,7 +1,8 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -9,7 +10,14 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, NewSlots
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    Moves,
+    NewSlots,
+)
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
@@ -17,6 +25,11 @@ from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
 from quire.spec.pages import LaneGroup
+
+
+@runtime_checkable  # for the shape checks in tests
+class Turns(Unrotates, Moves, Protocol):
+    """RoPE of a layer: taken off queries, put on queries and keys."""
 
 
 class PagedKV:
@@ -44,6 +57,11 @@ class PagedKV:
         self.sums_scratch = SumsScratch(store.device)
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys are stored after RoPE, in all layers; else before it, in all."""
+        return all(group.page_class.rotated for group, _ in self.place.values())
 
     @property
     def peak_scratch_bytes(self) -> int:
@@ -87,6 +105,7 @@ class PagedKV:
                     rows=rows,
                     first_lane=index * group.lanes_per_layer,
                     num_lanes=group.lanes_per_layer,
+                    positions=views.positions,
                 )
                 for index in range(len(group.layers))
             )
@@ -143,21 +162,25 @@ class StepAttention:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        rotary: Unrotates | None = None,
+        rotary: Turns | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """Write keys and values of the whole batch, attend, write down what is to be remembered.
 
         Args:
             layer: the model's layer.
             math: scale and extras.
-            query: after RoPE.
-            key: after RoPE.
+            query: after RoPE; before it where the layer's pages hold keys before RoPE.
+            key: likewise.
             value: like key.
-            rotary: what RoPE did to the queries; needed where moments of queries are kept.
+            rotary: what RoPE does in this layer; needed where moments of queries are kept, and
+                where keys are stored before it.
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._kv.backend
         self._kv.scale = math.scale
+        if not group.page_class.rotated:
+            assert rotary is not None, "the model was prepared for keys before RoPE"
+            math = replace(math, rotary=rotary)
         slots = step.new_slots[index]
         backend.write(slots, key, value)
         if step.positions is not None:

@@ -93,6 +93,10 @@ class TransformersDecoder:
         """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
+    def prepare_unrotated(self) -> str | None:
+        """See `Decoder.prepare_unrotated`."""
+        return self._observing.prepare_unrotated()
+
     def rotations(self, rope_regime: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
         return self._observing.rotations(lambda: self._frequencies(rope_regime))

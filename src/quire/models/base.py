@@ -59,8 +59,8 @@ class PagedAttention(Protocol):
 
         Args:
             call: layer, scale, window and extras.
-            query: [num_tokens, num_heads, head_dim], after RoPE.
-            key: [num_tokens, num_kv_heads, head_dim], after RoPE.
+            query: [num_tokens, num_heads, head_dim], after RoPE for the forward's positions.
+            key: [num_tokens, num_kv_heads, head_dim], likewise.
             value: like key, never rotated.
 
         Returns:
@@ -121,6 +121,17 @@ class Decoder(Protocol):
 
     def prepare(self, statistic: Statistic) -> str | None:
         """Get ready to give attention what a statistic needs, in every forward from now on.
+
+        Returns:
+            Why this model cannot, or None.
+        """
+        ...
+
+    def prepare_unrotated(self) -> str | None:
+        """Get ready to give attention queries and keys before RoPE, and what turns them.
+
+        From then on a forward whose positions are all 0 gives them: there nothing turns. Each
+        `AttentionCall.rotary` moves them.
 
         Returns:
             Why this model cannot, or None.

@@ -1,4 +1,4 @@
-"""What a model must be looked at for before statistics can be kept: found out when first asked."""
+"""What must be found out about a model before some rules can be served: when first asked."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,6 +38,19 @@ class Observing:
             return (
                 f"{self._name} does not add attention to its residual stream before all else, so "
                 "there is no stream after attention alone"
+            )
+        return None
+
+    def prepare_unrotated(self) -> str | None:
+        """See `Decoder.prepare_unrotated`."""
+        if self._spec.learned_positions:
+            return (
+                f"{self._name} adds learned positions to its embeddings; there is no RoPE to undo"
+            )
+        unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
+        if unknown:
+            return (
+                f"layer {unknown[0]} of {self._name} turns its queries in a way that is not known"
             )
         return None
 

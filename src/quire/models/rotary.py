@@ -40,6 +40,19 @@ class Rotary:
         square = cosine.square() + sine.square()
         return _turned(rotated.float(), cosine / square, -sine / square)
 
+    def move(
+        self, still: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
+    ) -> Float[Tensor, "token head head_dim"]:
+        """What queries or keys that the layer made at position 0 are at others, float32.
+
+        At position 0 nothing turns; a factor on cosines and sines is in them already.
+        """
+        if self.module is None:
+            return still.float()
+        cosine, sine = self._turns(positions)
+        factor, _ = self._turns(positions.new_zeros(1))
+        return _turned(still.float(), cosine / factor, sine / factor)
+
     def mean_rotation(
         self, head_dim: int, start: int, tokens: int, device: torch.device
     ) -> Float[Tensor, "head_dim head_dim"]:

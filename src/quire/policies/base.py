@@ -40,6 +40,14 @@ class EvictionPolicy(ABC):
         return ()
 
     @property
+    def renumbers(self) -> bool:
+        """Whether what stays gets new rotary positions, without holes: keys are stored before RoPE.
+
+        All rules of an engine do, or none.
+        """
+        return False
+
+    @property
     def least_cap(self) -> int:
         """Tokens a lane must be able to hold after an eviction for this policy to make sense."""
         return 1

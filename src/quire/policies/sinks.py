@@ -2,7 +2,7 @@
 
 Differs from the paper: keys keep the rotary positions they were written with, so the distance to
 the sinks grows with the sequence. The paper numbers the kept tokens anew, which keeps positions
-below the cap however long a stream runs.
+below the cap however long a stream runs: that is the rule `streaming`.
 """
 
 from dataclasses import dataclass

@@ -10,6 +10,7 @@ from quire.errors import UnsoundCombination
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE
+from quire.spec.statistics import QueryMoments, QueryRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class Parts:
     def budget_name(self) -> str:
         """For messages."""
         return f"budget {type(self.budget).__name__.lower()}"
+
+    @property
+    def remembers_queries(self) -> bool:
+        """Whether queries, or moments of them, are kept."""
+        statistics = (*self.policy.statistics, *self.budget.statistics)
+        return any(isinstance(one, QueryRing | QueryMoments) for one in statistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,13 @@ UNSOUND: tuple[Unsound, ...] = (
         reason="{budget} divides a layer over its heads, and this rule keeps one set for all heads "
         "of a layer",
         instead="a rule whose heads choose for themselves, such as h2o",
+    ),
+    Unsound(
+        one="a rule that numbers anew what stays (streaming)",
+        other="a rule or a budget that remembers queries (lazy, fastgen)",
+        meets=lambda parts: parts.policy.renumbers and parts.remembers_queries,
+        reason="queries are remembered at the positions they had, and keys are numbered anew",
+        instead="sinks, which keeps the same tokens at the positions they had",
     ),
 )
 

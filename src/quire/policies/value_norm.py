@@ -54,6 +54,10 @@ class ValueNorm(ScorePolicy):
         return self.base.grain
 
     @property
+    def renumbers(self) -> bool:
+        return self.base.renumbers
+
+    @property
     def statistics(self) -> tuple[Statistic, ...]:
         return self.base.statistics
 

@@ -105,7 +105,12 @@ class Service:
         return self._engine
 
     def room_tokens(self, prompt_tokens: int) -> int:
-        """Tokens an answer may have; 1 where the prompt leaves none, and the engine says why."""
+        """Tokens an answer may have; 1 where the prompt leaves none, and the engine says why.
+
+        A stream without an end gets as many as the longest sequence that has one.
+        """
+        if self.llm.context_tokens(prompt_tokens) > self.llm.model.spec.max_positions:
+            return self._max_tokens
         return max(1, self._max_tokens - prompt_tokens)
 
     def check_model(self, name: str | None) -> None:

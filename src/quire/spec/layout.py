@@ -16,6 +16,7 @@ def layout_for(
     page_tokens: int,
     evicting: bool = False,
     heads_apart: bool = False,
+    rotated: bool = True,
     statistics: Collection[Statistic] = (),
 ) -> CacheLayout:
     """One group for all layers with full attention, one for each sliding window, and statistics.
@@ -28,6 +29,7 @@ def layout_for(
             carry positions. Window lanes stay ordered; they are bounded by their window already.
         heads_apart: the KV heads of an evicting layer keep sets of tokens of their own, so each
             gets a lane of one-head pages.
+        rotated: whether keys are stored after RoPE; all layers alike.
         statistics: what is remembered of layers with full attention, for the sequences whose
             policy asks for it; a private group each.
     """
@@ -43,6 +45,7 @@ def layout_for(
                 window=window,
                 lanes_per_layer=model.num_kv_heads if heads_apart and loses_order else 1,
                 loses_order=loses_order,
+                rotated=rotated,
             )
             groups.append(group)
             if window is None:
@@ -58,6 +61,7 @@ def _kv_group(
     window: int | None,
     lanes_per_layer: int,
     loses_order: bool,
+    rotated: bool,
 ) -> LaneGroup:
     codec, page_tokens = page
     numbers = codec_spec(codec)
@@ -70,6 +74,7 @@ def _kv_group(
             heads=model.num_kv_heads // lanes_per_layer,
             tokens=page_tokens,
             positions=loses_order,
+            rotated=rotated,
         ),
         layers=layers,
         lanes_per_layer=lanes_per_layer,

@@ -76,7 +76,8 @@ class PageClass:
         heads: heads in a page (all KV heads of a layer, or one for ragged heads).
         tokens: slots in a page.
         positions: whether each slot carries its logical position (lanes whose slots lose order).
-        rotated: whether keys are stored after RoPE.
+        rotated: whether keys are stored after RoPE; before it they are as at position 0. Pages of
+            the two kinds are never mixed.
         page_bytes: of a whole page, padding included; follows from the others.
     """
 
@@ -98,7 +99,7 @@ class PageClass:
 
     def __hash__(self) -> int:
         """Of the numbers alone: pools are looked up by page class many times a step."""
-        return hash((self.head_dim, self.heads, self.tokens, self.positions))
+        return hash((self.head_dim, self.heads, self.tokens, self.positions, self.rotated))
 
     @property
     def key_bytes(self) -> int:

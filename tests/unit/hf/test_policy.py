@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.errors import ConfigError, UnknownName
-from quire.hf.policy import make_rule
+from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.hf.policy import make_rule, refuse_renumbering
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,10 @@ def test_full_needs_no_budget() -> None:
 def test_mistakes_are_refused_by_name(given, error, says) -> None:
     with pytest.raises(error, match=says):
         make_rule(*given)
+
+
+def test_streams_are_not_for_transformers_which_turns_keys_itself() -> None:
+    refuse_renumbering(make_rule("sinks", 100, None, None))
+    refuse_renumbering(make_rule("full", None, None, None))
+    with pytest.raises(UnsoundCombination, match=r"keys before RoPE.*quire.LLM, or 'sinks'"):
+        refuse_renumbering(make_rule("streaming", 100, None, None))

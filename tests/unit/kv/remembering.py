@@ -43,6 +43,9 @@ class Turning:
     def unrotate(self, rotated, positions):
         return rotated - 0.1 * positions[:, None, None]
 
+    def move(self, still, positions):
+        return still + 0.1 * positions[:, None, None]
+
 
 def make_kv(statistics, *, backend=None, heads_apart=False, page_tokens=4, max_rows=6):
     layout = layout_for(

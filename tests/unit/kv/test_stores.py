@@ -9,13 +9,23 @@ from quire.errors import ConfigError, OutOfPages, UnsoundCombination
 from quire.kv.arena import Arena
 from quire.kv.sharing import fork, lend
 from quire.kv.spans import offsets, spans
-from quire.kv.stores.registry import PREFIX_CACHE, STORES, UNSOUND, refuse_unsound
+from quire.kv.stores.registry import (
+    LOSSY_CODEC,
+    NO_WINDOW,
+    PREFIX_CACHE,
+    STORES,
+    UNROTATED,
+    UNSOUND,
+    UNSOUND_TOGETHER,
+    features_of,
+    refuse_unsound,
+)
 from quire.kv.stores.ring import ring_pages
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.kv.stores.runs import RunPool
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.spec.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
-from quire.spec.pages import CacheLayout
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 from unit.kv.small_memory import drop_pages, grow, plain_class
 from unit.kv.stored_tokens import (
     EVICTING,
@@ -229,9 +239,28 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
         refuse_unsound(store, {PREFIX_CACHE: True})
 
 
+@pytest.mark.parametrize("other", [PREFIX_CACHE, LOSSY_CODEC])
+def test_keys_before_rope_are_neither_shared_nor_coded(other):
+    refuse_unsound("paged", {UNROTATED: True, other: False})
+    with pytest.raises(UnsoundCombination, match=r"keys .*before RoPE.*'sinks'"):
+        refuse_unsound("paged", {UNROTATED: True, other: True, NO_WINDOW: True})
+
+
+@pytest.mark.parametrize(("codec", "lossy"), [("bfloat16", False), ("int8", True)])
+def test_a_layout_says_whether_its_keys_are_before_rope_and_in_codes(codec, lossy):
+    numbers = codec_spec(codec)
+    page = PageClass(key=numbers, value=numbers, head_dim=8, heads=1, tokens=4, rotated=False)
+    layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
+    features = features_of(layout, prefix_cache=False)
+
+    assert (features[UNROTATED], features[LOSSY_CODEC]) == (True, lossy)
+
+
 def test_every_refusal_names_a_store_and_gives_a_reason_and_a_way_out():
     assert {store for store, _ in UNSOUND} <= set(STORES)
-    assert all(why.reason and why.instead for why in UNSOUND.values())
+    assert all(
+        why.reason and why.instead for why in (*UNSOUND.values(), *UNSOUND_TOGETHER.values())
+    )
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -18,10 +18,11 @@ class Seen:
     """Answers nothing; keeps queries and rotations."""
 
     def __init__(self):
-        self.calls, self.queries = {}, {}
+        self.calls, self.queries, self.keys = {}, {}, {}
 
     def attend(self, call, query, key, value):
         self.calls[call.layer], self.queries[call.layer] = call, query.clone()
+        self.keys[call.layer] = key.clone()
         return torch.zeros_like(query)
 
 
@@ -118,6 +119,50 @@ def test_nothing_is_looked_for_before_somebody_asks():
     assert seen_by(decoder).calls[0].rotary is None
 
 
+@pytest.mark.parametrize("name", sorted({*zoo.ARCHITECTURES} - {"gpt2", "opt"}))
+def test_queries_and_keys_of_position_0_are_moved_to_where_they_would_stand(name):
+    """In every layer, those with windows among them, and with every frequency."""
+    decoder = TransformersDecoder(zoo.build(name))
+    assert decoder.prepare_unrotated() is None
+    token = torch.full_like(POSITIONS, 9)
+    for regime in range(decoder.num_rope_regimes):
+        still, turned = Seen(), Seen()
+        for seen, places in ((still, torch.zeros_like(POSITIONS)), (turned, POSITIONS)):
+            decoder.forward(token, places, POSITIONS[:0], seen, rope_regime=regime)
+
+        assert still.calls.keys() == set(range(decoder.spec.num_layers))
+        for layer, call in still.calls.items():
+            for at_zero, expected in (
+                (still.queries[layer], turned.queries[layer]),
+                (still.keys[layer], turned.keys[layer]),
+            ):
+                moved = call.rotary.move(at_zero, POSITIONS)
+                torch.testing.assert_close(moved, expected, atol=1e-4, rtol=1e-4)
+                assert not torch.allclose(at_zero, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_position_0_are_the_projections_own_numbers(dtype):
+    """Bit for bit: what is stored before RoPE has not been rounded on the way."""
+    model, given = zoo.build("llama").to(dtype), {}
+    decoder = TransformersDecoder(model)
+    for layer, block in enumerate(model.model.layers):
+        block.self_attn.k_proj.register_forward_hook(
+            lambda module, args, out, layer=layer: given.__setitem__(layer, out)
+        )
+    (tokens,), seen = sequences(5, vocab_size=zoo.VOCAB_SIZE), Seen()
+    decoder.forward(tokens, torch.zeros_like(tokens), POSITIONS[:0], seen)
+
+    assert all(torch.equal(key, given[layer].view(key.shape)) for layer, key in seen.keys.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_learned_positions_cannot_be_taken_off(name):
+    decoder = TransformersDecoder(zoo.build(name))
+
+    assert "adds learned positions" in decoder.prepare_unrotated()
+
+
 def test_a_family_that_turns_neighbours_is_refused_by_name():
     """Cohere turns numbers 2 i and 2 i + 1 together."""
     config = CohereConfig(
@@ -133,6 +178,7 @@ def test_a_family_that_turns_neighbours_is_refused_by_name():
     decoder = TransformersDecoder(CohereForCausalLM(config).eval())
 
     assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
+    assert "layer 0 of CohereForCausalLM turns" in decoder.prepare_unrotated()
     assert decoder.rotations() is None
     assert seen_by(decoder).calls[0].rotary is None
 

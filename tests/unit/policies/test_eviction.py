@@ -156,6 +156,10 @@ def test_a_text_that_says_nothing_sensible_is_refused(text, error, says) -> None
             "budget ada divides a layer over its heads, and this rule keeps one set for all heads",
         ),
         ("tova:cap=99,budget=fastgen,when=decode", "budget fastgen divides a layer over its heads"),
+        (
+            "streaming:cap=99,budget=lazy,when=decode",
+            "queries are remembered at the positions they had, and keys are numbered anew; use",
+        ),
     ],
 )
 def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) -> None:
@@ -171,6 +175,7 @@ def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) 
     [
         "recent:cap=99,budget=lazy,when=decode",
         "tova:cap=99,budget=pyramid",
+        "streaming:cap=99,budget=squeeze,when=decode",
         "tova:cap=99,grain=lane,budget=ada",
         "h2o:cap=99,budget=fastgen,when=prefill_end",
         "h2o:cap=99,budget=ada,when=pressure,granularity=page",

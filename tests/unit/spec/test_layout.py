@@ -52,6 +52,16 @@ def test_evicting_layers_carry_positions_and_those_with_a_window_stay_as_they_ar
     assert [group.ordered for group in layout.groups] == [False, True]
 
 
+def test_keys_are_before_rope_in_all_layers_or_in_none():
+    layouts = [layout_of(None, 64, evicting=True, rotated=rotated) for rotated in (True, False)]
+
+    assert [[g.page_class.rotated for g in layout.groups] for layout in layouts] == [
+        [True, True],
+        [False, False],
+    ]
+    assert bytes_by_name(layouts[0]) == bytes_by_name(layouts[1])
+
+
 def test_heads_apart_have_a_lane_each_in_layers_that_evict_only():
     layout = layout_of(None, 64, None, evicting=True, heads_apart=True)
     full, window = layout.groups

@@ -41,6 +41,15 @@ def test_positions_add_four_bytes_a_slot_in_whole_vectors_whatever_the_heads():
         assert page.page_bytes == plain.page_bytes + 256
 
 
+def test_pages_with_keys_before_rope_are_of_another_class():
+    """Pools are kept by class: as many bytes, and never each other's pages."""
+    after, before = page_class(), page_class(rotated=False)
+
+    assert before.page_bytes == after.page_bytes
+    assert before != after
+    assert len({after: 1, before: 2, page_class(): 3}) == 2
+
+
 def test_statistics_pages_have_one_plane():
     page = page_class("float32", value=None, head_dim=2)
 

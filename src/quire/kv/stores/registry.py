@@ -1,4 +1,4 @@
-"""Stores by name, and one table of what each cannot do.
+"""Stores by name, and tables of what each cannot do, and of what no store does together.
 
 What is missing in the table goes together. A fork copies the row where pages have one holder each;
 eviction frees slots for the tokens that follow, but no bytes of a run; lanes that evict are never
@@ -20,6 +20,8 @@ from quire.spec.pages import CacheLayout
 
 PREFIX_CACHE = "prefix_cache"
 NO_WINDOW = "no_window"
+UNROTATED = "unrotated"
+LOSSY_CODEC = "lossy_codec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,23 @@ UNSOUND: Mapping[tuple[str, str], Unsound] = MappingProxyType(
 )
 
 
+UNSOUND_TOGETHER: Mapping[tuple[str, str], Unsound] = MappingProxyType(
+    {
+        (UNROTATED, PREFIX_CACHE): Unsound(
+            "keys are stored before RoPE, for streams, and a stream parts from every other at its "
+            "first eviction: no prefix behind its cap could be shared",
+            "to share prefixes use 'sinks'",
+        ),
+        (UNROTATED, LOSSY_CODEC): Unsound(
+            "keys before RoPE are turned as plain numbers whenever they are attended, and codes "
+            "would have to be read and turned at every look",
+            "use a plain codec, or 'sinks'",
+        ),
+    }
+)
+"""Features that exclude each other whatever the store."""
+
+
 def store_info(name: str) -> StoreInfo:
     """A store by its name.
 
@@ -135,6 +154,9 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
         why = unsound(name, feature)
         if asked and why is not None:
             raise UnsoundCombination(f"store {name!r}: {why}")
+    for pair, why in UNSOUND_TOGETHER.items():
+        if all(features.get(feature, False) for feature in pair):
+            raise UnsoundCombination(str(why))
 
 
 def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
@@ -142,4 +164,6 @@ def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
     return {
         PREFIX_CACHE: prefix_cache,
         NO_WINDOW: all(group.window is None for group in layout.groups),
+        UNROTATED: not all(group.page_class.rotated for group in layout.groups),
+        LOSSY_CODEC: any(group.page_class.key.metadata_bytes > 0 for group in layout.groups),
     }

@@ -1,4 +1,4 @@
-"""Rules on positions alone: recent, sinks, random."""
+"""Rules on positions alone: recent, sinks, streaming, random."""
 
 import pytest
 import torch
@@ -6,13 +6,19 @@ import torch
 from quire.errors import ConfigError
 from quire.policies.random import Random
 from quire.policies.recent import Recent
+from quire.policies.registry import registered
 from quire.policies.sinks import Sinks
+from quire.policies.streaming import Streaming
+from quire.policies.value_norm import ValueNorm
 from unit.policies.histories import best, changed, keep_of, kept_positions, make_history
 
 WORD = (1 << 64) - 1
 
 
-@pytest.mark.parametrize(("policy", "sinks"), [(Recent(), 0), (Recent(sinks=2), 2), (Sinks(), 4)])
+@pytest.mark.parametrize(
+    ("policy", "sinks"),
+    [(Recent(), 0), (Recent(sinks=2), 2), (Sinks(), 4), (Streaming(), 4), (Streaming(sinks=1), 1)],
+)
 def test_the_first_and_the_newest_stay(policy, sinks):
     history = make_history(ragged=False, fixed=1)
     view = history.view()
@@ -25,6 +31,12 @@ def test_the_first_and_the_newest_stay(policy, sinks):
         first = [t for t in cached if t < sinks]
         newest = [t for t in cached if t not in first][len(first) - int(keep[lane]) :]
         assert tokens == [*first, *newest]
+
+
+def test_only_streaming_numbers_anew_and_so_does_what_stands_on_it():
+    assert {name for name, rule in registered().items() if rule().renumbers} == {"streaming"}
+    assert ValueNorm(base=Streaming()).renumbers
+    assert not ValueNorm(base=Sinks()).renumbers
 
 
 def scrambled(number: int) -> int:

@@ -1,0 +1,357 @@
+"""`streaming` against StreamingLLM written plainly, and streams longer than the model's context."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import zoo
+from engines import greedy, load, make_prompts
+from quire.engine.core import Engine
+from quire.engine.llm import LLM
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError, RequestError, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.models.rotary import Rotary
+from quire.serve.service import Service
+from reference.streaming_llm import PlainStream, Stream
+
+STREAM = Stream(cap=24, every=6, sinks=4)
+EVICT = f"streaming:cap={STREAM.cap},every={STREAM.every},sinks={STREAM.sinks}"
+NEW_TOKENS = 20
+TOLERANCE = 1e-4
+PLAIN = ("llama", "llama_mqa", "stablelm")  # GQA, one KV head, partial rotary
+
+Logits = dict[str, torch.Tensor]
+
+
+class Recorder:
+    """Wraps a sampler and keeps the logits of every request's every step."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.logits: dict[str, list[torch.Tensor]] = {}
+
+    def sample(self, logits, rows):
+        for row_logits, request in zip(logits, rows, strict=True):
+            self.logits.setdefault(request.request_id, []).append(row_logits.clone())
+        return self.sampler.sample(logits, rows)
+
+
+def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, **schedule):
+    config = KVConfig(memory=memory, page_tokens=page_tokens, evict=evict, **(kv or {}))
+    return Engine(model, config, ScheduleConfig(**schedule))
+
+
+def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step=None) -> Logits:
+    """Logits [tokens, vocab] of every prompt's answer."""
+    recorder = Recorder(engine._choosing.sampler)
+    engine._choosing.sampler = recorder
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.usage is not None:
+                assert delta.finish_reason == "length", delta.error
+        if each_step is not None:
+            each_step()
+    engine.check()
+    return {key: torch.stack(rows) for key, rows in recorder.logits.items()}
+
+
+def largest_difference(ours: Logits, theirs: Logits) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
+
+
+def short_context(name: str, tokens: int) -> LoadedModel:
+    """A model that says its context is shorter than it is."""
+    model = load(name)
+    return replace(model, spec=replace(model.spec, max_positions=tokens))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(llama, prompts):
+    return run(engine_of(llama), prompts)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [*make_prompts(3, 30, seed=5), list(range(2, 72))]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss"])
+def test_under_the_cap_it_is_plain_rope(name):
+    """Also with softcap, sinks that are learned, and layers with windows whose pages go."""
+    model, short = load(name), make_prompts(6, 40, seed=1)
+    full = run(engine_of(model, evict="full"), short)
+    streamed = run(engine_of(model, evict="streaming:cap=100,every=10", chunk_tokens=7), short)
+
+    assert largest_difference(full, streamed) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("evict", "prompt_tokens", "regime"),
+    [
+        ("streaming:cap=100,every=10", 10, 0),
+        ("streaming:cap=100,every=10", 40, 1),
+        ("streaming:cap=20,every=6", 40, 0),
+        ("streaming:cap=20,every=6,when=prefill_end", 40, 1),
+    ],
+)
+def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_tokens, regime):
+    """Long-RoPE: up to 24 positions are short. Where nothing leaves, logits are those of full."""
+    model, prompt = load("phi3_longrope"), list(range(2, 2 + prompt_tokens))
+    engine = engine_of(model, evict=evict)
+    engine.submit(prompt, greedy(8))
+    engine.step()
+
+    assert engine.scheduler.running[0].rope_regime == regime
+    if "cap=100" in evict:
+        full = run(engine_of(model, evict="full"), [prompt], new_tokens=8)
+        got = run(engine_of(model, evict=evict), [prompt], new_tokens=8)
+        assert largest_difference(full, got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_logits_equal_streaming_llm_written_plainly(name, prompts):
+    got = run(engine_of(load(name)), prompts)
+    transformers_model = zoo.build(name)
+    for i, prompt in enumerate(prompts):
+        plain = PlainStream(transformers_model, STREAM)
+        tokens, logits = plain.answer(prompt, NEW_TOKENS)
+        ours = got[f"r{i}"]
+
+        assert plain.most_held == min(STREAM.cap, len(prompt) + NEW_TOKENS - 1)
+        assert ours.argmax(dim=-1).tolist() == tokens
+        assert float((ours - logits).abs().max()) <= TOLERANCE
+
+
+def test_it_differs_from_sinks_that_keep_their_positions(llama, prompts, expected):
+    kept = run(engine_of(llama, evict=EVICT.replace("streaming", "sinks")), prompts)
+
+    assert largest_difference(expected, kept) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_tokens": 1},
+        {"page_tokens": 16},
+        {"max_running": 1},
+        {"chunk_tokens": 7, "step_tokens": 40},
+        {"kv": {"scratch": 2048}},
+        {"kv": {"store": "contiguous_growing"}},
+        {"kv": {"store": "contiguous_max"}},
+    ],
+    ids=str,
+)
+def test_pages_companions_chunks_scratch_and_stores_change_nothing(
+    llama, prompts, expected, options
+):
+    got = run(engine_of(llama, **options), prompts)
+
+    assert largest_difference(expected, got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("granularity", ["page", "chunk,chunk_tokens=2"])
+def test_pieces_that_leave_whole_are_closed_up_too(llama, granularity):
+    """Caps that a page divides: what stays is what single tokens would leave."""
+    prompts = make_prompts(4, 100, seed=3)
+    sizes = "streaming:cap=32,every=8,sinks=4"
+    expected = run(engine_of(llama, evict=sizes), prompts)
+    got = run(engine_of(llama, evict=f"{sizes},granularity={granularity}"), prompts)
+
+    assert largest_difference(expected, got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("host_memory", ["0", "1MiB"])
+def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, host_memory):
+    growing = make_prompts(12, 12, seed=2)
+    expected = run(engine_of(llama), growing)
+    engine = engine_of(
+        llama,
+        memory=4 * 24 * 2 * 2 * 2 * 8 * 4,
+        kv={"host_memory": host_memory},
+        low_watermark=1.0,
+        preempt="recompute" if host_memory == "0" else "swap",
+    )
+    got = run(engine, growing)
+
+    assert engine.scheduler.num_preemptions > 0
+    assert largest_difference(expected, got) <= TOLERANCE
+
+
+def test_several_answers_part_from_one_prompt(llama, prompts, expected):
+    """Forks copy what they write: each answer is what it would be alone."""
+    engine = engine_of(llama)
+    engine.submit(prompts[-1], replace(greedy(NEW_TOKENS), n=3), request_id="r")
+    answers: dict[int, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            answers.setdefault(delta.index, []).extend(delta.token_ids)
+    engine.check()
+    alone = expected["r3"].argmax(dim=-1).tolist()
+
+    assert answers == dict.fromkeys(range(3), alone)
+
+
+# ---- streams longer than the context -------------------------------------------------------------
+
+
+class SeenPositions:
+    """The largest position any query or key was turned to."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.largest, move = 0, Rotary.move
+
+        def watched(rotary, still, positions):
+            self.largest = max(self.largest, int(positions.max()))
+            return move(rotary, still, positions)
+
+        monkeypatch.setattr(Rotary, "move", watched)
+
+
+def test_a_stream_of_four_contexts_runs_in_the_memory_of_its_cap(monkeypatch):
+    context = 48
+    engine = engine_of(short_context("llama", context), evict=EVICT, page_tokens=4)
+    prompt, new_tokens = make_prompts(1, 1, seed=0)[0] + list(range(2, 102)), 4 * context - 101
+    memory, seen, held = engine.pool.kv.memory, SeenPositions(monkeypatch), []
+    got = run(
+        engine, [prompt], new_tokens=new_tokens, each_step=lambda: held.append(memory.used_bytes)
+    )
+    tokens, logits = PlainStream(zoo.build("llama"), STREAM).answer(prompt, new_tokens)
+
+    assert len(prompt) + new_tokens == 4 * context
+    assert got["r0"].argmax(dim=-1).tolist() == tokens
+    assert float((got["r0"] - logits).abs().max()) <= TOLERANCE
+    assert seen.largest == STREAM.cap - 1
+    group = memory.layout.groups[0]
+    assert max(held) == STREAM.cap // 4 * group.page_class.page_bytes * group.num_lanes
+    assert len(set(held[20:-1])) <= 3  # 18 to 24 tokens in pages of 4: it goes up and down
+
+
+def test_windows_of_a_stream_are_numbered_from_their_start(monkeypatch):
+    """gemma3: half of its layers look back 8 tokens; their pages have other positions each step."""
+    engine = engine_of(short_context("gemma3", 48), evict=EVICT)
+    seen = SeenPositions(monkeypatch)
+    got = run(engine, [list(range(2, 102))], new_tokens=92)
+
+    assert len(got["r0"]) == 92
+    assert got["r0"].isfinite().all()
+    assert seen.largest == STREAM.cap - 1
+
+
+@pytest.mark.parametrize(
+    ("when", "prompt_tokens", "goes_on"),
+    [
+        ("prefill_and_decode", 200, True),
+        ("decode", 40, True),
+        ("prefill_end", 40, False),  # the answer grows without end
+        ("pressure", 40, False),  # lanes may hold more than the cap
+    ],
+)
+def test_only_streams_that_stay_below_the_context_go_beyond_it(when, prompt_tokens, goes_on):
+    engine = engine_of(short_context("llama", 48), evict=f"{EVICT},when={when}")
+    got = run(
+        engine, [list(range(2, 102)) * 2][:1] if prompt_tokens > 100 else [[7] * 40], new_tokens=30
+    )
+
+    assert len(got["r0"]) == (30 if goes_on else 8)
+
+
+@pytest.mark.parametrize(
+    "evict",
+    [f"{EVICT},when=decode", "streaming:cap=60,every=6", "full"],
+    ids=["decode reads the whole prompt", "the cap is over the context", "nothing leaves"],
+)
+def test_prompts_over_the_context_are_refused_where_positions_would_pass_it(evict):
+    engine = engine_of(short_context("llama", 48), evict=evict)
+    with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
+        engine.submit([7] * 100, greedy(4))
+
+
+def test_an_answer_of_no_said_length_is_as_long_as_a_context():
+    def llm(evict):
+        kv = KVConfig(memory="1MiB", page_tokens=4, evict=evict)
+        return LLM(short_context("llama", 48), kv=kv)
+
+    stream, ends = llm(EVICT), llm(f"{EVICT},when=prefill_end")
+    assert stream.context_tokens(1000) > 1 << 40
+    assert stream.context_tokens(1000, "full") == ends.context_tokens(10) == 48
+    for prompt_tokens in (10, 1000):
+        assert Service(stream, None).room_tokens(prompt_tokens) == 48
+    assert Service(ends, None).room_tokens(10) == 38
+
+
+# ---- what does not go together -------------------------------------------------------------------
+
+
+def test_other_rules_need_an_engine_with_other_pages(llama):
+    engine = engine_of(llama)
+    with pytest.raises(RequestError, match=r"'recent' needs keys stored after RoPE.*'streaming'"):
+        engine.submit([5] * 9, greedy(4), evict="recent:cap=24,every=6")
+    for evict in ("full", "sinks:cap=24,every=6"):
+        with pytest.raises(RequestError, match="start one with --evict streaming"):
+            engine_of(llama, evict=evict).submit([5] * 9, greedy(4), evict=EVICT)
+
+
+def test_other_numbers_and_full_may_be_asked_for(llama):
+    [prompt] = [list(range(2, 62))]
+    wide = run(engine_of(llama), [prompt], evict="streaming:cap=48,every=8")
+    own = run(engine_of(llama, evict="streaming:cap=48,every=8"), [prompt])
+    full = run(engine_of(llama), [prompt], evict="full")
+    plain = run(engine_of(llama, evict="full"), [prompt])
+
+    assert largest_difference(wide, own) <= TOLERANCE
+    assert largest_difference(full, plain) <= TOLERANCE
+
+
+def test_rules_that_renumber_and_rules_that_do_not_are_no_mixture(llama):
+    with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
+        engine_of(llama, kv={"evict_allow": "h2o"})
+    everything = engine_of(llama, evict="sinks:cap=24,every=6", kv={"evict_allow": "all"})
+    assert not everything.pool.rules.renumbers
+    streams = engine_of(llama, kv={"evict_allow": "all"})
+    assert {rule.name for rule in streams.pool.rules.served} == {"streaming"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gpt2", "adds learned positions"), ("opt", "adds learned positions")],
+)
+def test_models_whose_rope_cannot_be_taken_off_are_refused(name, reason):
+    with pytest.raises(UnsoundCombination, match=f"{reason}.*use 'sinks'"):
+        engine_of(load(name))
+
+
+@pytest.mark.parametrize("attention", ["gathered", "reference", "native"])
+def test_attention_that_reads_keys_as_they_are_is_refused(llama, attention):
+    with pytest.raises(ConfigError, match=rf"attention={attention} .* stored before RoPE"):
+        engine_of(llama, kv={"attention": attention})
+
+
+def test_prompts_share_no_prefix_and_the_engine_says_why(llama):
+    engine = engine_of(llama)
+    run(engine, [list(range(2, 22))] * 2, new_tokens=4)
+
+    assert engine.scheduler.residency.prefix is None
+    assert "prefix cache off: keys are stored before RoPE" in engine.pool.explanation
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_streams_on_cuda_have_the_logits_of_the_cpu(name, prompts):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    expected = run(engine_of(load(name)), prompts)
+    got = run(engine_of(load(name, "cuda")), prompts)
+
+    on_cpu = {key: rows.cpu() for key, rows in got.items()}
+    assert largest_difference(expected, on_cpu) <= 1e-3
