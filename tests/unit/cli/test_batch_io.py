@@ -76,7 +76,7 @@ def test_a_line_says_with_whom_it_shares_kv(salt, read):
 
     assert parse({"prompt": "Hi", "cache_salt": salt}).cache_salt == read
     assert parse(COMPLETION | {"body": body}).cache_salt == read
-    assert "expected a text as cache_salt" in str(refusal({"prompt": "Hi", "cache_salt": ["x"]}))
+    assert "expected cache_salt to be a str" in str(refusal({"prompt": "Hi", "cache_salt": ["x"]}))
 
 
 def test_a_chat_of_openais_format():

@@ -23,6 +23,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
+from quire.spec.eviction import EvictionSpec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
 
 PROMPT = [7] * 5
@@ -81,11 +82,13 @@ def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=4), st.integers(1, 12)
+    st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=4), st.integers(2, 12)
 )
 def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
     group = make_group(outputs)
-    plan_reading(group.members[0], cap)
+    for member in group.members:
+        member.eviction = EvictionSpec(cap=cap, every=1)
+    plan_reading(group.members[0])
 
     for planned in group.forks:
         child, parent = planned.child.output_token_ids, planned.parent.output_token_ids
