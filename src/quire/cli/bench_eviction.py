@@ -39,11 +39,18 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     ] = "",
     tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
     budgets: Annotated[
-        str, typer.Option(help="Caps in per cent of the longest prompt, with commas.")
-    ] = "50,25",
+        str,
+        typer.Option(
+            help="Caps in per cent of the longest prompt, with commas; 50,25 if not said."
+        ),
+    ] = "",
     when: Annotated[
-        str, typer.Option(help="Schedules of the part quality, with commas.")
-    ] = "prefill_end,prefill_and_decode",
+        str,
+        typer.Option(
+            help="Schedules of the part quality, with commas; prefill_and_decode,prefill_end if "
+            "not said."
+        ),
+    ] = "",
     prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 200,
     text: Annotated[
         Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
@@ -97,7 +104,7 @@ def _config(model: str, *, quick: bool) -> "EvictionBenchConfig":
 def _cells(
     config: "CellsConfig", tasks: str, budgets: str, when: str, prompts: int | None
 ) -> "CellsConfig":
-    """The cells that were asked for; None leaves the number of prompts as it is.
+    """The cells that were asked for; what was not said stays as it is.
 
     Raises:
         UnknownName: no such task or schedule.
@@ -107,13 +114,14 @@ def _cells(
     from quire.evals.tasks import FAMILIES
     from quire.spec.eviction import SCHEDULES
 
-    return replace(
-        config,
-        tasks=names_of(tasks, FAMILIES, "task") if tasks.strip() else config.tasks,
-        schedules=names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule"),
-        budgets=_budgets(budgets),
-        prompts=prompts or config.prompts,
-    )
+    if tasks.strip():
+        config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))
+    if when.strip():
+        schedules = names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule")
+        config = replace(config, schedules=schedules)
+    if budgets.strip():
+        config = replace(config, budgets=_budgets(budgets))
+    return replace(config, prompts=prompts or config.prompts)
 
 
 def _budgets(text: str) -> tuple[float, ...]:
