@@ -32,12 +32,12 @@ class SpeedConfig:
     model: str = "125m"
     prompt_tokens: int = 3_584
     new_tokens: int = 512
-    caps: tuple[int, ...] = (896, 1_344, 1_792)
+    caps: tuple[int, ...] = (896, 1_792)
     every: int = 64
     pools: tuple[int, ...] = (1, 2, 4)
     claimed_pool: int = 2
     repeats: int = 3
-    continuous_prompts: int = 16
+    continuous_prompts: int = 12
     continuous_repeats: int = 1
 
     def __post_init__(self) -> None:
@@ -80,9 +80,9 @@ class QualityConfig:
     model: str = "quire-tiny"
     tasks: tuple[str, ...] = TASKS
     tokens: int = 512
-    new_tokens: int = 64
-    samples: int = 96
-    pool: int = 4
+    new_tokens: int = 48
+    samples: int = 48
+    pool: int = 8
     shares: tuple[float, ...] = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
     every: int = 16
     wanted: float = 0.975
