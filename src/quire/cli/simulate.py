@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,7 @@ from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
 from quire.spec.dtypes import dtype_bytes
-from quire.spec.eviction import EvictionSpec, parse_policy
+from quire.spec.eviction import KEEP_ALL, EvictionSpec, parse_policy
 
 if TYPE_CHECKING:
     from quire.sim.run import SimConfig
@@ -100,7 +101,8 @@ def sim_config(settings: Settings) -> "SimConfig":
         kv=settings.kv,
         schedule=settings.schedule,
         dtype=DTYPE,
-        eviction=_eviction(settings, model),
+        eviction=_eviction(settings, model)(model.max_positions),
+        eviction_of=_eviction(settings, model),
     )
 
 
@@ -115,9 +117,10 @@ def _rates(machine: MachineConfig) -> Rates:
     return machine.rates(measured_rates(found, DTYPE))
 
 
-def _eviction(settings: Settings, model: "ModelSpec") -> EvictionSpec:
+def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:
+    """What the policy comes to for a prompt of so many tokens."""
     if parse_policy(settings.kv.evict).name == "full":
-        return EvictionSpec()
+        return lambda tokens: KEEP_ALL
     # loads torch, which `full` does not need
     from quire.policies.eviction import LaneShape, make_eviction
 
@@ -128,7 +131,8 @@ def _eviction(settings: Settings, model: "ModelSpec") -> EvictionSpec:
         token_bytes=2 * num_layers * model.num_kv_heads * model.head_dim * dtype_bytes(DTYPE),
         page_tokens=settings.kv.page_tokens,
     )
-    return make_eviction(settings.kv.evict).for_request(model.max_positions, lanes).spec
+    rule = make_eviction(settings.kv.evict)
+    return lambda tokens: rule.for_request(tokens, lanes).spec
 
 
 def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, object]:

@@ -20,7 +20,7 @@ from quire.engine.served_rules import (
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.policies.eviction import Eviction, EvictionRule, LaneShape, make_eviction
 from quire.policies.registry import FULL
-from quire.spec.eviction import PRESSURE, UNLIMITED
+from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, UNLIMITED
 from quire.spec.model import ModelSpec
 from quire.spec.statistics import Statistic
 
@@ -37,6 +37,7 @@ class EvictionRules:
         model: whose KV it is.
         page_tokens: slots of a page.
         number_bytes: bytes of one stored number.
+        reserved: lanes are as long as the default's from the start: nobody may ask for another.
         why_not: says why the model cannot give what a statistic needs; None where it can.
 
     Raises:
@@ -53,12 +54,13 @@ class EvictionRules:
         model: ModelSpec,
         page_tokens: int,
         number_bytes: int,
+        reserved: bool = False,
         why_not: Callable[[Statistic], str | None] = lambda statistic: None,
     ) -> None:
         self.default = make_eviction(default)
         self._model, self._page_tokens = model, page_tokens
         self._number_bytes = number_bytes
-        self._allow = allow.strip()
+        self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
         others = announced(allow, renumbers=any(one.renumbers for one in own))
         self.served = tuple(possible([*own, *others], why_not, self._allow))
@@ -106,8 +108,10 @@ class EvictionRules:
             rule = make_eviction(text)
         except ConfigError as error:
             raise RequestError(f"evict: {error}") from error
-        if rule.evicts and text != self.default.text:
-            self._require_served(text, rule)
+        if text != self.default.text:
+            self._require_lanes(text)
+            if rule.evicts:
+                self._require_served(text, rule)
         return rule
 
     def resolve(self, rule: EvictionRule, prompt_tokens: int) -> Eviction:
@@ -159,6 +163,13 @@ class EvictionRules:
         )
         return UNLIMITED if max(peaks) <= context else context
 
+    def _require_lanes(self, text: str) -> None:
+        if self._reserved:
+            raise RequestError(
+                f"evict: lanes of this store are reserved as long as {self.default.text!r} lets "
+                f"them get, and {text!r} may need longer ones; start it with --kv-store paged"
+            )
+
     def _require_served(self, text: str, rule: EvictionRule) -> None:
         wanted = served_by_rule(text, rule)
         if wanted.renumbers != self.renumbers:
@@ -188,7 +199,7 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    if rule.evicts and rule.every > schedule.step_tokens:
+    if rule.evicts and rule.when == PREFILL_AND_DECODE and rule.every > schedule.step_tokens:
         raise ConfigError(
             f"a step of {schedule.step_tokens} tokens has no room for a chunk of every="
             f"{rule.every} tokens, which an evicting prompt reads at once; raise "

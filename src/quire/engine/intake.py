@@ -125,14 +125,15 @@ class Intake:
             check_blocks(rule, self._schedule)
         except ConfigError as error:
             raise RequestError(f"evict: {error}") from error
-        request.evict, request.selection = rule.text, eviction
-        if rule.budget.needs_prompt and final_tokens > spec.cap:
-            # who knows which lanes will keep everything
+        request.evict = rule.text
+        if spec.keeps_all(len(request.prompt_token_ids), final_tokens):  # nor remembers anything
+            logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
+            return
+        request.selection = eviction
+        if rule.budget.needs_prompt:  # who knows which lanes will keep everything
             lanes = self._rules.lanes_of(rule)
             caps = (UNBOUNDED,) * (lanes.num_layers * lanes.heads)
             request.unsettled, spec = True, replace(spec, lane_caps=caps)
-        elif final_tokens <= spec.least_cap:
-            logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
         if rule.policy is not None and rule.policy.renumbers:
             # no position is above what a lane holds, so frequencies are chosen by that
             most = spec.peak_tokens(final_tokens, len(request.prompt_token_ids))

@@ -134,7 +134,7 @@ class LaneCaps:
             lacks_room: asked only where somebody may.
             requests: see `relieve`; those that fail leave it.
         """
-        asked = any(r.eviction.when == PRESSURE for r in requests)
+        asked = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
         while asked and lacks_room() and self.relieve(requests):
             pass
 

@@ -108,6 +108,7 @@ def build_pool(
         model=model.spec,
         page_tokens=config.page_tokens,
         number_bytes=decoder.dtype.itemsize,
+        reserved=config.store != "paged",
         why_not=decoder.prepare,
     )
     check_blocks(rules.default, schedule)
@@ -146,6 +147,11 @@ def build_pool(
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
     """A store that reserves lanes ahead must know how long they get, whoever asks for what."""
+    if config.store != "paged" and rules.default.budget.needs_prompt:
+        raise UnsoundCombination(
+            f"store {config.store!r} reserves lanes before a prompt is read, and the budget of "
+            f"{config.evict!r} divides the cap behind it; use --kv-store paged"
+        )
     if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
         raise UnsoundCombination(
             f"store {config.store!r} reserves lanes as long as --evict lets them get, and with "

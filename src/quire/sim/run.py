@@ -1,6 +1,8 @@
 """A trace and a configuration in, a result out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from quire.engine.events import EventLog
 from quire.engine.preemption.swapper import Swapper
@@ -27,7 +29,7 @@ from quire.sim.simulator import Progress, SimResult, Simulator
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
 from quire.spec.dtypes import dtype_bytes
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import KEEP_ALL, EvictionSpec
 from quire.spec.model import ModelSpec
 
 _SECRET = bytes(32)  # nobody to hide salts from, and every run the same
@@ -43,7 +45,9 @@ class SimConfig:
         kv: the memory; `auto` is one that never runs full.
         schedule: steps and queues.
         dtype: of weights, and of KV where `kv.codec` says nothing else.
-        eviction: how many tokens a lane may hold; which ones leave is not simulated.
+        eviction: how many tokens a lane may hold, for the longest prompt; which ones leave is not
+            simulated.
+        eviction_of: the same by tokens of a prompt, where the cap depends on it; None: one for all.
     """
 
     model: ModelSpec
@@ -51,7 +55,8 @@ class SimConfig:
     kv: KVConfig = field(default_factory=KVConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     dtype: str = "bfloat16"
-    eviction: EvictionSpec = field(default_factory=EvictionSpec)
+    eviction: EvictionSpec = KEEP_ALL
+    eviction_of: Callable[[int], EvictionSpec] | None = None
 
 
 def simulate(trace: Trace, config: SimConfig, progress: Progress | None = None) -> SimResult:
@@ -95,7 +100,8 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     )
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
     scheduler = make_scheduler(memory, config, clock, copies)
-    return Simulator(trace, scheduler, make_timer(config), clock, copies, config.eviction)
+    evict = cache(config.eviction_of) if config.eviction_of else lambda tokens: config.eviction
+    return Simulator(trace, scheduler, make_timer(config), clock, copies, evict)
 
 
 def make_timer(config: SimConfig) -> StepTimer:

@@ -79,7 +79,7 @@ class Simulator:
         timer: how long steps take.
         clock: at 0.
         copies: of the host pool; the step that follows them waits for them.
-        eviction: of all requests.
+        eviction: of a request, by the tokens of its prompt.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Simulator:
         timer: StepTimer,
         clock: VirtualClock,
         copies: TimedCopies,
-        eviction: EvictionSpec = KEEP_ALL,
+        eviction: Callable[[int], EvictionSpec] = lambda tokens: KEEP_ALL,
     ) -> None:
         self.scheduler, self.memory = scheduler, scheduler.memory
         self.eviction = eviction
@@ -142,7 +142,7 @@ class Simulator:
             params=SamplingParams(max_tokens=record.answer_tokens),
             arrival=self._num_arrived,
             tenant=arrived.tenant,
-            eviction=self.eviction,
+            eviction=self.eviction(arrived.prompt_tokens),
             arrival_s=arrived.arrival_s,
         )
         try:

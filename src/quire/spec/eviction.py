@@ -152,6 +152,17 @@ class EvictionSpec:
             return max(prompt_tokens, self.least_cap)
         return UNLIMITED if prompt_tokens <= self.least_cap else prompt_tokens
 
+    def keeps_all(self, prompt_tokens: int, tokens: int) -> bool:
+        """Whether a sequence that grows to `tokens` never loses any.
+
+        Args:
+            prompt_tokens: of its prompt.
+            tokens: of the sequence at its end.
+        """
+        if self.when == PRESSURE:
+            return self.cap is None or tokens <= self.least_cap
+        return tokens <= self.exact_tokens(prompt_tokens)
+
     def peak_tokens(self, tokens: int, prompt_tokens: int | None = None) -> int:
         """Most tokens a lane of the common cap holds while a sequence grows to `tokens`.
 
