@@ -186,6 +186,7 @@ def test_the_claims_are_those_of_the_claimed_pool_and_the_first_cap():
     assert made["continuous_bm_112_tokens_per_s"] == 80.0
 
 
+@pytest.mark.slow
 def test_every_arm_runs_in_every_pool_and_as_the_engine_is():
     result = run_speed(TINY)
 

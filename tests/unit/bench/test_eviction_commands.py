@@ -78,6 +78,7 @@ def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_batch_max")
+@pytest.mark.slow
 def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
     pytest.importorskip("matplotlib")
 
@@ -97,6 +98,7 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_batch_max")
+@pytest.mark.slow
 def test_batch_max_runs_the_parts_that_are_asked_for():
     run = last_object(quire("batch-max", "--quick", "--json", "--parts", "speed"))
 
@@ -153,6 +155,7 @@ def test_too_few_examples_are_refused(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_eviction")
+@pytest.mark.slow
 def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
