@@ -14,7 +14,7 @@ ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2")  # full, both, windows on
 # (preempt, room of the arena, room of the host pool), in units of the largest request
 CASES = [
     ("recompute", 1.2, 0.0),
-    ("recompute", 3.0, 0.0),
+    ("recompute", 1.6, 0.0),
     ("swap", 1.2, 4.0),
     ("swap", 2.0, 0.5),
     ("hybrid", 1.5, 0.3),
