@@ -26,7 +26,6 @@ from quire.plan.stored_rates import model_key, steps_key
 from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
-from quire.spec.pages import codec_spec
 
 LABELS = {
     FULL: "full KV",
@@ -168,7 +167,7 @@ def _rules(model: ModelSpec, question: BatchQuestion, evict: str) -> EvictionRul
         "none",
         model=model,
         page_tokens=question.page_tokens,
-        number_bytes=codec_spec(question.kv_codec).block_bytes(1, model.head_dim) // model.head_dim,
+        codec=question.kv_codec,
     )
 
 

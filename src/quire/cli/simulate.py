@@ -20,7 +20,6 @@ from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
-from quire.spec.dtypes import dtype_bytes
 from quire.spec.eviction import KEEP_ALL, EvictionSpec, parse_policy
 
 if TYPE_CHECKING:
@@ -122,16 +121,14 @@ def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], Evictio
     if parse_policy(settings.kv.evict).name == "full":
         return lambda tokens: KEEP_ALL
     # loads torch, which `full` does not need
-    from quire.policies.eviction import LaneShape, make_eviction
+    from quire.engine.eviction_rules import EvictionRules
 
-    num_layers = sum(layer.window is None for layer in model.layers)
-    lanes = LaneShape(
-        num_layers=num_layers,
-        heads=model.num_kv_heads,
-        token_bytes=2 * num_layers * model.num_kv_heads * model.head_dim * dtype_bytes(DTYPE),
-        page_tokens=settings.kv.page_tokens,
+    page_tokens = settings.kv.page_tokens
+    rules = EvictionRules(
+        settings.kv.evict, "none", model=model, page_tokens=page_tokens, codec=DTYPE
     )
-    rule = make_eviction(settings.kv.evict)
+    rule = rules.default
+    lanes = rules.lanes_of(rule)
     return lambda tokens: rule.for_request(tokens, lanes).spec
 
 

@@ -21,10 +21,9 @@ from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.policies.eviction import Eviction, EvictionRule, LaneShape, make_eviction
 from quire.policies.registry import FULL
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, UNLIMITED
+from quire.spec.layout import layout_for, page_and_fixed_bytes
 from quire.spec.model import ModelSpec
 from quire.spec.statistics import Statistic
-
-STATISTIC_BYTES = 4
 
 
 class EvictionRules:
@@ -36,7 +35,7 @@ class EvictionRules:
             one after another, such as "h2o; snapkv:window=16"; "" is the default's own name.
         model: whose KV it is.
         page_tokens: slots of a page.
-        number_bytes: bytes of one stored number.
+        codec: how keys and values are stored.
         reserved: lanes are as long as the default's from the start: nobody may ask for another.
         why_not: says why the model cannot give what a statistic needs; None where it can.
 
@@ -53,13 +52,13 @@ class EvictionRules:
         *,
         model: ModelSpec,
         page_tokens: int,
-        number_bytes: int,
+        codec: str,
         reserved: bool = False,
         why_not: Callable[[Statistic], str | None] = lambda statistic: None,
     ) -> None:
         self.default = make_eviction(default)
-        self._model, self._page_tokens = model, page_tokens
-        self._number_bytes = number_bytes
+        self._model, self._page_tokens, self._codec = model, page_tokens, codec
+        self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
         others = announced(allow, renumbers=any(one.renumbers for one in own))
@@ -126,16 +125,27 @@ class EvictionRules:
             raise RequestError(f"evict: {error}") from error
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """What a rule has to do with: layers without a window, and what a token takes there."""
-        model = self._model
-        num_layers = sum(layer.window is None for layer in model.layers)
-        remembered = sum(one.width(model) for one in rule.statistics if one.per_slot)
-        lane_bytes = 2 * model.head_dim * self._number_bytes + STATISTIC_BYTES * remembered
-        return LaneShape(
-            num_layers=num_layers,
-            heads=model.num_kv_heads,
-            token_bytes=num_layers * model.num_kv_heads * lane_bytes,
+        """What a rule has to do with: layers without a window, and what their pages take."""
+        if rule.statistics not in self._lanes:
+            self._lanes[rule.statistics] = self._lane_shape(rule.statistics)
+        return self._lanes[rule.statistics]
+
+    def _lane_shape(self, statistics: tuple[Statistic, ...]) -> LaneShape:
+        layout = layout_for(
+            self._model,
+            codec=self._codec,
             page_tokens=self._page_tokens,
+            evicting=True,
+            heads_apart=self.heads_apart,
+            statistics=statistics,
+        )
+        page_bytes, fixed_bytes = page_and_fixed_bytes(layout)
+        return LaneShape(
+            num_layers=sum(layer.window is None for layer in self._model.layers),
+            heads=self._model.num_kv_heads,
+            page_tokens=self._page_tokens,
+            page_bytes=page_bytes,
+            fixed_bytes=fixed_bytes,
         )
 
     def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:

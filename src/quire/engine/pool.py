@@ -102,18 +102,18 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
+    codec = _codec(config.codec, decoder.dtype)
     rules = EvictionRules(
         config.evict,
         config.evict_allow,
         model=model.spec,
         page_tokens=config.page_tokens,
-        number_bytes=decoder.dtype.itemsize,
+        codec=codec,
         reserved=config.store != "paged",
         why_not=decoder.prepare,
     )
     check_blocks(rules.default, schedule)
     longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
-    codec = _codec(config.codec, decoder.dtype)
     layout = layout_for(
         model.spec,
         codec=codec,

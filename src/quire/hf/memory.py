@@ -42,13 +42,18 @@ class MemoryOptions:
     attention: str
 
 
+def codec_of(dtype: torch.dtype) -> str:
+    """The plain codec of numbers of a type."""
+    return next(codec for codec, plain in DTYPES.items() if plain == dtype)
+
+
 def make_layout(
     spec: ModelSpec, dtype: torch.dtype, rules: EvictionRules, page_tokens: int
 ) -> CacheLayout:
     """Lane groups of a sequence under a rule."""
     return layout_for(
         spec,
-        codec=next(codec for codec, plain in DTYPES.items() if plain == dtype),
+        codec=codec_of(dtype),
         page_tokens=page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,

@@ -41,14 +41,17 @@ class LaneShape:
     Attributes:
         num_layers: how many.
         heads: KV heads of each.
-        token_bytes: bytes of one token in all of these lanes, statistics included.
         page_tokens: slots of a page.
+        page_bytes: of one page in each of these lanes, with those of what a rule remembers of its
+            slots.
+        fixed_bytes: of what it remembers of a sequence however long that is.
     """
 
     num_layers: int
     heads: int
-    token_bytes: int
     page_tokens: int
+    page_bytes: int
+    fixed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,18 +143,12 @@ class EvictionRule:
         """
         if self.policy is None or self.cap is None:
             return Eviction()
-        cap = self.cap.resolve(prompt_tokens, lanes.token_bytes)
+        cap = self._tokens(self.cap, prompt_tokens, lanes)
         pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
         shape = self._shape(cap, prompt_tokens, lanes, pieces)
-        spec = EvictionSpec(
-            cap=cap,
-            every=self.every,
-            when=self.when,
-            lane_caps=self.budget.lane_caps(shape),
-            ragged=self.budget.ragged,
-            statistics=self.statistics,
-        )
-        least_cap = min(cap, spec.least_cap)
+        lane_caps = self.budget.lane_caps(shape)
+        least_cap = min(cap, *lane_caps) if lane_caps else cap
+        _check_leaving(self, least_cap)
         if least_cap < shape.least:
             raise ConfigError(
                 f"{self.text!r} leaves {least_cap - self.leaving} tokens in a lane after an "
@@ -161,11 +158,35 @@ class EvictionRule:
         return Eviction(
             policy=self.policy,
             budget=self.budget,
-            spec=spec,
+            spec=EvictionSpec(
+                cap=cap,
+                every=self.every,
+                when=self.when,
+                lane_caps=lane_caps,
+                ragged=self.budget.ragged,
+                statistics=self.statistics,
+            ),
             piece_tokens=pieces,
             by_page=self.granularity == PAGE,
             text=self.text,
         )
+
+    def _tokens(self, cap: Cap, prompt_tokens: int, lanes: LaneShape) -> int:
+        """What a cap comes to."""
+        tokens = cap.resolve(
+            prompt_tokens,
+            page_tokens=lanes.page_tokens,
+            page_bytes=lanes.page_bytes,
+            fixed_bytes=lanes.fixed_bytes,
+        )
+        if not tokens:
+            remembered = f" and {lanes.fixed_bytes:,} B for what it remembers of any sequence"
+            raise ConfigError(
+                f"{self.text!r}: a sequence needs {lanes.page_bytes:,} B for one page of "
+                f"{lanes.page_tokens} tokens in every lane{remembered * bool(lanes.fixed_bytes)}, "
+                f"got a cap of {cap.num_bytes:,} B; raise cap, or give it in tokens"
+            )
+        return tokens
 
     def _shape(self, cap: int, prompt_tokens: int, lanes: LaneShape, pieces: int) -> Shape:
         assert self.policy is not None, "asked for rules that evict"
@@ -241,12 +262,16 @@ def make_eviction(text: str) -> EvictionRule:
     return rule
 
 
-def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:
+def _check_leaving(rule: EvictionRule, cap: int) -> None:
     if rule.leaving >= cap:
         raise ConfigError(
             f"{rule.text!r}: expected 1 <= every < cap, got every={rule.every}, cap={cap}; `every` "
-            "tokens leave a lane at a time and some must stay"
+            "tokens leave a lane at a time and some must stay: raise cap or say a smaller every="
         )
+
+
+def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:
+    _check_leaving(rule, cap)
     if cap - rule.leaving < policy.least_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - rule.leaving} tokens after an eviction (cap {cap}, "

@@ -17,7 +17,8 @@ class Cap:
     Attributes:
         tokens: of a lane.
         share: of the prompt's tokens, above 0.
-        num_bytes: of a whole sequence, statistics included.
+        num_bytes: of a whole sequence in the layers that evict, in whole pages, positions and
+            what a rule remembers included.
     """
 
     tokens: int | None = None
@@ -48,22 +49,30 @@ class Cap:
     @classmethod
     def _of_share(cls, share: float, text: str) -> "Cap":
         if not 0 < share <= 1:
-            raise ConfigError(f"a cap of {text} is no part of the prompt: expected up to 100%")
+            raise ConfigError(
+                f"a cap of {text} is no part of the prompt: expected more than 0 and up to 100%, "
+                "or whole tokens such as 512"
+            )
         return cls(share=share)
 
-    def resolve(self, prompt_tokens: int, token_bytes: int) -> int:
-        """Tokens of a lane.
+    def resolve(
+        self, prompt_tokens: int, *, page_tokens: int, page_bytes: int, fixed_bytes: int
+    ) -> int:
+        """Tokens of a lane; 0 where bytes hold not one page of every lane.
 
         Args:
             prompt_tokens: of the request.
-            token_bytes: bytes of one token in all lanes that evict, statistics included.
+            page_tokens: slots of a page.
+            page_bytes: of one page in each lane that evicts, with those of what is remembered of
+                its slots.
+            fixed_bytes: of what is remembered of a sequence however long it is.
         """
         if self.tokens is not None:
             return self.tokens
         if self.share is not None:
             return max(1, int(self.share * prompt_tokens))
         assert self.num_bytes is not None, "a cap is one of three"
-        return max(1, self.num_bytes // token_bytes)
+        return max(0, self.num_bytes - fixed_bytes) // page_bytes * page_tokens
 
 
 def _number(text: str, unit: str) -> int | float:

@@ -110,6 +110,25 @@ def statistics_name(group: str, statistic: Statistic) -> str:
     return f"{group}.{statistic.name}"
 
 
+def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
+    """Bytes of one page in every lane that can lose tokens, and of what is there at any length.
+
+    Args:
+        layout: of sequences with these statistics and no others.
+
+    Returns:
+        of pages, those of statistics of their slots included; of statistics with fixed slots.
+    """
+    page_bytes = fixed_bytes = 0
+    for group in layout.groups:
+        lanes_bytes = group.num_lanes * group.page_class.page_bytes
+        if group.fixed_slots is not None:
+            fixed_bytes += lanes_bytes
+        elif not group.ordered:
+            page_bytes += lanes_bytes
+    return page_bytes, fixed_bytes
+
+
 def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
     """Names of the private groups of a sequence for which these are remembered.
 

@@ -1,6 +1,6 @@
 """From what `--evict` says to the numbers of a request: every refusal, every kind of cap."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from quire.spec.cap import MOST, Cap
 from quire.spec.eviction import MOST_CHARACTERS
 from quire.spec.statistics import AttentionShift, AttentionSum
 
-LANES = LaneShape(num_layers=4, heads=2, token_bytes=1024, page_tokens=16)
+LANES = LaneShape(num_layers=4, heads=2, page_tokens=16, page_bytes=16 * 1024)
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,10 @@ def test_a_rule_remembers_what_it_and_its_budget_need_each_once() -> None:
         ("33.35%", 333),  # down to whole tokens
         ("2MiB", 2048),  # 1 KiB a token
         ("0.5MiB", 512),
-        ("300KiB", 300),
+        ("300KiB", 288),  # whole pages
         ("1GiB", 1 << 20),
-        ("307711B", 300),
+        ("311295B", 288),
+        ("311296B", 304),
     ],
 )
 def test_a_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
@@ -227,7 +228,22 @@ def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
         "'recent:cap=25%,sinks=4' leaves 4 tokens in a lane after an eviction (cap 68, 64 leave), "
         "but the rule needs 5; raise cap or lower every"
     ) in str(refusal("recent:cap=25%,sinks=4", 275))
-    assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1B,sinks=1,when=prefill_end", 9))
+    assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1%,sinks=1,when=prefill_end", 9))
+
+
+def test_a_cap_in_bytes_counts_what_a_rule_remembers_of_any_sequence() -> None:
+    rule = make_eviction("recent:cap=100KiB")
+    lanes = replace(LANES, fixed_bytes=20 * 1024)
+
+    assert rule.for_request(1000, LANES).spec.cap == 96
+    assert rule.for_request(1000, lanes).spec.cap == 80
+    with pytest.raises(ConfigError) as refused:
+        make_eviction("recent:cap=35KiB").for_request(1000, lanes)
+    assert str(refused.value) == (
+        "'recent:cap=35KiB': a sequence needs 16,384 B for one page of 16 tokens in every lane and "
+        "20,480 B for what it remembers of any sequence, got a cap of 35,840 B; raise cap, or give "
+        "it in tokens"
+    )
 
 
 def test_prefill_end_leaves_the_cap_and_ignores_every() -> None:

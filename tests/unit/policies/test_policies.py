@@ -19,7 +19,7 @@ from quire.policies.recent import Recent
 from quire.policies.view import KVView
 
 VIEW = KVView(torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]]), next_position=4)
-LANES = LaneShape(num_layers=2, heads=2, token_bytes=64, page_tokens=4)
+LANES = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)
 
 
 def each(tokens: int) -> torch.Tensor:

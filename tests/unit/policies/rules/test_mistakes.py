@@ -212,7 +212,7 @@ def test_10_a_thousand_ties_are_broken_by_position():
 
 
 def test_11_a_share_of_the_prompt_becomes_tokens_before_a_rule_is_asked():
-    lanes = LaneShape(num_layers=2, heads=2, token_bytes=64, page_tokens=4)
+    lanes = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)
     rule = make_eviction("h2o:cap=25%,every=4")
     caps = [rule.for_request(prompt, lanes).spec.cap for prompt in (100, 400)]
     view = make_history(tokens=60, evictions=0).view(rule.statistics)
