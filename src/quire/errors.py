@@ -35,7 +35,12 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
-        near = difflib.get_close_matches(name, choices, n=3)
+        near = [
+            found
+            for written in (name, name.lower())
+            for found in difflib.get_close_matches(written, choices, n=3)
+        ]
+        near = list(dict.fromkeys(near))[:3]
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(choices)}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.kind = kind

@@ -10,6 +10,7 @@ from engines import greedy, load, make_prompts
 from quire.engine.core import Engine
 from quire.engine.llm import LLM
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
@@ -19,6 +20,7 @@ from reference.streaming_llm import PlainStream, Stream
 
 STREAM = Stream(cap=24, every=6, sinks=4)
 EVICT = f"streaming:cap={STREAM.cap},every={STREAM.every},sinks={STREAM.sinks}"
+SINKS = EVICT.replace("streaming", "sinks")
 NEW_TOKENS = 20
 TOLERANCE = 1e-4
 PLAIN = ("llama", "llama_mqa", "stablelm")  # GQA, one KV head, partial rotary
@@ -39,17 +41,14 @@ class Recorder:
         return self.sampler.sample(logits, rows)
 
 
-def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, **schedule):
+def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, pool=None, **schedule):
     config = KVConfig(memory=memory, page_tokens=page_tokens, evict=evict, **(kv or {}))
-    return Engine(model, config, ScheduleConfig(**schedule))
+    return Engine(model, config, ScheduleConfig(**schedule), pool=pool)
 
 
 def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step=None) -> Logits:
     """Logits [tokens, vocab] of every prompt's answer."""
-    recorder = Recorder(engine._choosing.sampler)
-    engine._choosing.sampler = recorder
-    for i, prompt in enumerate(prompts):
-        engine.submit(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
+    recorder = record(engine, prompts, new_tokens=new_tokens, evict=evict)
     while engine.has_work:
         for delta in engine.step():
             if delta.usage is not None:
@@ -57,6 +56,19 @@ def run(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None, each_step
         if each_step is not None:
             each_step()
     engine.check()
+    return stacked(recorder)
+
+
+def record(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None) -> Recorder:
+    """Submit prompts; what keeps the logits of their answers."""
+    recorder = Recorder(engine._choosing.sampler)
+    engine._choosing.sampler = recorder
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
+    return recorder
+
+
+def stacked(recorder: Recorder) -> Logits:
     return {key: torch.stack(rows) for key, rows in recorder.logits.items()}
 
 
@@ -134,7 +146,7 @@ def test_logits_equal_streaming_llm_written_plainly(name, prompts):
 
 
 def test_it_differs_from_sinks_that_keep_their_positions(llama, prompts, expected):
-    kept = run(engine_of(llama, evict=EVICT.replace("streaming", "sinks")), prompts)
+    kept = run(engine_of(llama, evict=SINKS), prompts)
 
     assert largest_difference(expected, kept) > 100 * TOLERANCE
 
@@ -158,6 +170,41 @@ def test_pages_companions_chunks_scratch_and_stores_change_nothing(
     got = run(engine_of(llama, **options), prompts)
 
     assert largest_difference(expected, got) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_windows_that_go_round_in_a_ring_change_nothing_beside_a_stream(name, prompts):
+    model = short_context(name, 48)
+    paged = run(engine_of(model), prompts, new_tokens=60)
+    ring = run(engine_of(model, kv={"store": "ring"}), prompts, new_tokens=60)
+
+    assert largest_difference(paged, ring) == 0
+
+
+def test_a_stream_and_an_engine_of_other_rules_share_a_pool(llama, prompts, expected):
+    """Pages with keys before RoPE and after it, of one size, in slabs of one arena."""
+    plain = run(engine_of(llama, evict=SINKS), prompts)
+    pool = SharedPool("40KiB", slab_bytes=2048)
+    engines = {
+        evict: engine_of(
+            llama,
+            evict=evict,
+            memory="auto",
+            pool=pool.join(evict.partition(":")[0], guaranteed="12KiB"),
+        )
+        for evict in (EVICT, SINKS)
+    }
+    recorders = {evict: record(engine, prompts) for evict, engine in engines.items()}
+    while any(engine.has_work for engine in engines.values()):
+        for engine in engines.values():
+            if engine.has_work:
+                engine.step()
+            pool.check()
+    got = {evict: stacked(recorder) for evict, recorder in recorders.items()}
+
+    assert sum(engine.scheduler.num_preemptions for engine in engines.values()) > 0
+    assert largest_difference(got[EVICT], expected) <= TOLERANCE
+    assert largest_difference(got[SINKS], plain) <= TOLERANCE
 
 
 @pytest.mark.parametrize("granularity", ["page", "chunk,chunk_tokens=2"])

@@ -131,12 +131,11 @@ class PolicyEvictor:
         of_part = keep[layers.start * per_layer : layers.stop * per_layer]
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         with _named(eviction):
-            given = eviction.select(view, wanted)
-        mask = _checked(given, eviction, view, wanted) & view.live
+            mask = _checked(eviction.select(view, wanted), eviction, view, wanted) & view.live
         lying = reader.unsort(mask)
-        positions = view.positions[::heads].cpu().numpy()
         kept = mask[::heads].cpu().numpy()
-        return lying, EvictionEntry.of(request.num_computed, positions, kept)
+        # not the view's, which a rule may have written into
+        return lying, EvictionEntry.of(request.num_computed, reader.lane_positions, kept)
 
 
 def _eviction_of(request: Request) -> Eviction:
@@ -153,14 +152,15 @@ def _kind_of(eviction: Eviction) -> Kind:
 
 @contextmanager
 def _named(eviction: Eviction) -> Iterator[None]:
-    """Whatever a policy raises is its request's business and nobody else's."""
+    """Whatever a policy raises is its request's business and nobody else's; say whose it was."""
     try:
         yield
-    except PolicyError:
-        raise
+    except PolicyError as error:
+        raise PolicyError(f"{eviction.text!r}: {error}") from error
     except Exception as error:
         name = type(eviction.policy).__name__
-        raise PolicyError(f"policy {name} raised {type(error).__name__}: {error}") from error
+        said = f"policy {name} raised {type(error).__name__}: {error}"
+        raise PolicyError(f"{eviction.text!r}: {said}") from error
 
 
 def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:

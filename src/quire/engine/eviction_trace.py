@@ -1,7 +1,9 @@
 """What has left a sequence, eviction by eviction: enough to read it again to the same kept sets.
 
 An entry holds the positions that left, lane by lane, so that all entries of a sequence together
-take 4 bytes for each token of a lane that is gone: less than a hundredth of its keys and values.
+take 4 bytes at most for each token of a lane that is gone: less than a hundredth of its keys and
+values. Neighbours take 8 bytes together: what `streaming` lets go of in a stream without an end,
+one run of neighbours a lane and eviction, takes less than the ids of the stream's tokens.
 """
 
 import hashlib
@@ -22,16 +24,17 @@ class EvictionEntry:
     Attributes:
         num_computed: tokens of the sequence that had been processed.
         counts: [lanes] tokens that left each lane.
-        left: their positions, lane by lane, ascending.
+        stored: their positions, lane by lane, ascending; or where that is shorter, and only there,
+            the first positions of runs of neighbours and behind them how long those are.
     """
 
     num_computed: int
     counts: NDArray[np.int32]
-    left: Positions
+    stored: Positions
 
     @classmethod
     def of(
-        cls, num_computed: int, positions: NDArray[np.int64], keep: NDArray[np.bool_]
+        cls, num_computed: int, positions: NDArray[np.integer], keep: NDArray[np.bool_]
     ) -> "EvictionEntry":
         """What a mask means.
 
@@ -44,15 +47,24 @@ class EvictionEntry:
         lane, slot = np.nonzero(gone)
         order = np.lexsort((positions[lane, slot], lane))
         left = positions[lane, slot][order].astype(np.int32)
-        return cls(num_computed, gone.sum(axis=1, dtype=np.int32), left)
+        return cls(num_computed, gone.sum(axis=1, dtype=np.int32), _in_runs(left))
 
     @classmethod
     def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
         """One entry of those of some lanes each, one behind the other."""
         counts = np.concatenate([part.counts for part in parts])
-        return cls(num_computed, counts, np.concatenate([part.left for part in parts]))
+        return cls(num_computed, counts, _in_runs(np.concatenate([part.left for part in parts])))
 
-    def stays(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    @property
+    def left(self) -> Positions:
+        """The positions that left, lane by lane, ascending."""
+        if len(self.stored) == self.num_slots:
+            return self.stored
+        first, lengths = np.split(self.stored, 2)
+        before = np.cumsum(lengths, dtype=np.int32) - lengths
+        return np.repeat(first - before, lengths) + np.arange(self.num_slots, dtype=np.int32)
+
+    def stays(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Which of a sequence's slots stay when the same leave again: [lanes, slots]."""
         lanes = np.arange(len(self.counts))
         gone = np.repeat(lanes, self.counts) * _LANE + self.left
@@ -63,7 +75,7 @@ class EvictionEntry:
     @property
     def num_slots(self) -> int:
         """Slots that left, over all lanes."""
-        return len(self.left)
+        return int(self.counts.sum())
 
     @property
     def digest(self) -> str:
@@ -72,6 +84,15 @@ class EvictionEntry:
         made.update(np.int64(self.num_computed).tobytes())
         made.update(self.counts.tobytes() + self.left.tobytes())
         return made.hexdigest()
+
+
+def _in_runs(left: Positions) -> Positions:
+    """Positions as `EvictionEntry.stored` has them."""
+    begins = np.flatnonzero(np.diff(left, prepend=-2) != 1)
+    if 2 * len(begins) >= len(left):
+        return left
+    lengths = np.diff(begins, append=len(left))
+    return np.concatenate([left[begins], lengths]).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ def check_positions(
         row = int(wrong.int().argmax())
         raise RequestError(
             f"expected position_ids that continue row {row} at {lengths[row]}, one after the "
-            "other; leave them to generate, or give an attention_mask where rows are padded"
+            "other; leave them to generate, give an attention_mask where rows are padded, or call "
+            "cache.reset() before other prompts"
         )
 
 

@@ -6,7 +6,7 @@ from quire.policies.registry import FULL
 
 
 def make_rule(
-    policy: str, budget: int | str | None, when: str | None, every: int | None
+    policy: object, budget: int | str | None, when: str | None, every: int | None
 ) -> EvictionRule:
     """Put the parts together and check them.
 
@@ -20,6 +20,8 @@ def make_rule(
         ConfigError: a part given twice or missing, an unknown name, a budget below what the rule
             protects.
     """
+    if not isinstance(policy, str):
+        raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
     if policy.strip() == FULL and budget is None:
         raise_for = {"when": when, "every": every}
         given = [name for name, value in raise_for.items() if value is not None]

@@ -63,8 +63,12 @@ class LaneReader:
     @cached_property
     def positions(self) -> Int[Tensor, "lane slot"]:
         """Logical positions, ascending; -1 where a lane has no slot. A lane is a KV head."""
-        positions = np.where(self._order.live, self._order.positions, -1)
-        return self._tensor(self._by_head(positions))
+        return self._tensor(self._by_head(self.lane_positions))
+
+    @property
+    def lane_positions(self) -> NDArray[np.int32]:
+        """The same for each lane of the table, [lanes, slots]; the caller's own."""
+        return np.where(self._order.live, self._order.positions, np.int32(-1))
 
     @property
     def statistics(self) -> Mapping[str, Tensor]:

@@ -1,5 +1,6 @@
 """Options of rules and budgets: the fields of their dataclasses, read from text."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any, TypeVar
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 from quire.errors import ConfigError, UnknownName
 
 KINDS = (bool, int, float, str)  # an option's type is its default's
+_WANTED = {int: "a whole number", float: "a finite number"}
 _BOOLEANS = {"true": True, "false": False}
 T = TypeVar("T")
 Nested = Mapping[type, Callable[[str], object]]  # of options that are rules themselves
@@ -64,9 +66,15 @@ def _convert(key: str, value: str, default: object, nested: Nested) -> object:
             raise ConfigError(f"option {key} needs true or false, got {value!r}")
         return _BOOLEANS[value]
     try:
-        return kind(value)  # type: ignore[call-arg]
+        return _finite(kind(value))  # type: ignore[call-arg]
     except ValueError:
-        raise ConfigError(f"option {key} needs a {kind.__name__}, got {value!r}") from None
+        raise ConfigError(f"option {key} needs {_WANTED[kind]}, got {value!r}") from None
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("no option means anything at infinity or NaN")
+    return value
 
 
 def check_at_least(least: int, **options: int | float) -> None:

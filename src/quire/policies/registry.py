@@ -82,6 +82,10 @@ def make_policy(text: str) -> EvictionPolicy:
         ConfigError: a value of the wrong type, or one that the rule refuses.
     """
     parsed = parse_policy(text)
+    if parsed.name == FULL:
+        raise ConfigError(
+            f"{text!r} keeps everything: no rule stands around it; name one that evicts, as h2o"
+        )
     return policy_of(parsed.name, parsed.options)
 
 

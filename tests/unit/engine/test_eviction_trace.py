@@ -38,6 +38,30 @@ def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
     assert found == expected
 
 
+@given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=4))
+def test_neighbours_take_less_room_and_the_same_have_left(gone):
+    keep = np.array([[p not in lane for p in range(31)] for lane in gone])
+    positions = np.tile(np.arange(31, dtype=np.int32), (len(gone), 1))
+    entry = EvictionEntry.of(31, positions, keep)
+    left = [p for lane in gone for p in sorted(lane)]
+    plain = EvictionEntry(31, entry.counts, np.array(left, dtype=np.int32))
+
+    assert entry.left.tolist() == plain.left.tolist()
+    assert entry.left.dtype == np.int32
+    assert len(entry.stored) <= len(plain.stored)
+    assert entry.num_slots == plain.num_slots
+    assert (entry.stays(positions) == keep).all()
+    assert EvictionEntry.joined(31, [entry, entry]).left.tolist() == plain.left.tolist() * 2
+
+
+def test_a_stream_s_trace_takes_two_numbers_for_each_lane_and_eviction():
+    keep = np.ones((3, 512), dtype=bool)
+    keep[:, 4:68] = False
+    positions = np.tile(np.arange(512, dtype=np.int32), (3, 1))
+
+    assert len(EvictionEntry.of(512, positions, keep).stored) == 2 * 3
+
+
 def test_kept_sets_are_written_as_ranges():
     keep = np.array([[1, 1, 1, 0, 1, 0, 1, 1], [0] * 7 + [1]], dtype=bool)
     entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)

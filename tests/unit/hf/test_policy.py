@@ -36,6 +36,7 @@ def test_full_needs_no_budget() -> None:
         (("full", None, "decode", None), ConfigError, "when would change nothing"),
         (("recent:sinks=70", 134, None, None), ConfigError, "needs 71"),
         (("recent", 64, None, None), ConfigError, "1 <= every < cap"),
+        ((7, 64, None, None), ConfigError, "expected policy to be a text such as"),
     ],
 )
 def test_mistakes_are_refused_by_name(given, error, says) -> None:

@@ -154,6 +154,20 @@ def test_a_library_with_wrong_numbers_on_every_path_is_not_used():
     assert "wrong numbers" in self_test.on_right_path(lying(LIBRARY, 0)).reason
 
 
+@needs_library
+@pytest.mark.parametrize("from_path", [0, LIBRARY.path] if has_library else [0])
+def test_a_path_that_counts_looks_wrongly_is_not_used(from_path):
+    def tally(args, parallel_for):
+        failed = LIBRARY.tally(args, parallel_for)
+        if args._obj.path >= from_path and args._obj.count == 2:  # of queries that looked little
+            ctypes.memset(args._obj.numbers, 0, args._obj.page_bytes)
+        return failed
+
+    found = self_test.on_right_path(replace(LIBRARY, tally=tally))
+
+    assert "wrong numbers" in found.reason if from_path == 0 else found.path == from_path - 1
+
+
 # ---- the build ---------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def ask(engine: Engine, policy: EvictionPolicy) -> None:
     """Submit a request that asks a policy which stands in no registry."""
     engine.submit([3] * 40, engines.greedy(), request_id="long")
     [request] = engine.scheduler.waiting.of_tenant("default")
-    request.selection = Unchecked(policy=policy, spec=request.eviction)
+    request.selection = Unchecked(policy=policy, spec=request.eviction, text=request.evict)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,33 @@ def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint)
 
     assert last["long"].finish_reason == "error"
     assert hint in last["long"].error
+    assert last["long"].error.startswith("'recent:cap=24,every=6': ")
     assert last["short"].finish_reason == "length"
     engine.check()
+
+
+@dataclass(frozen=True)
+class Scribbling(Recent):
+    """Writes into what it was given to look at."""
+
+    def score(self, view):
+        score = super().score(view)
+        view.positions.clamp_(max=3)
+        return score
+
+
+def test_a_rule_that_writes_into_its_view_spoils_no_record_of_what_left():
+    kept = []
+    for policy in (Recent(), Scribbling()):
+        config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
+        engine = Engine(engines.load("llama"), replace(config, record_evictions=True))
+        ask(engine, policy)
+        while engine.has_work:
+            engine.step()
+        kept.append([[k.tolist() for k in one.kept] for one in engine.eviction_trace("long")])
+
+    assert kept[0] == kept[1]
+    assert kept[0][0] == [list(range(6, 24))] * 2
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,11 @@ def test_a_budget_that_is_no_dataclass_of_plain_defaults_is_refused() -> None:
     ("text", "says"),
     [
         ("scissorhands:share=yes", "option share needs true or false, got 'yes'"),
-        ("value_norm:power=long", "option power needs a float, got 'long'"),
-        ("h2o:recent=1.5", "option recent needs a int, got '1.5'"),
+        ("rkv:threshold=nan", "option threshold needs a finite number, got 'nan'"),
+        ("expected_attention:epsilon=inf", "option epsilon needs a finite number, got 'inf'"),
+        ("value_norm:base=full", "'full' keeps everything: no rule stands around it"),
+        ("value_norm:power=long", "option power needs a finite number, got 'long'"),
+        ("h2o:recent=1.5", "option recent needs a whole number, got '1.5'"),
     ],
 )
 def test_values_are_of_the_option_s_type(text: str, says: str) -> None:

@@ -7,6 +7,7 @@ taken: the next simpler one is, with a notice. All of it takes a few millisecond
 import functools
 import logging
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
+    LookCount,
+    LookRows,
+    LookTally,
     NewSlots,
     StepShape,
 )
@@ -24,6 +28,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.spec.statistics import REDUCTIONS
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk
@@ -44,7 +49,7 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
     """Step down from the library's path to the first whose numbers are right."""
     for path in range(library.path, -1, -1):
         tried = replace(library, path=path)
-        if all(_is_right(tried, dtype) for dtype in _TOLERANCES):
+        if all(_is_right(tried, dtype) for dtype in _TOLERANCES) and _counts_right(tried):
             return tried
         _log.warning("the C extension gives wrong numbers with %s; not used", PATHS[path])
     return NotLoaded("the C extension gives wrong numbers on this machine; please report it")
@@ -57,6 +62,33 @@ def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
         bool((got - expected).abs().max() / expected.abs().max() <= _TOLERANCES[dtype])
         for expected, got in zip(*found, strict=True)  # NaN is not
     )
+
+
+def _counts_right(library: NativeLibrary) -> bool:
+    """Whether what slots get is added to the right numbers, whatever is counted."""
+    native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
+    return all(
+        torch.allclose(_tally(native, *asked), _tally(ReferenceAttention(), *asked))  # NaN is not
+        for asked in product(LookCount, REDUCTIONS)
+    )
+
+
+def _tally(backend: AttentionBackend, count: LookCount, heads: str) -> Tensor:
+    """The numbers of all pages behind a step of rows with one token each."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages, num_rows = len(_SLOTS) * _COLUMNS, len(_SLOTS)
+    numbers = torch.rand(num_pages, _HEADS, _PAGE_TOKENS, 1, generator=generator)
+    table = torch.randperm(num_pages, generator=generator).int().view(num_rows, 1, _COLUMNS)
+    weights = torch.rand(num_rows, _HEADS * _GROUP, max(_SLOTS), generator=generator)
+    rows = LookRows(
+        step_rows=torch.arange(num_rows),
+        table_rows=torch.arange(num_rows).flip(0),
+        slots=torch.tensor(_SLOTS, dtype=torch.int32)[:, None],
+        fresh=torch.ones(num_rows, dtype=torch.int32),
+    )
+    tally = LookTally(numbers, table, first_lane=0, count=count, heads=heads)
+    backend.tally(tally, rows, weights / max(_SLOTS))  # some below an even share, some above
+    return numbers
 
 
 def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
