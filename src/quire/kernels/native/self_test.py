@@ -87,7 +87,7 @@ def _tally(backend: AttentionBackend, count: LookCount, heads: str) -> Tensor:
         fresh=torch.ones(num_rows, dtype=torch.int32),
     )
     tally = LookTally(numbers, table, first_lane=0, count=count, heads=heads)
-    backend.tally(tally, rows, weights / max(_SLOTS))  # some below an even share, some above
+    backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below an even share, some above
     return numbers
 
 
