@@ -28,6 +28,14 @@ def test_the_answer_goes_to_standard_output_and_its_cost_beside(quire, expected)
     assert "5 new tokens" in result.stderr
 
 
+def test_a_cap_above_the_prompt_evicts_nothing_and_says_so(quire, expected):
+    capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
+
+    assert capped.stdout == expected.text + "\n"
+    assert "0 tokens evicted: none had to leave under 'recent:cap=9000'" in capped.stderr
+    assert "evicted" not in quire("generate", "--prompt", PROMPT, *QUICK).stderr
+
+
 def test_standard_input_is_the_prompt_without_its_last_line_end(quire, expected):
     assert quire("generate", *QUICK, input=PROMPT + "\n").stdout == expected.text + "\n"
 

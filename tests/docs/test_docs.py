@@ -97,6 +97,16 @@ def test_the_policy_of_the_tutorial_keeps_what_it_says(
     assert capsys.readouterr().out == snippet.output
 
 
+def test_the_eviction_page_prints_what_its_code_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [snippet] = snippets(DOCS / "eviction.md")
+
+    exec(snippet.code, {"__name__": "page"})
+
+    assert capsys.readouterr().out == snippet.output
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -33,16 +33,18 @@ def generate(
         raise RequestError("the prompt is empty: give some text with --prompt or standard input")
     with watching(kv_events) as watch:
         answer = _stream(settings, text, watch)
-    typer.echo(usage_line(answer.usage), err=True)
+    typer.echo(usage_line(answer.usage, settings.kv.evict), err=True)
     if as_json:
         typer.echo(json.dumps(_object(settings, answer)))
     if answer.error is not None:
         raise RequestError(answer.error)
 
 
-def usage_line(usage: "Usage") -> str:
-    """What an answer took, on one line."""
-    evicted = f", {usage.evicted_tokens} tokens evicted" if usage.evicted_tokens else ""
+def usage_line(usage: "Usage", evict: str) -> str:
+    """What an answer took, on one line; under a rule also that nothing left, where nothing did."""
+    evicted = "" if evict.strip() == "full" else f", {usage.evicted_tokens} tokens evicted"
+    if evicted and not usage.evicted_tokens:
+        evicted += f": none had to leave under {evict!r}"
     return (
         f"[{usage.prompt_tokens} prompt + {usage.completion_tokens} new tokens, first after "
         f"{usage.first_token_s:.2f} s, all in {usage.total_s:.2f} s, "

@@ -20,19 +20,24 @@ def render_batches(report: BatchReport) -> RenderableType:
         style="bold",
     )
     notes = [Text(f"tokens/s: {reason}") for reason in report.missing]
-    return Group(title, batches_table(report), *notes, verdict_text(report.verdict))
+    verdict = verdict_text(report.verdict)
+    return Group(title, batches_table(report), _rules_text(report), *notes, verdict)
 
 
 def batches_table(report: BatchReport) -> Table:
     """Batches, bytes of a row and predicted tokens a second."""
-    table = Table("", "--evict", "batch", "KV of a row", "prefill s", "decode s", "tokens/s")
-    for column in table.columns[2:]:
+    table = Table("", "batch", "KV of a row", "prefill s", "decode s", "tokens/s")
+    for column in table.columns[1:]:
         column.justify = "right"
     for arm in report.arms:
-        table.add_row(
-            LABELS[arm.arm], arm.evict, f"{arm.rows:,}", format_size(arm.row_bytes), *_times(arm)
-        )
+        table.add_row(LABELS[arm.arm], f"{arm.rows:,}", format_size(arm.row_bytes), *_times(arm))
     return table
+
+
+def _rules_text(report: BatchReport) -> Text:
+    """What `--evict` takes for each arm, on lines of their own: no terminal is to cut a rule."""
+    lines = [f"{LABELS[arm.arm]}: --evict '{arm.evict}'" for arm in report.arms]
+    return Text("\n".join(lines), overflow="fold")
 
 
 def verdict_text(verdict: BlockVerdict) -> Text:

@@ -64,7 +64,7 @@ class MaximizeOptions:
             names = [f"--{name}" for name, value in given.items() if value is not None]
             if names:
                 raise ConfigError(
-                    f"{', '.join(names)} belong to --maximize-batch: say for which lengths, such "
+                    f"{', '.join(names)}: only with --maximize-batch; say for which lengths, such "
                     "as --maximize-batch 3584,512"
                 )
             return None

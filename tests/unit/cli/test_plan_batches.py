@@ -145,6 +145,13 @@ def test_stored_rates_predict(folder: Path, cache: Path):
     assert run["arms"]["missing"] == []
 
 
+def test_rules_stand_whole_in_a_narrow_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = quire_plan(*asked(folder, "--evict", "tova")).output
+
+    assert "\nprefill and decode: --evict 'tova:cap=896,every=64,when=prefill_and_decode'\n" in text
+
+
 def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
     store(cache, {"full": RATES, "recent": RATES})
     run = last_line(quire_plan(*asked(folder, "--evict", "tova:cap=9")))
