@@ -14,6 +14,10 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+from type_checks import check_types
+
+check_types()  # before anything of quire is imported
+
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "dev", max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=slow

@@ -9,6 +9,7 @@ So no second OpenMP runtime enters the process.
 import ctypes
 import functools
 import importlib.machinery
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +42,11 @@ class NativeLibrary:
         max_head_dim: largest head_dim it takes.
     """
 
-    attend: "ctypes._NamedFuncPointer"
-    write: "ctypes._NamedFuncPointer"
-    tally: "ctypes._NamedFuncPointer"
-    block_queries: "ctypes._NamedFuncPointer"
-    scratch_bytes: "ctypes._NamedFuncPointer"
+    attend: Callable[..., int]
+    write: Callable[..., int]
+    tally: Callable[..., int]
+    block_queries: Callable[..., int]
+    scratch_bytes: Callable[..., int]
     path: int
     parallel_for: int | None
     max_head_dim: int
