@@ -23,6 +23,7 @@ from quire.models.packing import pack_linears
 from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
 from quire.models.support import refuse_class, refuse_config
+from quire.models.widening import widen_linears
 from quire.spec.model import ModelSpec
 from quire.spec.statistics import Statistic
 
@@ -32,7 +33,8 @@ class TransformersDecoder:
 
     The decoder takes the model over: its attention and rotary modules are changed for good,
     bfloat16 linear layers on a CPU are packed (see `packing`; `save_pretrained` would miss their
-    weights), and a model belongs to one decoder.
+    weights) or, where the CPU cannot multiply them, held in float32 (see `widening`), and a model
+    belongs to one decoder.
     Forwards of one decoder run one after the other, also when several threads ask; different
     decoders do not wait for each other.
 
@@ -55,6 +57,7 @@ class TransformersDecoder:
         self._rope = RopeRegimes(model)
         self._bridge = install(model)
         pack_linears(model)
+        widen_linears(model)
         self._forward_lock = threading.Lock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
