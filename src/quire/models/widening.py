@@ -36,7 +36,7 @@ class WidenedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = weight
-        bias = linear.bias
+        bias = linear._parameters["bias"]
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
