@@ -1,24 +1,71 @@
 """Types and shapes of what tests call are checked: quire leaves that to them."""
 
+import jaxtyping
 import pytest
 import torch
+from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
 
 from quire.engine.admission.need import Need, alike
 from quire.kernels.sampling import apply_temperature
 
+WRONG = (BeartypeCallHintViolation, TypeCheckError)
+checked = jaxtyping.jaxtyped(typechecker=beartype)
 
-def test_shapes_are_checked_where_a_signature_has_them():
+
+@checked
+def doubled(numbers: Float[Tensor, " n"], *, wrong: bool = False) -> Float[Tensor, " n"]:
+    return torch.cat([numbers, numbers]) if wrong else numbers * 2
+
+
+@checked
+def tail(numbers: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    if len(numbers) > 1:
+        tail(numbers[1:])  # n is another one there
+    return numbers
+
+
+@checked
+def first(numbers: Float[Tensor, " n"], count: int, most: int) -> Float[Tensor, " {count}"]:
+    return numbers[:most]
+
+
+@checked
+def by_name(left: "Float[Tensor, ' n']", right: "Float[Tensor, ' n']") -> "Float[Tensor, ' n']":
+    return left + right
+
+
+def test_shapes_of_quire_are_checked():
     logits = torch.zeros(2, 5)
     apply_temperature(logits, torch.ones(2))
-    with pytest.raises(TypeCheckError, match="temperatures"):
+    with pytest.raises(WRONG, match="temperatures"):
         apply_temperature(logits, torch.ones(3))
 
 
-def test_types_are_checked_where_there_are_no_shapes():
+def test_types_of_quire_are_checked_where_there_are_no_shapes():
     assert len(list(alike([Need(1)]))) == 1
-    with pytest.raises(BeartypeCallHintViolation, match="needs"):
+    with pytest.raises(WRONG, match="needs"):
         list(alike(Need(1)))
-    with pytest.raises(BeartypeCallHintViolation, match="tokens"):
+    with pytest.raises(WRONG, match="tokens"):
         Need("1")
+
+
+def test_what_comes_back_is_checked_against_what_went_in():
+    doubled(torch.ones(3))
+    with pytest.raises(WRONG):
+        doubled(torch.ones(3), wrong=True)
+
+
+def test_a_name_means_one_size_in_one_call():
+    assert len(tail(torch.ones(3))) == 3
+    by_name(torch.ones(3), torch.ones(3))
+    with pytest.raises(WRONG):
+        by_name(torch.ones(1), torch.ones(3))
+
+
+def test_an_axis_may_be_named_after_an_argument():
+    assert len(first(torch.ones(3), 2, 2)) == 2
+    with pytest.raises(WRONG):
+        first(torch.ones(3), 2, 1)
