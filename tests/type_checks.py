@@ -2,39 +2,26 @@
 
 jaxtyping binds the arguments of every function that it wraps, checks them twice and what comes back
 once: five times what the scheduler itself takes. Here beartype checks once, and a function with
-axes in its signature does so in a scope of names of its own; jaxtyping's wrapper is left to those
-that name an axis after an argument or a type by a string, and to generators.
+axes in its signature does so in a scope of names of its own. jaxtyping's wrapper is left to
+generators and to those that name an axis after an argument or a type by a string, which may be
+there for the type checker alone.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, ForwardRef, get_args
 
 import jaxtyping
-from beartype import BeartypeConf, beartype
-from beartype.claw import beartype_package
+from beartype import beartype
 
-SOURCES = Path(__file__).parents[1] / "src"
 BIND = jaxtyping.jaxtyped
 
 
 def check_types() -> None:
     """Check what is imported of quire from here on."""
-    beartype_package("quire", conf=BeartypeConf(claw_is_pep526=False))
-    jaxtyping.jaxtyped = _checked  # the decorator that its hook puts on everything
-    jaxtyping.install_import_hook(_with_shapes(), "beartype.beartype")  # asked before beartype's
-
-
-def _with_shapes() -> list[str]:
-    """Names of the modules that import jaxtyping."""
-    paths = sorted(SOURCES.glob("quire/**/*.py"))
-    return [_name(path) for path in paths if "jaxtyping" in path.read_text()]
-
-
-def _name(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCES).with_suffix("").parts)
+    jaxtyping.jaxtyped = _checked  # the decorator that the hook puts on everything
+    jaxtyping.install_import_hook("quire", "beartype.beartype")
 
 
 def _checked(decorated: Any = None, *, typechecker: Callable) -> Any:
@@ -44,23 +31,26 @@ def _checked(decorated: Any = None, *, typechecker: Callable) -> Any:
         if "__dataclass_fields__" in vars(decorated):
             decorated.__init__ = _checked(decorated.__init__, typechecker=typechecker)
         return decorated
-    hints = decorated.__annotations__.values()
-    axes = [axes for hint in hints for axes in _axes_in(hint)]
-    if _needs_binding(hints, axes) or inspect.isgeneratorfunction(decorated):
+    parts = [part for hint in decorated.__annotations__.values() for part in _parts(hint)]
+    if any(map(_needs_binding, parts)) or inspect.isgeneratorfunction(decorated):
         return BIND(decorated, typechecker=typechecker)
     checked = beartype(decorated)
-    return _in_a_scope(checked) if axes else checked
+    return _in_a_scope(checked) if any(map(_has_axes, parts)) else checked
 
 
-def _needs_binding(hints: Iterable[Any], axes: list[str]) -> bool:
-    return any("{" in names for names in axes) or any(isinstance(hint, str) for hint in hints)
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type hint, and those that it is made of."""
+    yield hint
+    for part in hint if isinstance(hint, list) else get_args(hint):  # a list: of a Callable
+        yield from _parts(part)
 
 
-def _axes_in(hint: Any) -> list[str]:
-    """The axes of all arrays that a type hint speaks of."""
-    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
-        return [hint.dim_str]
-    return [axes for part in get_args(hint) for axes in _axes_in(part)]
+def _has_axes(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray)
+
+
+def _needs_binding(hint: Any) -> bool:
+    return isinstance(hint, str | ForwardRef) or (_has_axes(hint) and "{" in hint.dim_str)
 
 
 def _in_a_scope(function: Callable) -> Callable:
