@@ -69,3 +69,14 @@ def test_an_axis_may_be_named_after_an_argument():
     assert len(first(torch.ones(3), 2, 2)) == 2
     with pytest.raises(WRONG):
         first(torch.ones(3), 2, 1)
+
+
+@checked
+def of_nobody(number: "Unknown", count: int) -> "Unknown":
+    return number
+
+
+def test_a_type_that_is_there_for_the_type_checker_alone_is_anything():
+    assert of_nobody(1, 2) == 1
+    with pytest.raises(WRONG, match="count"):
+        of_nobody(1, "2")

@@ -202,7 +202,7 @@ def test_rules_tasks_and_schedules_are_chosen():
         (("--tasks", "lined"), "lines"),
         (("--when", "decoding"), "decode"),
         (("--budgets", "half"), "per cents such as 50,25"),
-        (("--budgets", "150"), "between 0 and 1"),
+        (("--budgets", "150"), "below 100 %"),
         (("--parts", "quantity"), "quality"),
         (("--quick", "--parts", "perplexity", "--text", "no.txt"), "no.txt"),
     ],
