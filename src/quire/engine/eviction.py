@@ -117,6 +117,7 @@ class PolicyEvictor:
             head_dim=self._table.group.page_class.head_dim,
             scale=self._kv.scale,
             rotation=self._rotations(request.rope_regime),
+            group=self._rules.query_group,
         )
 
     # ---- choosing ------------------------------------------------------------------------------

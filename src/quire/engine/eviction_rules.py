@@ -124,6 +124,11 @@ class EvictionRules:
         except ConfigError as error:
             raise RequestError(f"evict: {error}") from error
 
+    @property
+    def query_group(self) -> int:
+        """Query heads that share a KV head."""
+        return self._model.num_heads // self._model.num_kv_heads
+
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
         """What a rule has to do with: layers without a window, and what their pages take."""
         if rule.statistics not in self._lanes:

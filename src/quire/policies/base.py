@@ -52,6 +52,21 @@ class EvictionPolicy(ABC):
         """Tokens a lane must be able to hold after an eviction for this policy to make sense."""
         return 1
 
+    @property
+    def needs_pieces(self) -> bool:
+        """Whether it knows pages or chunks only, and no single tokens."""
+        return False
+
+    def least_kept(self, piece_tokens: int = 1) -> int:
+        """The same where neighbouring tokens stay or go together."""
+        # pieces that hold a protected slot stay whole, at both ends
+        return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
+
+    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
+        """Tokens that a lane may hold beyond the cap that is written; 0 for nearly all rules."""
+        del cap, piece_tokens
+        return 0
+
     @abstractmethod
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
@@ -70,6 +85,11 @@ class EvictionPolicy(ABC):
 
 class ScorePolicy(EvictionPolicy):
     """Keeps protected slots and, of the rest, those that score highest."""
+
+    @property
+    def scores_heads(self) -> bool:
+        """Whether its scores can differ from head to head: it looks at queries, keys or values."""
+        return True
 
     @abstractmethod
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

@@ -79,9 +79,9 @@ def choose_pieces(
     Raises:
         PolicyError: what must stay, in whole pieces, is more than may.
     """
-    cut = _cut(live, piece_tokens)
+    cut = cut_pieces(live, piece_tokens)
     counts = cut.sum(dim=2)
-    must = _must(cut, _cut(protected & live, piece_tokens))
+    must = held_pieces(cut, cut_pieces(protected & live, piece_tokens))
     room = keep - (counts * must).sum(dim=1)
     if bool((room < 0).any()):
         lane = int(room.argmin())
@@ -90,9 +90,9 @@ def choose_pieces(
             f"{int(keep[lane])} may stay; raise cap, or use smaller pieces"
         )
     free = (counts > 0) & ~must
-    means = _cut(torch.where(live, score, 0.0), piece_tokens).mean(dim=2)
+    means = cut_pieces(torch.where(live, score, 0.0), piece_tokens).mean(dim=2)
     most = torch.minimum(room // piece_tokens, free.sum(dim=1))
-    return _spread(choose_slots(means, free, must & ~must, most) | must, live, piece_tokens)
+    return spread_pieces(choose_slots(means, free, must & ~must, most) | must, live, piece_tokens)
 
 
 def in_whole_pieces(
@@ -101,26 +101,31 @@ def in_whole_pieces(
     """All slots that must stay where slots are protected: their pieces, and the rest at the end."""
     if piece_tokens == 1:
         return protected & live
-    cut = _cut(live, piece_tokens)
-    return _spread(_must(cut, _cut(protected & live, piece_tokens)), live, piece_tokens)
+    cut = cut_pieces(live, piece_tokens)
+    return spread_pieces(
+        held_pieces(cut, cut_pieces(protected & live, piece_tokens)), live, piece_tokens
+    )
 
 
-def _must(
+def held_pieces(
     live: Bool[Tensor, "lane piece token"], protected: Bool[Tensor, "lane piece token"]
 ) -> Bool[Tensor, "lane piece"]:
+    """Pieces that stay: one of their slots is protected, or they are not whole."""
     return protected.any(dim=2) | (live.any(dim=2) & ~live.all(dim=2))
 
 
-def _cut(
+def cut_pieces(
     numbers: Shaped[Tensor, "lane slot"], piece_tokens: int
 ) -> Shaped[Tensor, "lane piece token"]:
+    """Neighbouring slots together; the last piece is filled up with zeros."""
     lanes, slots = numbers.shape
     pieces = -(-slots // piece_tokens)
     padded = torch.nn.functional.pad(numbers, (0, pieces * piece_tokens - slots))
     return padded.view(lanes, pieces, piece_tokens)
 
 
-def _spread(
+def spread_pieces(
     pieces: Bool[Tensor, "lane piece"], live: Bool[Tensor, "lane slot"], piece_tokens: int
 ) -> Bool[Tensor, "lane slot"]:
+    """All slots of the pieces that are True."""
     return pieces.repeat_interleave(piece_tokens, dim=1)[:, : live.shape[1]] & live

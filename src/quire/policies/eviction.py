@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, Uniform
 from quire.policies.choose import in_whole_pieces
@@ -143,8 +143,10 @@ class EvictionRule:
         """
         if self.policy is None or self.cap is None:
             return Eviction()
-        cap = self._tokens(self.cap, prompt_tokens, lanes)
         pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
+        cap = self._tokens(self.cap, prompt_tokens, lanes)
+        if self.cap.num_bytes is None:  # a cap in bytes is all there is
+            cap += self.policy.added_tokens(cap, pieces)
         shape = self._shape(cap, prompt_tokens, lanes, pieces)
         lane_caps = self.budget.lane_caps(shape)
         least_cap = min(cap, *lane_caps) if lane_caps else cap
@@ -190,15 +192,13 @@ class EvictionRule:
 
     def _shape(self, cap: int, prompt_tokens: int, lanes: LaneShape, pieces: int) -> Shape:
         assert self.policy is not None, "asked for rules that evict"
-        # pieces that hold a protected slot stay whole, at both ends
-        edges = 0 if pieces == 1 else 2 * pieces
         return Shape(
             cap=cap,
             leaving=self.leaving,
             num_layers=lanes.num_layers,
             heads=lanes.heads,
             prompt_tokens=prompt_tokens,
-            least=max(1, self.policy.least_cap) + self.leaving + edges,
+            least=self.policy.least_kept(pieces) + self.leaving,
             piece_tokens=pieces,
         )
 
@@ -257,8 +257,13 @@ def make_eviction(text: str) -> EvictionRule:
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
     )
     refuse_unsound(text, Parts(policy, rule.budget, rule.when))
+    if policy.needs_pieces and granularity == TOKEN:
+        raise UnsoundCombination(
+            f"{text!r}: {parsed.name} knows pages or chunks and no single tokens; use "
+            "granularity=page"
+        )
     if rule.cap is not None and rule.cap.tokens is not None:
-        _check_cap(rule, rule.cap.tokens, policy)
+        _check_cap(rule, rule.cap.tokens + policy.added_tokens(rule.cap.tokens), policy)
     return rule
 
 

@@ -32,6 +32,10 @@ class Recent(ScorePolicy):
         check_at_least(0, sinks=self.sinks)
 
     @property
+    def scores_heads(self) -> bool:
+        return False
+
+    @property
     def grain(self) -> str:
         return LAYER
 

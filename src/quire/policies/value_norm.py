@@ -54,6 +54,10 @@ class ValueNorm(ScorePolicy):
         return self.base.grain
 
     @property
+    def scores_heads(self) -> bool:
+        return self._base.scores_heads
+
+    @property
     def renumbers(self) -> bool:
         return self.base.renumbers
 

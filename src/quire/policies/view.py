@@ -61,11 +61,13 @@ class KVView:
         layers: the model's layers, in order.
         prompt_tokens: tokens of the request's prompt.
         statistics: by the name of the declared statistic; per slot [lane, slot] (0 where no slot
-            is), else [lane, record, number]. Only those that the policy or its budget declared.
+            is; with the query heads apart [lane * group, slot]), else [lane, record, number]. Only
+            those that the policy or its budget declared.
         slots: reads keys and values.
         head_dim: numbers of a key.
         scale: factor on products of queries and keys.
         rotation: what RoPE does to queries; only for rules that ask (expected_attention).
+        group: query heads that share the KV head of a lane.
     """
 
     positions: Int[Tensor, "lane slot"]
@@ -80,6 +82,7 @@ class KVView:
     head_dim: int = 0
     scale: float = 1.0
     rotation: Rotation | None = None
+    group: int = 1
 
     @property
     def lane_layers(self) -> Int[Tensor, " lane"]:

@@ -94,7 +94,7 @@ def _statistics_groups(
                 key=codec_spec(STATISTICS_CODEC),
                 value=None,
                 head_dim=statistic.width(model),
-                heads=group.page_class.heads,
+                heads=group.page_class.heads * statistic.heads_each(model),
                 tokens=group.page_class.tokens if slots is None else slots,
             ),
             layers=group.layers,

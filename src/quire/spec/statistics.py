@@ -9,7 +9,7 @@ A lane here is one KV head of one layer. Only queries of the request's own token
 all sums are float32. What is written when is in `quire.kv.statistics`, one file a statistic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from quire.errors import ConfigError
@@ -18,6 +18,8 @@ from quire.spec.model import ModelSpec
 MEAN, MAX, SUM = "mean", "max", "sum"
 REDUCTIONS = (MEAN, MAX, SUM)
 """How the query heads that share a KV head become one number: in each query's row, before sums."""
+APART = "apart"
+"""They do not: each keeps its own."""
 
 
 def check_reduction(heads: str) -> None:
@@ -49,46 +51,65 @@ class Statistic:
         """float32 numbers of a record."""
         return 1
 
+    def heads_each(self, model: ModelSpec) -> int:
+        """Records that a KV head has of each slot: one, or one for each of its query heads."""
+        del model
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class _OfWeights(Statistic):
-    """One number a slot, made from the attention weights it gets.
+class OfWeights(Statistic):
+    """One number a slot, made from the attention weights it gets; or one for each query head.
 
     Attributes:
         heads: how the query heads of a KV head are reduced, in each query's row.
+        apart: they are not: a record has a number for each (for signatures).
     """
 
     heads: str = MEAN
+    apart: bool = False
 
     def __post_init__(self) -> None:
         check_reduction(self.heads)
 
+    @property
+    def reduction(self) -> str:
+        """What becomes of the query heads of a KV head, in a word."""
+        return APART if self.apart else self.heads
+
+    def heads_each(self, model: ModelSpec) -> int:
+        return model.num_heads // model.num_kv_heads if self.apart else 1
+
+    def each(self) -> "OfWeights":
+        """The same with a number for each query head."""
+        return replace(self, heads=MEAN, apart=True)
+
 
 @dataclass(frozen=True, slots=True)
-class AttentionSum(_OfWeights):
+class AttentionSum(OfWeights):
     """Sum of the weights a slot got from all queries since it was cached, its own among them."""
 
     @property
     def name(self) -> str:
-        return f"attention_sum.{self.heads}"
+        return f"attention_sum.{self.reduction}"
 
 
 @dataclass(frozen=True, slots=True)
-class SquareSum(_OfWeights):
+class SquareSum(OfWeights):
     """Sum of their squares."""
 
     @property
     def name(self) -> str:
-        return f"square_sum.{self.heads}"
+        return f"square_sum.{self.reduction}"
 
 
 @dataclass(frozen=True, slots=True)
-class LowLooks(_OfWeights):
+class LowLooks(OfWeights):
     """Queries that gave a slot less than 1 / (keys that query saw)."""
 
     @property
     def name(self) -> str:
-        return f"low_looks.{self.heads}"
+        return f"low_looks.{self.reduction}"
 
 
 @dataclass(frozen=True, slots=True)

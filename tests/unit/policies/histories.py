@@ -65,14 +65,23 @@ class History:
             return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
-        padded = np.zeros((len(self.cached), max(map(len, self.cached))))
-        for lane, cached in enumerate(self.cached):
-            for slot, token in enumerate(cached):
-                padded[lane, slot] = self._of_weights(statistic, lane, token)
-        return padded
+        if statistic.apart:
+            group = range(self.raw.shape[1])
+            return np.stack([self._padded(statistic, i, (h,)) for i in lanes for h in group])
+        return np.stack([self._padded(statistic, lane, None) for lane in lanes])
 
-    def _of_weights(self, statistic: Statistic, lane: int, token: int) -> float:
-        looks = REDUCE[statistic.heads](self.weights[lane, :, token:, token], axis=0)
+    def _padded(self, statistic: Statistic, lane: int, heads: tuple[int, ...] | None) -> np.ndarray:
+        """One number a slot, of all query heads of a lane or some; 0 behind the last slot."""
+        numbers = np.zeros(max(map(len, self.cached)))
+        for slot, token in enumerate(self.cached[lane]):
+            numbers[slot] = self._of_weights(statistic, lane, token, heads)
+        return numbers
+
+    def _of_weights(
+        self, statistic: Statistic, lane: int, token: int, heads: tuple[int, ...] | None
+    ) -> float:
+        weights = self.weights[lane, slice(None) if heads is None else list(heads), token:, token]
+        looks = REDUCE[statistic.heads](weights, axis=0)
         if isinstance(statistic, remembered.AttentionSum):
             return looks.sum()
         if isinstance(statistic, remembered.SquareSum):
@@ -109,6 +118,7 @@ class History:
             head_dim=self.dim,
             scale=self.scale,
             rotation=Rotations(self.dim),
+            group=self.raw.shape[1],
         )
 
     def _slots(self, numbers: np.ndarray, longest: int) -> torch.Tensor:

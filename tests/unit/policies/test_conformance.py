@@ -67,9 +67,15 @@ def reordered(view: KVView, lanes: list[int], layers: tuple[int, ...], heads: in
         positions=view.positions[lanes],
         layers=layers,
         heads_per_layer=heads,
-        statistics={name: numbers[lanes] for name, numbers in view.statistics.items()},
+        statistics={name: taken(view, numbers, lanes) for name, numbers in view.statistics.items()},
         slots=Slots(view.keys[lanes], view.values[lanes]),
     )
+
+
+def taken(view: KVView, numbers: torch.Tensor, lanes: list[int]) -> torch.Tensor:
+    """Of some lanes, or of all their query heads."""
+    each = len(numbers) // view.positions.shape[0]
+    return numbers.unflatten(0, (-1, each))[lanes].flatten(0, 1)
 
 
 def degenerate(view: KVView, slots: int | None = None) -> KVView:
@@ -274,7 +280,10 @@ def test_a_rule_that_asks_queries_is_refused_when_there_are_none(name):
 def test_a_cap_that_is_too_small_is_refused_before_anything_runs(name):
     least = policy_of(name, {}).least_cap
 
-    assert make_eviction(f"{name}:cap={least + 3},every=3").policy == policy_of(name, {})
+    policy = policy_of(name, {})
+    how = "granularity=page," if policy.needs_pieces else ""
+
+    assert make_eviction(f"{name}:{how}cap={least + 3},every=3").policy == policy
     if least > 1:
         with pytest.raises(ConfigError, match="raise cap or lower every"):
-            make_eviction(f"{name}:cap={least + 2},every=3")
+            make_eviction(f"{name}:{how}cap={least + 2 - policy.added_tokens(least + 2)},every=3")

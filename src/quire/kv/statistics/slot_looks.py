@@ -24,7 +24,16 @@ from quire.kernels.looks import count_looks, over_group, put
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.chunk_weights import chunk_weights
 from quire.kv.statistics.places import StatisticPages
-from quire.spec.statistics import MAX, AttentionSum, LowLooks, SquareSum, Statistic
+from quire.spec.statistics import (
+    APART,
+    MAX,
+    MEAN,
+    AttentionSum,
+    LowLooks,
+    OfWeights,
+    SquareSum,
+    Statistic,
+)
 
 COUNTS: dict[type[Statistic], LookCount] = {
     AttentionSum: LookCount.SUM,
@@ -40,7 +49,7 @@ class Watched:
     Attributes:
         place: its pages.
         count: what is counted.
-        heads: how query heads are reduced.
+        heads: how query heads are reduced; APART where each has its own number.
         rows: for each layer of the group, the rows whose column sums are all it needs.
         again: bool [rows of the step], those whose weights are computed again.
     """
@@ -63,8 +72,17 @@ class Watched:
             table=self.place.device_table.current(),
             first_lane=layer * self.place.group.lanes_per_layer,
             count=self.count,
-            heads=self.heads,
+            heads=MEAN if self.heads == APART else self.heads,  # of one
         )
+
+    def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
+        """Looks of one KV head's weights [query, group, slot] as [head with a number, slot]."""
+        slots = weights.shape[-1]
+        looks = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
+        added = count_looks(self.count, looks, seen[:, None])
+        if self.count is LookCount.LOW:  # slots behind a query's own were not looked at
+            added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
+        return added.sum(dim=0)
 
 
 class LooksStep:
@@ -110,22 +128,25 @@ class LooksStep:
         start, tokens = int(self._batch.shape.starts[row]), int(self._batch.shape.tokens[row])
         slots = self._slots[row].reshape(-1, pages.num_lanes)[layer].tolist()
         watched = [w for w in self._watched if w.again[row]]
-        shape = (pages.num_lanes * pages.key.shape[1], max(slots))
-        counted = [torch.zeros(shape, device=query.device) for _ in watched]
+        heads = pages.key.shape[1]
+        sums = [
+            query.new_zeros(
+                (pages.num_lanes * heads, w.place.numbers.shape[1] // heads, max(slots)),
+                dtype=torch.float32,
+            )
+            for w in watched
+        ]
         for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
-            for one, sums in zip(watched, counted, strict=True):
-                looks = over_group(part.weights, one.heads)
-                added = count_looks(one.count, looks, part.seen)
-                held = added.shape[1]
-                if one.count is LookCount.LOW:  # slots behind a query's own were not looked at
-                    added *= torch.arange(held, device=added.device) < part.seen
-                sums[part.kv_head, :held] += added.sum(dim=0)
-        for one, sums in zip(watched, counted, strict=True):
-            _put_chunk(one.tally_of(layer), int(self._batch.rows[row]), slots, tokens, sums)
+            for one, own in zip(watched, sums, strict=True):
+                added = one.counted(part.weights, part.seen)
+                own[part.kv_head, :, : added.shape[1]] += added
+        for one, own in zip(watched, sums, strict=True):
+            table_row = int(self._batch.rows[row])
+            _put_chunk(one.tally_of(layer), table_row, slots, tokens, own.flatten(0, 1))
 
 
 def _put_chunk(tally: LookTally, row: int, slots: list[int], tokens: int, sums: Tensor) -> None:
-    """Put one row's numbers [KV heads, slots] into its pages."""
+    """Put one row's numbers [heads, slots] into its pages."""
     heads, page_tokens = tally.numbers.shape[1:3]
     for lane, held in enumerate(slots):
         slot = torch.arange(held, device=sums.device)
@@ -136,14 +157,14 @@ def _put_chunk(tally: LookTally, row: int, slots: list[int], tokens: int, sums: 
 
 def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) -> Watched:
     statistic = place.statistic
-    assert isinstance(statistic, AttentionSum | SquareSum | LowLooks), "one number a slot"
+    assert isinstance(statistic, OfWeights), "made from weights"
     active = place.active_rows(batch)
-    linear = isinstance(statistic, AttentionSum) and statistic.heads != MAX
+    linear = isinstance(statistic, AttentionSum) and statistic.reduction != MAX
     summed = active & ((batch.shape.tokens == 1) | linear)
     return Watched(
         place=place,
         count=COUNTS[type(statistic)],
-        heads=statistic.heads,
+        heads=statistic.reduction,
         rows=_look_rows(place, batch, slots, np.flatnonzero(summed)),
         again=active & ~summed,
     )

@@ -1,0 +1,114 @@
+"""KVCrush (Jha et al. 2025): tokens that heads treat alike stand for each other.
+
+1. One bit for each query head: would this head alone keep the token under the base rule, with its
+   protection and the whole budget? The bits are the token's signature (section 3.1).
+2. One anchor; the Hamming distance of each token's signature to it: S distances for S tokens, where
+   clustering needs S * B (section 3.2, algorithm 1).
+3. Tokens sorted by distance go into B_rep buckets; one of each stays.
+
+Pieces (`granularity=chunk` or `page`): the signature of a piece is its tokens' bits one behind the
+other, its score their sum (section 3.3).
+
+Worked: 8 tokens, 4 heads, budget 4, of which 2 for representatives; anchor `zeros`.
+
+    token           0     1     2     3     4     5     6     7
+    signature    1111  1110  0001  0000  1100  0011  1000  0111
+    important      x     x                                            best by the mean
+    distance                   1     0     2     2     1     3        to 0000
+    sorted                      3 2 6 | 4 5 7                         two slices
+    stays          x     x     x                 x                    the middle of each
+
+Differs from the paper: with one anchor there are no more distances than heads + 1, fewer than
+buckets, and the paper does not say what happens then. Here tokens are sorted by (distance,
+position) and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); by
+default the slice's middle is taken, which needs no seed. Grouped are the tokens that are not
+important: those that would leave. `anchors` above 1 measures from several, each token from the
+nearest, and representatives in proportion; `dynamic` takes a part of the share, by layer: both
+answer what the paper leaves for later.
+
+`dynamic`: with p = the layer's scores above the least one, as parts of their sum over the n tokens
+that may leave, m = what the R best have of it, and R / n what they would have were all alike:
+
+    representatives of the layer = floor(B_rep * (1 - m) / (1 - R / n))
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.policies.crushed import Asked
+from quire.policies.crushed_share import CrushedShare
+from quire.policies.registry import register
+from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
+from quire.policies.signatures.representatives import (
+    MIDDLE,
+    RANDOM,
+    check_pick,
+    choose_representatives,
+    of_each_anchor,
+)
+from quire.policies.signatures.units import Units
+
+
+@register("kvcrush")
+@dataclass(frozen=True, slots=True)
+class KVCrush(CrushedShare):
+    """Keep what the base rule finds important, and tokens that heads treat as they do the rest.
+
+    Attributes:
+        base: the rule; what it protects stays protected. It must look at queries or keys.
+        seed: of what is drawn by lot.
+        share: of the budget left after protection, for representatives; 0: none.
+        representatives: inside (they take their share of the cap) or additive (on top of it).
+        anchor: random, alternating, mean, zeros, ones; with several random, mean or farthest.
+        anchors: how many.
+        pick: of a slice, its middle, or random.
+        dynamic: a layer takes a part of the share, less where few tokens have most of the scores.
+    """
+
+    cost = "the base rule's for each query head; one distance for each token and anchor"
+
+    anchor: str = MEAN
+    anchors: int = 1
+    pick: str = MIDDLE
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        CrushedShare.__post_init__(self)
+        check_anchor(self.anchor, self.anchors)
+        check_pick(self.pick)
+
+    def represent(
+        self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
+    ) -> Bool[Tensor, "layer unit"]:
+        signatures = asked.signatures(grouped)
+        distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
+        seeds = (self.seed, asked.layers) if self.pick == RANDOM else None
+        chosen = torch.zeros_like(grouped)
+        counts = of_each_anchor(which, grouped, count, self.anchors)
+        for number in range(self.anchors):
+            near = grouped & (which == number)
+            chosen |= choose_representatives(distance, near, counts[:, number], seeds)
+        return chosen
+
+    def num_representatives(
+        self, units: Units, sums: Float[Tensor, "layer unit"]
+    ) -> Int[Tensor, " layer"]:
+        count = CrushedShare.num_representatives(self, units, sums)
+        if not self.dynamic:
+            return count
+        return (count.double() * _spread(units, sums)).round(decimals=9).floor().long()
+
+
+def _spread(units: Units, sums: Float[Tensor, "layer unit"]) -> Float[Tensor, " layer"]:
+    """How evenly a layer's scores are spread over what may leave: 0 all on a few, 1 all alike."""
+    free = units.free
+    least = torch.where(free, sums, torch.inf).amin(dim=1, keepdim=True)
+    above = torch.where(free, (sums - least).double(), 0.0)
+    mass = above.sum(dim=1)
+    best = (above * units.best(sums, units.room)).sum(dim=1)
+    outside = 1 - units.room / free.sum(dim=1).clamp_min(1)
+    missed = torch.where(mass > 0, 1 - best / mass.clamp_min(1e-300), outside)
+    return (missed / outside.clamp_min(1e-12)).clamp(0, 1)

@@ -1,0 +1,112 @@
+"""KVCrush as OpenVINO GenAI ships it: pages, and one bit for each of their tokens.
+
+1. A token's bit: is it in the better half of all tokens that may leave, by the layer's score, all
+   query heads together? The bits of a page's tokens are its signature: no bit of any head.
+2. The base rule chooses the pages that leave. They are sorted by the Hamming distance to one
+   anchor, and every (n // blocks)-th of the n stays after all.
+3. Their room comes on top of the cap that is written.
+
+Source: OpenVINO GenAI, `kvcrush` of its cache eviction (pull requests 2211, 2523 and 2678), from
+its description. KVCrush (Jha et al. 2025) is the rule `kvcrush`.
+
+Differs from the paper: see above; it shares with it the name, the anchor and the spread over
+distances. Differs from OpenVINO: scores are the base rule's, without its maximum over seven
+neighbours; equal distances keep the lower position; the random anchor is drawn once for each layer
+and not at each call.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.policies.choose import choose_slots
+from quire.policies.crushed import Asked, Crushed
+from quire.policies.options import check_at_least
+from quire.policies.registry import register
+from quire.policies.signatures.anchors import (
+    FARTHEST,
+    MEAN,
+    Signatures,
+    check_anchor,
+    nearest_anchor,
+)
+from quire.policies.signatures.units import Units
+
+
+@register("kvcrush_openvino")
+@dataclass(frozen=True, slots=True)
+class KVCrushOpenVINO(Crushed):
+    """Keep the pages that the base rule keeps, and some of the others, spread over distances.
+
+    Attributes:
+        base: the rule; what it protects stays protected. It must look at queries or keys.
+        seed: of a random anchor.
+        blocks: pages that stay beyond the cap.
+        anchor: random, alternating, mean, zeros or ones.
+    """
+
+    cost = "the base rule's for each query head; one distance for each page"
+
+    blocks: int = 2
+    anchor: str = MEAN
+
+    def __post_init__(self) -> None:
+        Crushed.__post_init__(self)
+        check_at_least(1, blocks=self.blocks)
+        check_anchor(self.anchor, 1)
+        if self.anchor == FARTHEST:
+            raise ConfigError("anchor=farthest is for several anchors; use mean, or kvcrush")
+
+    @property
+    def needs_pieces(self) -> bool:
+        return True
+
+    def least_free(self, piece_tokens: int) -> int:
+        return self.blocks * piece_tokens
+
+    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
+        del cap
+        return self.blocks * piece_tokens
+
+    def num_representatives(
+        self, units: Units, sums: Float[Tensor, "layer unit"]
+    ) -> Int[Tensor, " layer"]:
+        del sums
+        return units.room.clamp_max(self.blocks)
+
+    def represent(
+        self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
+    ) -> Bool[Tensor, "layer unit"]:
+        free = asked.units.free
+        bits = asked.units.side_by_side(_better_half(asked)[:, :, None])
+        # the anchor is what most of all pages that may leave say
+        distance, _ = nearest_anchor(
+            Signatures(bits, free, asked.layers), self.anchor, 1, self.seed
+        )
+        return _evenly_spaced(distance, grouped, count)
+
+
+def _better_half(asked: Asked) -> Bool[Tensor, "layer slot"]:
+    """The better half of the slots that may leave, by the mean over query heads."""
+    units = asked.units
+    may = units.slots(units.free)
+    half = may.sum(dim=1) // 2
+    return choose_slots(asked.mean_score, may, torch.zeros_like(may), half)
+
+
+def _evenly_spaced(
+    distance: Int[Tensor, "layer unit"],
+    grouped: Bool[Tensor, "layer unit"],
+    count: Int[Tensor, " layer"],
+) -> Bool[Tensor, "layer unit"]:
+    """Every (n // count)-th of the n grouped units, in the order of (distance, position)."""
+    units = distance.shape[1]
+    places = torch.arange(units, device=distance.device)
+    last = torch.iinfo(torch.int64).max
+    order = torch.where(grouped, distance * units + places, last).argsort(dim=1)
+    step = grouped.sum(dim=1) // count.clamp_min(1)
+    taken = (places % step.clamp_min(1)[:, None] == 0) & (places < (step * count)[:, None])
+    return torch.zeros_like(grouped).scatter(1, order, taken & (step > 0)[:, None]) & grouped

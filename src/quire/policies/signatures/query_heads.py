@@ -1,0 +1,84 @@
+"""A view in which every query head is a lane of its own: what each would say by itself."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.policies.view import KVView, SlotReader
+from quire.spec.statistics import OfWeights, QueryMoments, QueryRing, Statistic
+
+
+def apart(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
+    """What must be remembered so that query heads can be asked one by one."""
+    each = (s.each() if isinstance(s, OfWeights) else s for s in statistics)
+    return tuple(dict.fromkeys(each))
+
+
+def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
+    """The same sequence with a lane for each query head, layer-major, the group's side by side.
+
+    A rule asked with it scores each query head alone, whatever it looks at: there is nothing left
+    to reduce.
+
+    Args:
+        view: with what `apart` declares.
+        statistics: that the rule declares.
+
+    Raises:
+        PolicyError: the view was made without a statistic.
+    """
+    return replace(
+        view,
+        positions=view.positions.repeat_interleave(view.group, dim=0),
+        heads_per_layer=view.heads_per_layer * view.group,
+        statistics={s.name: _of_heads(view, s) for s in statistics},
+        slots=None if view.slots is None else _Repeated(view.slots, view.group),
+        group=1,
+    )
+
+
+def _of_heads(view: KVView, statistic: Statistic) -> Tensor:
+    [kept] = apart((statistic,))
+    numbers = view.remembered(kept)
+    split = _SPLIT.get(type(statistic))
+    if split is not None:
+        return split(numbers, view.group)
+    each = isinstance(statistic, OfWeights)
+    return numbers if each else numbers.repeat_interleave(view.group, dim=0)
+
+
+def _ring_of_heads(record: Tensor, group: int) -> Float[Tensor, "lane query number"]:
+    """[lane, window, group * head_dim + 1]: queries side by side, their position behind them."""
+    lanes, window, _ = record.shape
+    queries = record[:, :, :-1].view(lanes, window, group, -1)
+    asked = record[:, :, None, -1:].expand(-1, -1, group, -1)
+    whole: Tensor = queries.new_empty(lanes, group, window, queries.shape[3] + 1)
+    whole[..., :-1], whole[..., -1:] = queries.transpose(1, 2), asked.transpose(1, 2)
+    return whole.flatten(0, 1)
+
+
+def _moments_of_heads(record: Tensor, group: int) -> Float[Tensor, "lane one number"]:
+    """[lane, 1, group * numbers]: those of one head behind those of the other."""
+    return record.view(record.shape[0] * group, 1, -1)
+
+
+_SPLIT: dict[type[Statistic], Callable[[Tensor, int], Tensor]] = {
+    QueryRing: _ring_of_heads,
+    QueryMoments: _moments_of_heads,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """Keys and values of a KV head, for each of its query heads."""
+
+    slots: SlotReader
+    group: int
+
+    def keys(self) -> Float[Tensor, "lane slot head_dim"]:
+        return self.slots.keys().repeat_interleave(self.group, dim=0)
+
+    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+        return self.slots.values().repeat_interleave(self.group, dim=0)
