@@ -134,12 +134,20 @@ class Account:
             logits = torch.cat([logits, self.math.sinks[heads, None].double()], dim=1)
         weights = logits.softmax(dim=1)[:, : len(self.cached)]
         for statistic in statistics:
-            looks = {"mean": weights.mean(0), "max": weights.amax(0), "sum": weights.sum(0)}
-            for place, look in zip(self.cached, looks[statistic.heads].tolist(), strict=True):
-                low = look < 1 / len(self.cached) - 1e-12
-                added = {AttentionSum: look, SquareSum: look * look, LowLooks: float(low)}
-                of = self.numbers.setdefault(statistic, {})
-                of[place] = of.get(place, 0.0) + added[type(statistic)]
+            looks = {
+                "mean": weights.mean(0)[None],
+                "max": weights.amax(0)[None],
+                "sum": weights.sum(0)[None],
+                "apart": weights,
+            }[statistic.reduction]
+            added = {
+                AttentionSum: looks,
+                SquareSum: looks.square(),
+                LowLooks: (looks < 1 / len(self.cached) - 1e-12).double(),
+            }[type(statistic)]
+            of = self.numbers.setdefault(statistic, {})
+            for place, numbers in zip(self.cached, added.T, strict=True):
+                of[place] = of.get(place, 0.0) + numbers
 
     def forget(self, positions):
         """These tokens are evicted, and what was remembered of them is gone."""
@@ -149,7 +157,8 @@ class Account:
                 of.pop(place, None)
 
     def by_position(self, statistic):
-        return torch.tensor([self.numbers[statistic][place] for place in sorted(self.cached)])
+        """[query heads with a number of their own, or 1; slots]."""
+        return torch.stack([self.numbers[statistic][place] for place in sorted(self.cached)], dim=1)
 
 
 def accounts(sequence, math=MATH):

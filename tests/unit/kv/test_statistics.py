@@ -36,7 +36,11 @@ from unit.kv.remembering import (
     step,
 )
 
-LOOKS = tuple(kind(heads) for kind in (AttentionSum, SquareSum, LowLooks) for heads in REDUCTIONS)
+KINDS = (AttentionSum, SquareSum, LowLooks)
+LOOKS = (
+    *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
+    *(kind().each() for kind in KINDS),
+)
 OF_QUERIES = (QueryRing(6), QueryMoments(3), AttentionShift())
 ALL = LOOKS + OF_QUERIES
 CUTS = {  # the prompt of 30 tokens in pieces; 5 more are decoded
@@ -74,7 +78,7 @@ def expected_looks(sequence, math=MATH, statistics=LOOKS):
     for lane in lanes:
         for position in range(TOKENS):
             lane.see(position, statistics)
-    return {s.name: torch.stack([lane.by_position(s) for lane in lanes]) for s in statistics}
+    return {s.name: torch.cat([lane.by_position(s) for lane in lanes]) for s in statistics}
 
 
 MATHS = {
@@ -120,7 +124,8 @@ def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
 
     assert max(largest) <= 100
     for statistic, numbers in EXPECTED["plain"].items():
-        torch.testing.assert_close(remembered(kv, row)[statistic], numbers, atol=1e-5, rtol=1e-5)
+        found = remembered(kv, row)[statistic].double()
+        torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
 
 
 # ---- queries -------------------------------------------------------------------------------------
@@ -293,12 +298,13 @@ def test_an_evicted_tokens_statistics_are_gone_and_its_slot_begins_anew(name):
 
     found = remembered(kv, row)
     for statistic in LOOKS:
-        for lane, account in enumerate(lanes):
-            numbers = account.by_position(statistic)
-            assert len(numbers) < TOKENS - 4
-            got = found[statistic.name][lane, : len(numbers)]
-            torch.testing.assert_close(got, numbers, atol=1e-5, rtol=1e-5, msg=statistic.name)
-            assert not found[statistic.name][lane, len(numbers) :].any()
+        by_lane = found[statistic.name].unflatten(0, (len(lanes), -1))
+        for got, account in zip(by_lane, lanes, strict=True):
+            numbers = account.by_position(statistic).float()
+            held = numbers.shape[1]
+            assert held < TOKENS - 4
+            torch.testing.assert_close(got[:, :held], numbers, atol=1e-5, rtol=1e-5)
+            assert not got[:, held:].any()
 
 
 def forget_some(kv, row, lanes, rng):

@@ -79,7 +79,7 @@ class Watched:
         """Looks of one KV head's weights [query, group, slot] as [head with a number, slot]."""
         slots = weights.shape[-1]
         looks = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
-        added = count_looks(self.count, looks, seen[:, None])
+        added = count_looks(self.count, looks, seen[:, None].expand(-1, looks.shape[1], -1))
         if self.count is LookCount.LOW:  # slots behind a query's own were not looked at
             added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
         return added.sum(dim=0)
