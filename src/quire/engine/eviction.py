@@ -1,7 +1,8 @@
 """Carries evictions out: ask the policy which slots stay, then compact the lanes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
+from quire.spec.statistics import Statistic
 
 FLOAT_BYTES = 4
 _TENSORS_OF_A_VIEW = 4  # keys, values, and what a rule makes of them
@@ -58,17 +60,22 @@ class PolicyEvictor:
         """
         eviction, done = _eviction_of(request), request.num_computed
         parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
-        mask = _stacked([lying for lying, _ in parts])
+        mask = _stacked([part.lying for part in parts])
         memory, group = self._kv.memory, self._table.group
         plan = plan_compaction(memory, group.name, request.row, mask, _kind_of(eviction))
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
-        entry = EvictionEntry.joined(done, [left for _, left in parts])
+        entry = EvictionEntry.joined(done, [part.left for part in parts])
+        if _takes_notes(eviction):
+            entry = replace(entry, wanted=keep.astype(np.int32))
+        for part in parts:
+            part.take_notes()
         commit_compaction(memory, plan)
         return Evicted(entry.num_slots, group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Let the tokens of an entry leave again."""
+        self._repeat_notes(request, entry)
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
         stays = entry.stays(reader.positions.cpu().numpy()[::heads])
@@ -79,6 +86,14 @@ class PolicyEvictor:
             _kind_of(_eviction_of(request)),
         )
         commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
+
+    def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
+        """Write again what was written down when these tokens left: the rule is asked again."""
+        if entry.wanted is None:
+            return
+        eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
+        for part in self._parts(request):
+            self._choose(request, eviction, keep, part).take_notes()
 
     def settle(self, request: Request) -> None:
         """Divide the cap of a request whose whole prompt has been read."""
@@ -124,25 +139,53 @@ class PolicyEvictor:
 
     def _choose(
         self, request: Request, eviction: Eviction, keep: Slots, layers: range
-    ) -> tuple[NDArray[np.bool_], EvictionEntry]:
-        """Which slots of some layers stay, as they lie, and what leaves."""
+    ) -> "_Chosen":
+        """Which slots of some layers stay."""
         reader = self._reader(request, layers)
         view, group = self._view(request, reader), self._table.group
         per_layer, heads = group.lanes_per_layer, group.page_class.heads
         of_part = keep[layers.start * per_layer : layers.stop * per_layer]
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         with _named(eviction):
-            mask = _checked(eviction.select(view, wanted), eviction, view, wanted) & view.live
+            decision = eviction.decide(view, wanted)
+            mask = _checked(decision.stays, eviction, view, wanted) & view.live
         lying = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's, which a rule may have written into
-        return lying, EvictionEntry.of(request.num_computed, reader.lane_positions, kept)
+        left = EvictionEntry.of(request.num_computed, reader.lane_positions, kept)
+        return _Chosen(lying, left, reader, decision.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is to become of some layers.
+
+    Attributes:
+        lying: True where a slot stays, as they lie.
+        left: what leaves.
+        reader: of the layers.
+        notes: to write down before slots move.
+    """
+
+    lying: NDArray[np.bool_]
+    left: EvictionEntry
+    reader: LaneReader
+    notes: Mapping[Statistic, Tensor]
+
+    def take_notes(self) -> None:
+        """Write down what the policy wants remembered."""
+        for statistic, numbers in self.notes.items():
+            self.reader.note(statistic, numbers)
 
 
 def _eviction_of(request: Request) -> Eviction:
     eviction = request.selection
     assert isinstance(eviction, Eviction), "requests that evict say how"
     return eviction
+
+
+def _takes_notes(eviction: Eviction) -> bool:
+    return eviction.policy is not None and eviction.policy.takes_notes
 
 
 def _kind_of(eviction: Eviction) -> Kind:

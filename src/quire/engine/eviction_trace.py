@@ -26,11 +26,14 @@ class EvictionEntry:
         counts: [lanes] tokens that left each lane.
         stored: their positions, lane by lane, ascending; or where that is shorter, and only there,
             the first positions of runs of neighbours and behind them how long those are.
+        wanted: [lanes] tokens that might have stayed, whole pieces or not; None where nobody asks:
+            a rule that took notes is asked again with them.
     """
 
     num_computed: int
     counts: NDArray[np.int32]
     stored: Positions
+    wanted: NDArray[np.int32] | None = None
 
     @classmethod
     def of(

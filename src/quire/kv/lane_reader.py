@@ -22,6 +22,7 @@ from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
 from quire.spec.pages import LaneGroup
+from quire.spec.statistics import Statistic
 
 NO_POSITION = np.iinfo(np.int32).max  # behind every position there is
 
@@ -82,6 +83,21 @@ class LaneReader:
             for place in places
             if place.table.active[self._row]
         }
+
+    def note(self, statistic: Statistic, numbers: Float[Tensor, "..."]) -> None:
+        """Write over what the row has remembered of these layers, in the order of the view.
+
+        Args:
+            statistic: declared; its pages are the row's own.
+            numbers: per slot [lane, slot], else [lane, record, number].
+        """
+        places = self._kv.statistics.get(self._group.name, [])
+        [place] = [one for one in places if one.statistic == statistic]
+        if statistic.per_slot:
+            self._put(place, self._order.slot, self._order.live, numbers[:, :, None])
+        else:
+            records = np.arange(numbers.shape[1])[None].repeat(len(self._order.slot), axis=0)
+            self._put(place, records, np.ones_like(records, dtype=bool), numbers)
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         """Keys as stored, float32; zeros where no slot is."""
@@ -149,6 +165,20 @@ class LaneReader:
         pages = self._tensor(self._pages(place.table.pages)[:, column])
         found = place.numbers[pages, :, self._tensor(offset)]
         return found.transpose(1, 2).flatten(0, 1)
+
+    def _put(
+        self,
+        place: StatisticPages,
+        record: NDArray[np.int64],
+        live: NDArray[np.bool_],
+        numbers: Float[Tensor, "lane record width"],
+    ) -> None:
+        """Records [lanes of the table, record] where they are live, of all heads of a lane."""
+        lane, column = np.nonzero(live)
+        page, offset = np.divmod(record[lane, column], place.group.page_class.tokens)
+        pages = self._tensor(self._pages(place.table.pages)[lane, page])
+        heads = numbers.unflatten(0, (len(live), -1))[self._tensor(lane), :, self._tensor(column)]
+        place.numbers[pages, :, self._tensor(offset)] = heads
 
     def _gather(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
         """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""

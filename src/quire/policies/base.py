@@ -7,7 +7,8 @@ score; and ties keep the lower position.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,20 @@ from quire.policies.view import KVView
 from quire.spec.statistics import Statistic
 
 LANE, LAYER = "lane", "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What stays, and what is to be written down about it.
+
+    Attributes:
+        stays: True where a slot stays.
+        notes: what to write over of declared statistics, before any slot moves: per slot
+            [lane, slot], else [lane, record, number].
+    """
+
+    stays: Bool[Tensor, "lane slot"]
+    notes: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
 
 
 class EvictionPolicy(ABC):
@@ -81,6 +96,15 @@ class EvictionPolicy(ABC):
         Returns:
             True where a slot stays: exactly `keep` in each lane, or with pieces at most that many.
         """
+
+    @property
+    def takes_notes(self) -> bool:
+        """Whether `decide` may have something written down."""
+        return False
+
+    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
+        """Choose the slots that stay, as `select`, and say what to remember of them."""
+        return Decision(self.select(view, keep, piece_tokens))
 
 
 class ScorePolicy(EvictionPolicy):

@@ -9,6 +9,7 @@ The signature spans the heads of a layer, so a layer has one kept set.
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -111,18 +112,28 @@ class Crushed(ScorePolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
+        return self.stays(self.ask(view, keep, piece_tokens))
+
+    def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> "Asked":
+        """What the base rule says."""
         base, heads = self._base, by_query_head(view, self._base.statistics)
         score = base.checked_score(heads)
         # each end of what is protected may widen to a whole piece
         protected = self.checked_protected(view, keep - 2 * (piece_tokens - 1))
         units = Units.of(view, protected, keep, piece_tokens)
         mean = _mean_over_layer(score, heads)
-        sums = units.sums(mean)
+        return Asked(view, heads, score, mean, protected, keep, units)
+
+    def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:
+        """What is important, and what stands for the rest."""
+        units = asked.units
+        sums = units.sums(asked.mean_score)
         count = self.num_representatives(units, sums)
         important = units.best(sums, units.room - count)
         grouped = units.free & ~important
-        asked = Asked(view, heads, score, mean, protected, keep, units)
-        return units.spread(important | self.represent(asked, grouped, count), view.heads_per_layer)
+        return units.spread(
+            important | self.represent(asked, grouped, count), asked.view.heads_per_layer
+        )
 
     @property
     def _base(self) -> ScorePolicy:
@@ -130,7 +141,7 @@ class Crushed(ScorePolicy):
         return self.base
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """What is known of some layers when representatives are chosen.
 
@@ -142,6 +153,7 @@ class Asked:
         protected: slots that stay.
         keep: of each lane.
         units: what stays or goes together.
+        known: bits that were written down before, and where; None: nothing was.
     """
 
     view: KVView
@@ -151,14 +163,23 @@ class Asked:
     protected: Bool[Tensor, "lane slot"]
     keep: Int[Tensor, " lane"]
     units: Units
+    known: tuple[Bool[Tensor, "head slot"], Bool[Tensor, "head slot"]] | None = None
+
+    @cached_property
+    def bits(self) -> Bool[Tensor, "head slot"]:
+        """Would this query head alone, with the whole budget, keep the token?"""
+        group = self.view.group
+        protected = self.protected.repeat_interleave(group, dim=0)
+        keep = self.keep.repeat_interleave(group)
+        fresh = choose_slots(self.score, self.heads.live, protected, keep)
+        if self.known is None:
+            return fresh
+        bits, signed = self.known
+        return torch.where(signed, bits, fresh)
 
     def signatures(self, grouped: Bool[Tensor, "layer unit"]) -> Signatures:
-        """A bit for each query head: would it alone, with the whole budget, keep the token?"""
-        group = self.view.group
-        score, live = self.score, self.heads.live
-        protected = self.protected.repeat_interleave(group, dim=0)
-        kept = choose_slots(score, live, protected, self.keep.repeat_interleave(group))
-        bits = self.heads.by_layer(kept).transpose(1, 2)
+        """The bits of a layer's query heads, of each unit."""
+        bits = self.heads.by_layer(self.bits).transpose(1, 2)
         return Signatures(self.units.side_by_side(bits), grouped, self.layers)
 
     @property

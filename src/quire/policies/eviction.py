@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.policies.base import EvictionPolicy, ScorePolicy
+from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, Uniform
 from quire.policies.choose import in_whole_pieces
 from quire.policies.options import without_parentheses
@@ -80,7 +80,11 @@ class Eviction:
         return self.piece_tokens > 1
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        """Which slots stay.
+        """Which slots stay; see `decide`."""
+        return self.decide(view, keep).stays
+
+    def decide(self, view: KVView, keep: Int[Tensor, " lane"]) -> Decision:
+        """Which slots stay, and what is written down of them.
 
         Args:
             view: one sequence, whole layers of it.
@@ -93,12 +97,12 @@ class Eviction:
         if policy is None:
             raise PolicyError("full keeps everything and selects nothing")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
-            return policy.select(view, keep, self.piece_tokens)
+            return policy.decide(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
         protected = policy.checked_protected(view, keep)
         must = in_whole_pieces(protected, view.live, self.piece_tokens)
         keep = self.budget.divide(view, score, must, keep)
-        return policy.choose(view, score, must, keep, self.piece_tokens)
+        return Decision(policy.choose(view, score, must, keep, self.piece_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

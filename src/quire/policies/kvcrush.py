@@ -32,16 +32,19 @@ that may leave, m = what the R best have of it, and R / n what they would have w
     representatives of the layer = floor(B_rep * (1 - m) / (1 - R / n))
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from quire.errors import UnknownName
+from quire.policies.base import Decision
 from quire.policies.crushed import Asked
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
+from quire.policies.signatures.query_heads import apart
 from quire.policies.signatures.representatives import (
     MIDDLE,
     RANDOM,
@@ -49,7 +52,13 @@ from quire.policies.signatures.representatives import (
     choose_representatives,
     of_each_anchor,
 )
+from quire.policies.signatures.stored import BITS, UNTIL, notes_of, stored_bits
 from quire.policies.signatures.units import Units
+from quire.policies.view import KVView
+from quire.spec.statistics import Statistic
+
+RECOMPUTED, KEPT = "recomputed", "kept"
+SIGNATURES = (RECOMPUTED, KEPT)
 
 
 @register("kvcrush")
@@ -66,6 +75,7 @@ class KVCrush(CrushedShare):
         anchors: how many.
         pick: of a slice, its middle, or random.
         dynamic: a layer takes a part of the share, less where few tokens have most of the scores.
+        signatures: recomputed whenever tokens leave, or kept as they were the first time.
     """
 
     cost = "the base rule's for each query head; one distance for each token and anchor"
@@ -74,11 +84,32 @@ class KVCrush(CrushedShare):
     anchors: int = 1
     pick: str = MIDDLE
     dynamic: bool = False
+    signatures: str = RECOMPUTED
 
     def __post_init__(self) -> None:
         CrushedShare.__post_init__(self)
         check_anchor(self.anchor, self.anchors)
         check_pick(self.pick)
+        if self.signatures not in SIGNATURES:
+            raise UnknownName("kind of signatures", self.signatures, SIGNATURES)
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        own = (BITS, UNTIL) if self.takes_notes else ()
+        return (*apart(self.base.statistics), *own)
+
+    @property
+    def takes_notes(self) -> bool:
+        return self.signatures == KEPT
+
+    def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> Asked:
+        asked = CrushedShare.ask(self, view, keep, piece_tokens)
+        return replace(asked, known=stored_bits(view)) if self.takes_notes else asked
+
+    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
+        asked = self.ask(view, keep, piece_tokens)
+        stays = self.stays(asked)
+        return Decision(stays, notes_of(view, asked.bits) if self.takes_notes else {})
 
     def represent(
         self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]

@@ -112,6 +112,45 @@ class LowLooks(OfWeights):
         return f"low_looks.{self.reduction}"
 
 
+MOST_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureBits(Statistic):
+    """What the query heads of a KV head said of a token, a bit each; written when tokens leave.
+
+    Bit g of a whole number is that of the group's head g. Slots at positions that `SignedUntil` has
+    not passed hold anything.
+    """
+
+    @property
+    def name(self) -> str:
+        return "signature_bits"
+
+    def width(self, model: ModelSpec) -> int:
+        group = model.num_heads // model.num_kv_heads
+        if group > MOST_SIGNATURE_BITS:
+            raise ConfigError(
+                f"signatures are kept for {MOST_SIGNATURE_BITS} query heads of a KV head at most, "
+                f"got {group}; use signatures=recomputed"
+            )
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class SignedUntil(Statistic):
+    """One record a lane: the position before which every token it holds has its `SignatureBits`."""
+
+    per_slot: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "signed_until"
+
+    def num_slots(self, model: ModelSpec) -> int:
+        return 1
+
+
 @dataclass(frozen=True, slots=True)
 class QueryRing(Statistic):
     """The newest queries, after RoPE, for each query head.

@@ -63,6 +63,10 @@ class History:
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])
         if isinstance(statistic, remembered.QueryMoments):
             return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
+        if isinstance(statistic, remembered.SignatureBits):  # nothing was ever signed
+            return np.zeros((len(self.cached), max(map(len, self.cached))))
+        if isinstance(statistic, remembered.SignedUntil):
+            return np.zeros((len(self.cached), 1, 1))
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
         if statistic.apart:

@@ -16,7 +16,7 @@ from quire.kv.statistics.places import Queries, StatisticPages, positions_of
 from quire.kv.statistics.query_moments import MomentsStep
 from quire.kv.statistics.query_ring import RingStep
 from quire.kv.statistics.slot_looks import LooksStep
-from quire.spec.statistics import AttentionShift, QueryMoments, QueryRing, Statistic
+from quire.spec.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
 
 QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
     QueryRing: RingStep,
@@ -80,7 +80,7 @@ class GroupWatch:
         lengths: NDArray[np.int64],
     ) -> None:
         self._batch, self._most_slots = batch, int(slots.max(initial=0))
-        per_slot = [place for place in places if place.statistic.per_slot]
+        per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
         self._looks = LooksStep(per_slot, batch, slots) if per_slot else None
         positions = positions_of(batch, lengths)
         self._queries = [

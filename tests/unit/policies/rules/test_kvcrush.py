@@ -265,6 +265,30 @@ def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
         assert torch.equal(bits.hamming(words, bits.pack(anchor)[:, None]), expected)
 
 
+def test_kept_signatures_are_those_of_the_first_time():
+    """A token's bits are written down and read again; later ones are asked afresh."""
+    history = history_of()
+    policy = KVCrush(base=BASE, signatures="kept", share=0.5)
+    view = history.view(policy.statistics)
+    keep = torch.full((len(view.positions),), 30)
+    asked = policy.ask(view, keep, 1)
+    before = asked.bits
+
+    decision = policy.decide(view, keep)
+    noted = {s.name: n for s, n in decision.notes.items()}
+    until = noted["signed_until"]
+    noted["signature_bits"] = torch.where(view.positions % 2 == 0, 7.0, 0.0)  # of all three heads
+    noted["signed_until"] = torch.full_like(until, 40)
+    again = policy.ask(changed(view, statistics={**view.statistics, **noted}), keep, 1).bits
+
+    assert torch.equal(decision.stays, KVCrush(base=BASE, share=0.5).select(view, keep))
+    assert until.unique().tolist() == [history.tokens]
+    positions = view.positions.repeat_interleave(3, dim=0)
+    old = positions < 40
+    assert torch.equal(again[old], positions[old] % 2 == 0)
+    assert torch.equal(again[~old], before[~old])
+
+
 # ---- OpenVINO's --------------------------------------------------------------------------------
 
 
