@@ -177,7 +177,9 @@ class LaneReader:
         lane, column = np.nonzero(live)
         page, offset = np.divmod(record[lane, column], place.group.page_class.tokens)
         pages = self._tensor(self._pages(place.table.pages)[lane, page])
-        heads = numbers.unflatten(0, (len(live), -1))[self._tensor(lane), :, self._tensor(column)]
+        heads = numbers.view(len(live), -1, *numbers.shape[1:])[
+            self._tensor(lane), :, self._tensor(column)
+        ]
         place.numbers[pages, :, self._tensor(offset)] = heads
 
     def _gather(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:

@@ -16,9 +16,9 @@ def pack(bits: Bool[Tensor, "*shape bit"]) -> Int[Tensor, "*shape word"]:
     padded = torch.nn.functional.pad(bits, (0, words * WORD_BITS - count)).long()
     shifts = torch.arange(WORD_BITS, device=bits.device)
     shifted = padded.view(*bits.shape[:-1], words, WORD_BITS) << shifts
-    packed: Tensor = shifted.sum(
-        dim=-1
-    )  # bits stand apart: a sum is their union, its sign the last
+    # bits stand apart: a sum is their union, its sign the last
+    packed: Tensor = shifted.sum(dim=-1)
+    return packed
 
 
 def unpack(words: Int[Tensor, "*shape word"], count: int) -> Bool[Tensor, "*shape bit"]:

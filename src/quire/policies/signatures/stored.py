@@ -31,6 +31,6 @@ def notes_of(
 ) -> Mapping[Statistic, Float[Tensor, "..."]]:
     """What to write down of the bits of each query head."""
     heads = torch.arange(view.group, device=bits.device)
-    numbers = (bits.unflatten(0, (-1, view.group)).long() << heads[:, None]).sum(dim=1)
+    numbers = (bits.view(-1, view.group, bits.shape[1]).long() << heads[:, None]).sum(dim=1)
     until = numbers.new_full((len(numbers), 1, 1), view.next_position)
     return {BITS: numbers.float(), UNTIL: until.float()}
