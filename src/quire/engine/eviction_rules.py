@@ -18,7 +18,8 @@ from quire.engine.served_rules import (
     without_numbers,
 )
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.policies.eviction import Eviction, EvictionRule, LaneShape, make_eviction
+from quire.policies.eviction import Eviction, EvictionRule, make_eviction
+from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, UNLIMITED
 from quire.spec.layout import layout_for, page_and_fixed_bytes

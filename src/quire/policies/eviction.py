@@ -14,6 +14,7 @@ from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombinati
 from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape, Uniform
 from quire.policies.choose import in_whole_pieces
+from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
 from quire.policies.unsound import Parts, refuse_unsound
@@ -32,26 +33,6 @@ from quire.spec.statistics import Statistic
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"
 GRANULARITIES = (TOKEN, CHUNK, PAGE)
 DEFAULT_CHUNK_TOKENS = 20  # ChunkKV
-
-
-@dataclass(frozen=True, slots=True)
-class LaneShape:
-    """What of a model evicts: the layers without a sliding window.
-
-    Attributes:
-        num_layers: how many.
-        heads: KV heads of each.
-        page_tokens: slots of a page.
-        page_bytes: of one page in each of these lanes, with those of what a rule remembers of its
-            slots.
-        fixed_bytes: of what it remembers of a sequence however long that is.
-    """
-
-    num_layers: int
-    heads: int
-    page_tokens: int
-    page_bytes: int
-    fixed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

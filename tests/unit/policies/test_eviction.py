@@ -12,8 +12,9 @@ from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.ada import Ada
 from quire.policies.budgets.base import UNBOUNDED, Uniform
-from quire.policies.eviction import Eviction, LaneShape, make_eviction
+from quire.policies.eviction import Eviction, make_eviction
 from quire.policies.h2o import H2O
+from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView

@@ -14,7 +14,8 @@ from quire.errors import ConfigError, PolicyError
 from quire.kv.config import KVConfig
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
-from quire.policies.eviction import Eviction, LaneShape, make_eviction
+from quire.policies.eviction import Eviction, make_eviction
+from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.view import KVView
 

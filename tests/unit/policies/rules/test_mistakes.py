@@ -13,13 +13,14 @@ import torch
 from quire.errors import ConfigError
 from quire.policies.average import Average
 from quire.policies.base import ScorePolicy
-from quire.policies.eviction import LaneShape, make_eviction
+from quire.policies.eviction import make_eviction
 from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.groups import reduce_group
 from quire.policies.h2o import H2O
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.lagkv import LagKV
+from quire.policies.lane_shape import LaneShape
 from quire.policies.pooling import pool
 from quire.policies.recent import Recent
 from quire.policies.registry import policy_of, registered
