@@ -9,7 +9,7 @@ score; and ties keep the lower position.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,12 +29,12 @@ class Decision:
     """What stays, and what is to be written down about it.
 
     Attributes:
-        stays: True where a slot stays.
+        stays: bool [lane, slot], True where a slot stays; who asked a rule checks it.
         notes: what to write over of declared statistics, before any slot moves: per slot
             [lane, slot], else [lane, record, number].
     """
 
-    stays: Bool[Tensor, "lane slot"]
+    stays: Any
     notes: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
 
 

@@ -62,7 +62,8 @@ class Eviction:
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         """Which slots stay; see `decide`."""
-        return self.decide(view, keep).stays
+        stays: Bool[Tensor, "lane slot"] = self.decide(view, keep).stays
+        return stays
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"]) -> Decision:
         """Which slots stay, and what is written down of them.
