@@ -127,7 +127,7 @@ class LaneReader:
         columns = -(-slots // tokens)
         if self._views.positions is None:
             first = self._table.page_positions[self._row, self._lanes, :columns]
-            stored: NDArray[np.int32] = first[:, :, None] + np.arange(tokens, dtype=np.int32)
+            stored = np.add(first[:, :, None], np.arange(tokens), dtype=np.int32)
         else:
             pages = self._pages(self._table.pages)[:, :columns]
             found = self._views.positions.index_select(0, self._tensor(pages.reshape(-1)))
