@@ -175,6 +175,33 @@ static int one_write(void) {
     return wrong != 0;
 }
 
+/* A ring of slots, each onto the next, in a plane that ends where its memory ends. */
+static int one_move(void) {
+    int pages = between(1, 9), heads = between(1, 3), tokens = between(1, 17), bytes = between(1, 300);
+    int64_t slots = (int64_t)pages * tokens, page_bytes = (int64_t)heads * tokens * bytes;
+    uint8_t *plane = malloc((size_t)(pages * page_bytes)), *before = malloc((size_t)(pages * page_bytes));
+    uint8_t *scratch = malloc((size_t)(slots * heads * bytes));
+    int64_t *place = malloc(sizeof(int64_t) * 4 * slots);
+    for (int64_t i = 0; i < pages * page_bytes; i++) before[i] = plane[i] = (uint8_t)random_bits();
+    for (int64_t s = 0; s < slots; s++) {
+        int64_t onto = (s + 1) % slots;
+        place[s] = s / tokens, place[slots + s] = s % tokens;
+        place[2 * slots + s] = onto / tokens, place[3 * slots + s] = onto % tokens;
+    }
+    move_args a = {
+        .plane = plane, .page_bytes = page_bytes, .vector_bytes = bytes, .pages = {place, place + 2 * slots},
+        .offsets = {place + slots, place + 3 * slots}, .scratch = scratch, .num_moves = slots,
+        .heads_per_page = heads, .page_tokens = tokens,
+    };
+    int wrong = quire_move(&a, NULL);
+    for (int64_t s = 0; s < slots; s++)
+        for (int h = 0; h < heads; h++)
+            wrong |= memcmp(moved_slot(&a, 1, s, h), before + (moved_slot(&a, 0, s, h) - plane), bytes);
+    free(plane), free(before), free(scratch), free(place);
+    if (wrong) fprintf(stderr, "a moved slot differs\n");
+    return wrong != 0;
+}
+
 /* Every live slot gets its look, in pages and column sums that end where their memory ends. */
 static int one_tally(int path) {
     int rows = between(1, 3), lanes = between(1, 3), per_lane = between(1, 2), group = between(1, 4);
@@ -231,6 +258,7 @@ static int one_tally(int path) {
 int main(void) {
     int failures = 0;
     for (int i = 0; i < 100; i++) failures += one_write();
+    for (int i = 0; i < 100; i++) failures += one_move();
     for (int i = 0; i < 200; i++) failures += one_tally(i % (quire_best_path() + 1));
     for (int path = 0; path <= quire_best_path(); path++)
         for (int dtype = F32; dtype <= F16; dtype++)

@@ -242,4 +242,6 @@ def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Te
 def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     """Masks of the parts' lanes under each other, as wide as the widest."""
     slots = max(part.shape[1] for part in parts)
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate([np.pad(part, ((0, 0), (0, slots - part.shape[1]))) for part in parts])

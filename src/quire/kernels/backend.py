@@ -123,6 +123,21 @@ class NewSlots:
     offsets: Int[Tensor, "new_token lane"]
 
 
+@dataclass(frozen=True, slots=True)
+class MovedSlots:
+    """Slots that are copied onto others of the same page class.
+
+    Attributes:
+        planes: typed views of all pages of the class, [page, head, token, width] each.
+        source, target: pages and offsets in them, int64 [moves] each. A slot can be both: all are
+            read before any is written.
+    """
+
+    planes: tuple[Shaped[Tensor, "page _ token _"], ...]
+    source: tuple[Int[Tensor, " move"], Int[Tensor, " move"]]
+    target: tuple[Int[Tensor, " move"], Int[Tensor, " move"]]
+
+
 class LookCount(IntEnum):
     """What is counted of the weights that queries give to a slot; the numbers are those of C."""
 
@@ -220,6 +235,10 @@ class AttentionBackend(Protocol):
         Returns:
             Like query.
         """
+        ...
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; no two have the same target."""
         ...
 
     def tally(

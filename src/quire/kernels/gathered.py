@@ -17,13 +17,14 @@ from quire.kernels.backend import (
     LayerPages,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
 from quire.kernels.looks import tally_looks
-from quire.kernels.paging import gather_pages, write_slots
+from quire.kernels.paging import gather_pages, move_slots, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
@@ -59,6 +60,10 @@ class GatheredAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Put keys and values into their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        move_slots(moves)
 
     def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import NewSlots
+from quire.kernels.backend import MovedSlots, NewSlots
 
 
 def write_slots(
@@ -20,6 +20,13 @@ def write_slots(
     for plane, fresh in ((slots.key, key), (slots.value, value)):
         shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
         plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)
+
+
+def move_slots(moves: MovedSlots) -> None:
+    """Copy slots onto others in every plane; see `AttentionBackend.move`."""
+    (from_page, from_offset), (to_page, to_offset) = moves.source, moves.target
+    for plane in moves.planes:
+        plane[to_page, :, to_offset] = plane[from_page, :, from_offset]
 
 
 def gather_pages(

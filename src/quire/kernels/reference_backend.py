@@ -11,11 +11,12 @@ from quire.kernels.backend import (
     LayerPages,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.looks import tally_looks
-from quire.kernels.paging import write_slots
+from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.reference import attend_reference
 
 
@@ -40,6 +41,10 @@ class ReferenceAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Put keys and values into their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        move_slots(moves)
 
     def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""

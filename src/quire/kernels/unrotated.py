@@ -20,13 +20,14 @@ from quire.kernels.backend import (
     LayerPages,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
 from quire.kernels.looks import tally_looks
-from quire.kernels.paging import write_slots
+from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.unrotated_plan import Bucket, plan_buckets
 
 BEHIND_ALL = torch.iinfo(torch.int32).max  # sorts slots that hold no token to the end
@@ -78,6 +79,10 @@ class UnrotatedAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Put keys and values into their slots; see `AttentionBackend.write`."""
         write_slots(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        move_slots(moves)
 
     def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""

@@ -43,6 +43,7 @@ class PagedKV:
 
     def __init__(self, memory: KVMemory, store: PageStore, backend: AttentionBackend) -> None:
         self.memory, self.store, self.backend = memory, store, backend
+        store.mover = backend.move
         self.scale = 1.0  # on products of queries and keys, as the last layer that attended said
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.backend import MovedSlots
+from quire.kernels.paging import move_slots
 from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.pages import PageNumbers
 from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CodecSpec, PageClass
@@ -48,11 +51,15 @@ class PageStore:
     Args:
         total_bytes: size of the arena, as rounded by `Arena`.
         device: where it lies.
+
+    Attributes:
+        mover: copies slots; a backend may know a faster way than torch.
     """
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self.device = device
         self.arena = zero_bytes(total_bytes, device)
+        self.mover: Callable[[MovedSlots], None] = move_slots
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
@@ -121,13 +128,16 @@ class PageStore:
     ) -> None:
         """Copy slots: keys, values and positions."""
         views = self.views(page_class)
-        from_page, from_offset = (self._index(part) for part in source)
-        to_page, to_offset = (self._index(part) for part in target)
-        for plane in (views.key, views.value):
-            if plane is not None:
-                plane[to_page, :, to_offset] = plane[from_page, :, from_offset]
-        if views.positions is not None:
-            views.positions[to_page, to_offset] = views.positions[from_page, from_offset]
+        positions = None if views.positions is None else views.positions[:, None, :, None]
+        planes = tuple(p for p in (views.key, views.value, positions) if p is not None)
+        (from_page, from_offset), (to_page, to_offset) = source, target
+        self.mover(
+            MovedSlots(
+                planes=planes,
+                source=(self._index(from_page), self._index(from_offset)),
+                target=(self._index(to_page), self._index(to_offset)),
+            )
+        )
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """The bytes of whole pages on the host, uint8 [pages, page_bytes]."""

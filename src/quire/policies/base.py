@@ -153,7 +153,7 @@ class ScorePolicy(EvictionPolicy):
             PolicyError: another shape, or a number that is not finite.
         """
         score = self._shaped(self.score(view), view)
-        if not torch.isfinite(score[view.live]).all():
+        if not bool((torch.isfinite(score) | ~view.live).all()):
             raise PolicyError(f"{type(self).__name__} gave a score that is not finite")
         return score
 

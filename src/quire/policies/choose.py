@@ -48,17 +48,24 @@ def best_and_tied(
     if not ranked.shape[1]:
         return free, free.clone(), wanted
     place = (ranked.shape[1] - wanted).clamp(0, ranked.shape[1] - 1)
-    border = _ascending(ranked).gather(1, place[:, None])
+    border = _ranked_at(ranked, place)
     some = free & (wanted > 0)[:, None]
     above = some & (ranked > border)
     return above, some & (ranked == border), wanted - above.sum(dim=1)
 
 
-def _ascending(numbers: Shaped[Tensor, "lane slot"]) -> Shaped[Tensor, "lane slot"]:
-    """Each lane's numbers in order. NumPy sorts rows some forty times faster than torch on CPUs."""
+def _ranked_at(
+    numbers: Shaped[Tensor, "lane slot"], place: Int[Tensor, " lane"]
+) -> Shaped[Tensor, "lane 1"]:
+    """Of each lane the number that has `place` smaller ones.
+
+    NumPy sorts rows some forty times faster than torch on CPUs, and finds one place faster still.
+    """
     if numbers.device.type != "cpu" or numbers.dtype not in (torch.float32, torch.float64):
-        return numbers.sort(dim=1).values
-    return torch.from_numpy(np.sort(numbers.detach().numpy(), axis=1))
+        return numbers.sort(dim=1).values.gather(1, place[:, None])
+    rows, places = numbers.detach().numpy(), np.unique(place.numpy())
+    ordered = np.partition(rows, places, axis=1) if len(places) == 1 else np.sort(rows, axis=1)
+    return torch.from_numpy(ordered).gather(1, place[:, None])
 
 
 def choose_pieces(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -46,7 +47,7 @@ class Rotation(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVView:
     """One sequence, the lanes of some whole layers. A lane is one KV head of one layer.
 
@@ -92,7 +93,7 @@ class KVView:
         numbers = torch.tensor(layers, device=self.positions.device)
         return numbers.repeat_interleave(self.heads_per_layer)
 
-    @property
+    @cached_property
     def live(self) -> Bool[Tensor, "lane slot"]:
         """Slots that hold a token."""
         return self.positions >= 0
@@ -102,7 +103,7 @@ class KVView:
         """Queries that have seen each slot, its own among them: at least 1."""
         return torch.where(self.live, self.next_position - self.positions, 1)
 
-    @property
+    @cached_property
     def num_slots(self) -> Int[Tensor, "lane 1"]:
         """Tokens of each lane."""
         return self.live.sum(dim=1, keepdim=True)
@@ -139,8 +140,8 @@ class KVView:
 
     def newest(self, tokens: int | Int[Tensor, "lane 1"]) -> Bool[Tensor, "lane slot"]:
         """The last `tokens` cached tokens of each lane, or of each its own number."""
-        place = self.live.cumsum(dim=1)
-        return self.live & (place > self.num_slots - tokens)
+        place = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return self.live & (place >= self.num_slots - tokens)
 
     def oldest_positions(self, sinks: int) -> Bool[Tensor, "lane slot"]:
         """Tokens at logical positions below `sinks`."""

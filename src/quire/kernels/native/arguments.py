@@ -5,7 +5,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LayerPages, LookRows, LookTally, NewSlots
+from quire.kernels.backend import (
+    AttentionMath,
+    LayerPages,
+    LookRows,
+    LookTally,
+    MovedSlots,
+    NewSlots,
+)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -77,6 +84,22 @@ class WriteArgs(ctypes.Structure):
         ("offsets", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+    )
+
+
+class MoveArgs(ctypes.Structure):
+    """Mirrors `move_args` of move.h; its size is compared at load."""
+
+    _fields_ = (
+        ("plane", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("vector_bytes", ctypes.c_int64),
+        ("pages", ctypes.c_void_p * 2),
+        ("offsets", ctypes.c_void_p * 2),
+        ("scratch", ctypes.c_void_p),
+        ("num_moves", ctypes.c_int64),
         ("heads_per_page", ctypes.c_int32),
         ("page_tokens", ctypes.c_int32),
     )
@@ -160,6 +183,23 @@ def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         and _are_pages(slots.key, slots.value)
         and all(t.stride(2) == 1 for t in (key, value))
     )
+
+
+def can_move(moves: MovedSlots) -> bool:
+    """Whether C can copy these slots."""
+    places = (*moves.source, *moves.target)
+    return (
+        all(plane.device.type == "cpu" for plane in moves.planes)
+        and all(_has_whole_vectors(plane) for plane in moves.planes)
+        and all(place.device.type == "cpu" and place.is_contiguous() for place in places)
+        and all(place.dtype == torch.int64 for place in places)
+    )
+
+
+def _has_whole_vectors(plane: Tensor) -> bool:
+    _, _, tokens, width = plane.shape
+    inner: tuple[int, ...] = (tokens * width, width, 1)
+    return plane.stride()[1:] == inner
 
 
 def can_tally(tally: LookTally, rows: LookRows, column_sums: Tensor) -> bool:

@@ -1,5 +1,5 @@
 /* Attention over pages: decoding rows, and chunks of prompts; writing new slots (write.h); and adding
- * up what slots got (tally.h).
+ * up what slots got (tally.h); and moving slots (move.h).
  *
  * Plain C, no Python and no torch headers; threads are torch's own, through the address of its
  * exported `torch_parallel_for`. The caller says how the work is shared out (see `part`):
@@ -21,6 +21,7 @@
 #include <stdatomic.h>
 
 #include "blocked.h"
+#include "move.h"
 #include "tally.h"
 #include "walking.h"
 #include "write.h"
@@ -144,6 +145,22 @@ int quire_write(const write_args *args, parallel_for run) {
 }
 
 int64_t quire_write_args_size(void) { return sizeof(write_args); }
+
+#define MOVES_A_THREAD 1024
+
+/* Move; 0 on success. */
+int quire_move(const move_args *args, parallel_for run) {
+    void *context = (void *)args;
+    if (run == NULL || args->num_moves <= MOVES_A_THREAD) {
+        read_moves(0, args->num_moves, context);
+        write_moves(0, args->num_moves, context);
+        return 0;
+    }
+    return run(0, args->num_moves, MOVES_A_THREAD, read_moves, context) ||
+           run(0, args->num_moves, MOVES_A_THREAD, write_moves, context);
+}
+
+int64_t quire_move_args_size(void) { return sizeof(move_args); }
 
 #define NUMBERS_A_THREAD 65536
 

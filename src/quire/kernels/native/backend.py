@@ -19,13 +19,15 @@ from quire.kernels.backend import (
     LayerPages,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.gathered_plan import GatheredPlan, group_chunks
-from quire.kernels.native.arguments import can_tally, can_write, unfit_tensors
+from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
 from quire.kernels.native.call import AttentionCall, Scratch, write
+from quire.kernels.native.call import move as move_in_c
 from quire.kernels.native.call import tally as tally_in_c
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import cut
@@ -75,13 +77,14 @@ class NativeAttention:
 
     def __init__(self, library: NativeLibrary, gathered: GatheredAttention) -> None:
         self._library, self._gathered = library, gathered
-        self._scratch = Scratch()
+        self._scratch, self._moving = Scratch(), Scratch()
         self._noticed: set[str] = set()
 
     @property
     def peak_scratch_bytes(self) -> int:
-        """Most bytes of packed slots and of gathered pages at once."""
-        return self._gathered.peak_scratch_bytes + self._scratch.num_bytes
+        """Most bytes of packed slots, of moved ones and of gathered pages at once."""
+        own_bytes = self._scratch.num_bytes + self._moving.num_bytes
+        return self._gathered.peak_scratch_bytes + own_bytes
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Keep the step; how its rows are cut depends on the layers, the first one says."""
@@ -99,6 +102,13 @@ class NativeAttention:
             write(self._library, slots, key, value)
         else:
             self._gathered.write(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        if can_move(moves):
+            move_in_c(self._library, moves, self._moving)
+        else:
+            self._gathered.move(moves)
 
     def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""

@@ -12,6 +12,7 @@ from quire.kernels.backend import (
     LayerPages,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
@@ -19,6 +20,7 @@ from quire.kernels.native.arguments import (
     DTYPES,
     MAX_TOGETHER,
     AttentionArgs,
+    MoveArgs,
     TallyArgs,
     WriteArgs,
 )
@@ -172,6 +174,26 @@ def write(library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -
     )
     if library.write(ctypes.byref(args), library.parallel_for):
         raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
+    """Copy slots onto others in every plane; see `AttentionBackend.move`."""
+    (from_page, from_offset), (to_page, to_offset) = moves.source, moves.target
+    for plane in moves.planes:
+        _, heads_per_page, page_tokens, width = plane.shape
+        args = MoveArgs(
+            plane=plane.data_ptr(),
+            page_bytes=plane.stride(0) * plane.itemsize,
+            vector_bytes=width * plane.itemsize,
+            pages=(from_page.data_ptr(), to_page.data_ptr()),
+            offsets=(from_offset.data_ptr(), to_offset.data_ptr()),
+            scratch=scratch.address(len(from_page) * heads_per_page * width * plane.itemsize),
+            num_moves=len(from_page),
+            heads_per_page=heads_per_page,
+            page_tokens=page_tokens,
+        )
+        if library.move(ctypes.byref(args), library.parallel_for):
+            raise InvariantError("torch_parallel_for failed inside the C extension")
 
 
 def tally(library: NativeLibrary, target: LookTally, rows: LookRows, column_sums: Tensor) -> None:

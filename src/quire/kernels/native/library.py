@@ -19,6 +19,7 @@ from quire.kernels.native.arguments import (
     MAX_TOGETHER,
     SUM_SLOTS,
     AttentionArgs,
+    MoveArgs,
     TallyArgs,
     WriteArgs,
 )
@@ -34,6 +35,7 @@ class NativeLibrary:
     Attributes:
         attend: `quire_attend` of attention.c.
         write: `quire_write`.
+        move: `quire_move`.
         tally: `quire_tally`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
@@ -44,6 +46,7 @@ class NativeLibrary:
 
     attend: Callable[..., int]
     write: Callable[..., int]
+    move: Callable[..., int]
     tally: Callable[..., int]
     block_queries: Callable[..., int]
     scratch_bytes: Callable[..., int]
@@ -89,17 +92,19 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         sizes = (
             library.quire_args_size,
             library.quire_write_args_size,
+            library.quire_move_args_size,
             library.quire_tally_args_size,
         )
         limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
         together, sum_slots = library.quire_max_together, library.quire_sum_slots
         attend, best_path = library.quire_attend, library.quire_best_path
+        move = library.quire_move
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
     except (OSError, AttributeError) as error:
         return NotLoaded(f"{path.name} cannot be used: {error}")
     for size in sizes:
         size.restype = ctypes.c_int64
-    mirrors = (AttentionArgs, WriteArgs, TallyArgs)
+    mirrors = (AttentionArgs, WriteArgs, MoveArgs, TallyArgs)
     if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
     if together() < MAX_TOGETHER or sum_slots() not in (0, SUM_SLOTS):
@@ -108,6 +113,8 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     attend.restype = ctypes.c_int
     write.argtypes = (ctypes.POINTER(WriteArgs), ctypes.c_void_p)
     write.restype = ctypes.c_int
+    move.argtypes = (ctypes.POINTER(MoveArgs), ctypes.c_void_p)
+    move.restype = ctypes.c_int
     tally.argtypes = (ctypes.POINTER(TallyArgs), ctypes.c_void_p)
     tally.restype = ctypes.c_int
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
@@ -115,6 +122,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     return NativeLibrary(
         attend=attend,
         write=write,
+        move=move,
         tally=tally,
         block_queries=block_queries,
         scratch_bytes=scratch_bytes,

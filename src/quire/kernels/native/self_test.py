@@ -21,6 +21,7 @@ from quire.kernels.backend import (
     LookCount,
     LookRows,
     LookTally,
+    MovedSlots,
     NewSlots,
     StepShape,
 )
@@ -33,6 +34,7 @@ from quire.spec.statistics import REDUCTIONS
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk
 _HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 2, 64, 16
+_NUMBERS = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3) % 61  # exact in every type
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
 
 def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
+    if not _moves_right(native, dtype):
+        return False
     found = (_attend(backend, dtype) for backend in (ReferenceAttention(), native))
     return all(
         bool((got - expected).abs().max() / expected.abs().max() <= _TOLERANCES[dtype])
@@ -89,6 +93,17 @@ def _tally(backend: AttentionBackend, count: LookCount, heads: str) -> Tensor:
     tally = LookTally(numbers, table, first_lane=0, count=count, heads=heads)
     backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below an even share, some above
     return numbers
+
+
+def _moves_right(backend: AttentionBackend, dtype: torch.dtype) -> bool:
+    """Whether slots that take each other's places all arrive."""
+    pages = _NUMBERS.to(dtype).view(2, _HEADS, _PAGE_TOKENS, -1)
+    ends = (torch.tensor([0, 1, 0]), torch.tensor([2, 5, 7]))
+    onto = (torch.tensor([1, 0, 0]), torch.tensor([5, 7, 2]))
+    expected, got = pages.clone(), pages.clone()
+    ReferenceAttention().move(MovedSlots((expected,), ends, onto))
+    backend.move(MovedSlots((got,), ends, onto))
+    return torch.equal(got, expected)
 
 
 def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
