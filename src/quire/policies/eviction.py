@@ -95,7 +95,7 @@ class Eviction:
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.select(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
-        protected = policy.checked_protected(view, keep)
+        protected = policy.checked_protected(view, keep, self.piece_tokens)
         must = in_whole_pieces(protected, view.live, self.piece_tokens)
         keep = self.budget.divide(view, score, must, keep)
         return policy.choose(view, score, must, keep, self.piece_tokens)
