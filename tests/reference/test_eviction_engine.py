@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -77,6 +78,7 @@ def run(
     kv: dict[str, object] | None = None,
     engine: Engine | None = None,
     preempts: int = 0,
+    before_step: Callable[[Engine], None] = lambda engine: None,
     **schedule: object,
 ) -> Run:
     """Answer prompts, each under a policy, all at once.
@@ -103,6 +105,7 @@ def run(
     rng = random.Random(1)
     running = engine.scheduler.running
     while engine.has_work:
+        before_step(engine)
         for request in [r for r in running if r.num_evictions and r.preemptions < preempts]:
             if rng.random() < 0.4:
                 engine.scheduler._preempt(request, "for the test")
@@ -430,3 +433,17 @@ def test_traces_are_forgotten_unless_somebody_asks_for_them():
     assert engine.eviction_trace("kept")[0].num_computed == CAP
     with pytest.raises(RequestError, match="record_evictions"):
         engine.eviction_trace("gone")
+
+
+@pytest.mark.parametrize(
+    "budget", ["(lazy:threshold=0)", "(fastgen:share=0.3)", "(squeeze:share=0.9)"]
+)
+@pytest.mark.parametrize("when", ["decode", "prefill_end"])
+def test_budgets_that_look_once_cut_prompts_over_the_cap_and_no_others(budget, when):
+    """What they reserve for a lane until they have looked is no cap that a prompt stays under."""
+    rule = f"h2o:cap=40,every=4,recent=4,when={when},budget={budget}"
+    prompts = {"over": [3 + i * i % 60 for i in range(42)], "under": [5] * (40 - NEW_TOKENS)}
+    cut = run({n: (p, rule) for n, p in prompts.items()}, kv={"evict": rule, "evict_allow": ""})
+
+    assert cut.usages["over"].evicted_tokens
+    assert not cut.usages["under"].evicted_tokens

@@ -126,7 +126,8 @@ class Intake:
         except ConfigError as error:
             raise RequestError(f"evict: {error}") from error
         request.evict = rule.text
-        if spec.keeps_all(len(request.prompt_token_ids), final_tokens):  # nor remembers anything
+        # such a request remembers nothing
+        if eviction.keeps_all(len(request.prompt_token_ids), final_tokens):
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
             return
         request.selection = eviction

@@ -19,7 +19,7 @@ from quire.kv.sharing import fork
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import Decoder
 from quire.policies.eviction import Eviction, EvictionRule
-from quire.spec.eviction import PRESSURE
+from quire.spec.eviction import PRESSURE, UNLIMITED
 from quire.spec.layout import statistics_used
 
 Counts = NDArray[np.int32]
@@ -51,7 +51,9 @@ def start_rows(
             evict=rule.text,
             eviction=eviction.spec,
             selection=eviction,
-            unsettled=rule.budget.needs_prompt,
+            unsettled=(
+                rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)
+            ),
             row=memory.start(statistics),
         )
         for i, (tokens, eviction) in enumerate(zip(prompts, evictions, strict=True))

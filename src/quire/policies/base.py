@@ -127,8 +127,7 @@ class ScorePolicy(EvictionPolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        # each end of what is protected may widen to a whole piece
-        protected = self.checked_protected(view, keep - 2 * (piece_tokens - 1))
+        protected = self.checked_protected(view, keep, piece_tokens)
         return self.choose(view, self.checked_score(view), protected, keep, piece_tokens)
 
     def choose(
@@ -158,13 +157,16 @@ class ScorePolicy(EvictionPolicy):
         return score
 
     def checked_protected(
-        self, view: KVView, keep: Int[Tensor, " lane"]
+        self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        """The protected slots, proved to fit.
+        """The protected slots, proved to fit, as whole pieces too.
 
         Raises:
             PolicyError: another shape, or more than may stay.
         """
+        # each end of what is protected may widen to a whole piece, in lanes that lose any
+        edges = 2 * (piece_tokens - 1)
+        keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
         protected = self._shaped(self.protected(view, keep), view)
         over = protected.sum(dim=1) - keep
         if bool((over > 0).any()):

@@ -60,6 +60,19 @@ class Eviction:
         """Whether slots stay in the order of positions: pieces need that, single slots do not."""
         return self.piece_tokens > 1
 
+    def keeps_all(self, prompt_tokens: int, tokens: int) -> bool:
+        """Whether a sequence never loses any token.
+
+        A budget that looks at the prompt's cache divides a cap only where it is passed: what such a
+        budget reserves for each lane until then says nothing.
+
+        Args:
+            prompt_tokens: of its prompt.
+            tokens: of the sequence at its end; UNLIMITED where nobody knows.
+        """
+        spec = replace(self.spec, lane_caps=None) if self.budget.needs_prompt else self.spec
+        return spec.keeps_all(prompt_tokens, tokens)
+
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         """Which slots stay; see `decide`."""
         stays: Bool[Tensor, "lane slot"] = self.decide(view, keep).stays
@@ -81,7 +94,7 @@ class Eviction:
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
             return policy.decide(view, keep, self.piece_tokens)
         score = policy.checked_score(view)
-        protected = policy.checked_protected(view, keep)
+        protected = policy.checked_protected(view, keep, self.piece_tokens)
         must = in_whole_pieces(protected, view.live, self.piece_tokens)
         keep = self.budget.divide(view, score, must, keep)
         return Decision(policy.choose(view, score, must, keep, self.piece_tokens))
