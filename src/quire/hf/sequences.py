@@ -51,9 +51,7 @@ def start_rows(
             evict=rule.text,
             eviction=eviction.spec,
             selection=eviction,
-            unsettled=(
-                rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)
-            ),
+            unsettled=(rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)),
             row=memory.start(statistics),
         )
         for i, (tokens, eviction) in enumerate(zip(prompts, evictions, strict=True))
