@@ -447,3 +447,14 @@ def test_budgets_that_look_once_cut_prompts_over_the_cap_and_no_others(budget, w
 
     assert cut.usages["over"].evicted_tokens
     assert not cut.usages["under"].evicted_tokens
+
+
+def test_a_budget_that_has_yet_to_look_reserves_the_most_it_may_give():
+    """Squeeze, cap 24 and 11 of it in every lane: 14 are divided, at most 24 of them and 10."""
+    rule = f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze"
+    engine = Engine(loaded("llama"), KVConfig(memory="2MiB", evict=rule))
+    engine.submit([5] * 60, greedy(40), request_id="r")
+    [request] = engine.scheduler.waiting.of_tenant("default")
+
+    assert request.unsettled
+    assert request.eviction.lane_caps == (34,) * 4

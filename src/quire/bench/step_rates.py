@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quire.bench.prefill_rates import random_prompt
+from quire.bench.static_schedule import static_schedule
 from quire.bench.timing import seconds
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
@@ -79,15 +79,8 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
         kv_bytes = 3 * tokens * model.spec.kv_bytes_per_token(4) + (64 << 20)
-    schedule = ScheduleConfig(
-        max_running=shape.rows,
-        step_tokens=max(2_048, shape.rows * shape.prompt_tokens),
-        chunk_tokens=max(2_048, shape.prompt_tokens),
-        admission="reserved",
-        low_watermark=1.0,
-    )
     kv = KVConfig(memory=kv_bytes, evict=shape.evict, prefix_cache=False)
-    return Engine(model, kv, schedule)
+    return Engine(model, kv, static_schedule(shape.rows, shape.prompt_tokens))
 
 
 def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator[StepTime]:

@@ -23,7 +23,7 @@ from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.static_run import RunSeconds, row_steps, run_seconds
 from quire.plan.step_rates import StepRates
 from quire.plan.stored_rates import model_key, steps_key
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import KEEP_ALL, EvictionSpec
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 
@@ -176,7 +176,11 @@ def _counted(
 ) -> tuple[ArmPlan, EvictionSpec]:
     rules = _rules(model, question, evict)
     prompt_tokens = question.prompt_tokens
-    spec = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default)).spec
+    tokens = prompt_tokens + question.new_tokens - 1  # the last one is never processed
+    eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
+    spec = eviction.spec
+    # a row that never passes its cap remembers nothing
+    held = KEEP_ALL if eviction.keeps_all(prompt_tokens, tokens) else spec
     layout = layout_for(
         model,
         codec=question.kv_codec,
@@ -186,7 +190,7 @@ def _counted(
         statistics=rules.statistics,
     )
     memory = KVMemory(layout, question.kv_bytes, 1)
-    need = Need(prompt_tokens + question.new_tokens - 1, prompt_tokens, spec)
+    need = Need(tokens, prompt_tokens, held)
     first_tokens = next(row_steps(spec, prompt_tokens, question.new_tokens)).new
     plan = ArmPlan(
         arm=arm,

@@ -14,7 +14,6 @@ from quire.errors import ConfigError, RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
-from quire.policies.budgets.base import UNBOUNDED
 from quire.policies.eviction import Eviction, EvictionRule
 from quire.spec.eviction import EvictionSpec
 from quire.spec.layout import statistics_used
@@ -131,10 +130,7 @@ class Intake:
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
             return
         request.selection = eviction
-        if rule.budget.needs_prompt:  # who knows which lanes will keep everything
-            lanes = self._rules.lanes_of(rule)
-            caps = (UNBOUNDED,) * (lanes.num_layers * lanes.heads)
-            request.unsettled, spec = True, replace(spec, lane_caps=caps)
+        request.unsettled = rule.budget.needs_prompt  # until then each lane may get the most
         if rule.policy is not None and rule.policy.renumbers:
             # no position is above what a lane holds, so frequencies are chosen by that
             most = spec.peak_tokens(final_tokens, len(request.prompt_token_ids))

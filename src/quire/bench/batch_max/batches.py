@@ -1,8 +1,8 @@
 """Batch sizes: how many rows a KV memory holds, and which of them the paper's set has."""
 
+from quire.bench.static_schedule import static_schedule
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import NeverFits
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
@@ -21,27 +21,14 @@ def largest_of(sizes: tuple[int, ...], rows: int) -> int:
     return max((size for size in sizes if size <= rows), default=0)
 
 
-def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:
-    """A schedule under which rows that come together are read together and decode together.
-
-    Reserved admission: who enters has room to its end, and nobody is ever preempted.
-    """
-    return ScheduleConfig(
-        max_running=rows,
-        step_tokens=max(2_048, rows * prompt_tokens),
-        chunk_tokens=max(2_048, prompt_tokens),
-        admission="reserved",
-        low_watermark=1.0,
-    )
-
-
 def rows_that_fit(
     model: LoadedModel, kv: KVConfig, prompt_tokens: int, new_tokens: int, most: int = MOST_ROWS
 ) -> int:
     """Rows that run to their end side by side, each of so many tokens.
 
     Asked of the engine itself: as many requests as could be are submitted and one step is planned,
-    but not run. Who has entered then would run.
+    but not run. Who has entered then would run. `quire plan` counts the same without an engine
+    (`quire.engine.admission.batches`), and is held to this.
 
     Args:
         model: any weights; they are not used.

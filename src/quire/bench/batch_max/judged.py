@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.bench.asked import Asked
-from quire.bench.batch_max.batches import static_schedule
 from quire.bench.batch_max.running import answer_all, text_of
+from quire.bench.static_schedule import static_schedule
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.kv.config import KVConfig

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.bench.batch_max.arms import EvictionArm
-from quire.bench.batch_max.batches import batch_sizes, largest_of, rows_that_fit, static_schedule
+from quire.bench.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from quire.bench.batch_max.config import SpeedConfig
 from quire.bench.batch_max.running import Finished, answer_all
 from quire.bench.prefill_rates import random_prompt
+from quire.bench.static_schedule import static_schedule
 from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError

@@ -1,0 +1,26 @@
+"""The batch that `quire plan --maximize-batch` names is the one that an engine lets in."""
+
+import pytest
+
+from engines import load
+from quire.bench.batch_max.batches import rows_that_fit
+from quire.cli.plan_batches import BatchQuestion, batch_report
+from quire.kv.config import KVConfig
+from quire.plan.ceilings import NotUsable
+
+
+@pytest.mark.parametrize(
+    "evict",
+    ["h2o:cap=60,every=8", "expected_attention:cap=400"],  # the second is never passed
+)
+def test_batches_are_those_that_an_engine_lets_in(evict):
+    model = load("llama")
+    question = BatchQuestion(
+        prompt_tokens=100, new_tokens=20, kv_bytes=256 << 10, kv_codec="float32", evict=evict
+    )
+
+    report = batch_report(model.spec, question, lambda rule: NotUsable("not asked"))
+
+    for arm in report.arms:
+        kv = KVConfig(memory="256KiB", evict=arm.evict, prefix_cache=False)
+        assert arm.rows == rows_that_fit(model, kv, 100, 20)
