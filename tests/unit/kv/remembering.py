@@ -47,10 +47,12 @@ class Turning:
         return still + 0.1 * positions[:, None, None]
 
 
-def make_kv(statistics, *, backend=None, heads_apart=False, page_tokens=4, max_rows=6):
+def make_kv(
+    statistics, *, backend=None, heads_apart=False, page_tokens=4, max_rows=6, codec="float32"
+):
     layout = layout_for(
         MODEL,
-        codec="float32",
+        codec=codec,
         page_tokens=page_tokens,
         evicting=True,
         heads_apart=heads_apart,

@@ -107,6 +107,25 @@ def test_looks_equal_their_definition_however_a_prompt_is_cut(name, cut, math, h
     kv.memory.check()
 
 
+@pytest.mark.parametrize("name", ["gathered", "auto"])
+def test_sums_of_a_model_in_bfloat16_go_on_growing(name):
+    """Every query looks at the first token alone: 297 looks, where bfloat16 stays at 292."""
+    dtype, tokens = torch.bfloat16, 297
+    choice = select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20)
+    sums = (AttentionSum(), SquareSum(), AttentionSum("max"))
+    kv, sequence = make_kv(sums, backend=choice.backend, codec="bfloat16"), Sequence(tokens)
+    sequence.query = torch.ones_like(sequence.query).to(dtype)
+    sequence.key, sequence.value = torch.zeros_like(sequence.key), sequence.value.to(dtype)
+    sequence.key[:, 0] = 99.0
+    sequence.key = sequence.key.to(dtype)
+    row = start(kv, sums)
+    for first, end in [(0, 292), *((token, token + 1) for token in range(292, tokens))]:
+        step(kv, {row: (sequence, first, end)})
+
+    for numbers in remembered(kv, row).values():
+        torch.testing.assert_close(numbers[:, 0], torch.full((4,), float(tokens)))
+
+
 def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
     """Blocks of 100 numbers: one or two queries at a time, and the same statistics."""
     monkeypatch.setattr(chunk_weights, "BLOCK_NUMBERS", 100)
