@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines import load
 from quire.bench.asked import Asked
 from quire.bench.eviction import cost
 from quire.bench.eviction.cells import FULL, Cell, CellFile, CellKey, cell_keys
@@ -19,7 +20,7 @@ from quire.bench.eviction.config import (
     PerplexityConfig,
 )
 from quire.bench.eviction.cost import StepCost
-from quire.bench.eviction.kept import agreement, binned, run_kept
+from quire.bench.eviction.kept import agreement, binned, kept_positions, run_kept
 from quire.bench.eviction.perplexity import RuleTexts, run_perplexity
 from quire.bench.eviction.perplexity import claims as perplexity_claims
 from quire.bench.eviction.quality import Judge, measure_cells, run_quality
@@ -313,6 +314,16 @@ def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel)
     for row in panels["sinks"]:
         assert row == (0.5,) + (0.0,) * 5 + (0.5,) + (1.0,) * 5
     assert result.claims["kept_recent_head_agreement"] == 1.0
+
+
+def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
+    """Two of gemma2's four layers: lanes of the others do not stand there twice."""
+    model = load("gemma2")
+    config = KeptConfig(tokens=64, texts=1, budget=0.5, every=8)
+    prompt = [3 + i * i % 60 for i in range(64)]
+
+    for rule in ("recent", "h2o"):  # one set a layer, and one a head
+        assert kept_positions(model, config, [prompt], Rule(rule)).shape == (1, 4, 64)
 
 
 # ---- cost ----------------------------------------------------------------------------------------

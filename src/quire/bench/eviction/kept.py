@@ -61,8 +61,10 @@ def _kept_of(engine: Engine, text: list[int]) -> NDArray[np.bool_]:
     kept[:, last.num_computed :] = True
     for lane, positions in enumerate(last.kept):
         kept[lane, positions] = True
-    spec = engine.model.spec  # a rule with one set for all heads has one lane a layer
-    return kept.repeat(len(spec.layers) * spec.num_kv_heads // len(kept), axis=0)
+    spec = engine.model.spec
+    evicting = sum(layer.window is None for layer in spec.layers)
+    # a rule with one set for all heads has one lane a layer
+    return kept.repeat(evicting * spec.num_kv_heads // len(kept), axis=0)
 
 
 def binned(kept: Kept, bins: int) -> NDArray[np.float64]:
