@@ -19,6 +19,7 @@ from quire.errors import ConfigError, UnknownName
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from quire.bench.batch_max.config import BatchMaxConfig, SpeedConfig
     from quire.bench.result import PartResult
 
 STANDARD, PAPER = "standard", "paper"
@@ -30,6 +31,19 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     *,
     parts: Annotated[str, typer.Option(help="Only these, with commas: speed, quality.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of all arms, in turns.")] = 3,
+    pools: Annotated[
+        str,
+        typer.Option(
+            help="KV memories in rows of full KV, with commas; claims are those of 2 rows, or of "
+            "the first where 2 is not named. 1,2,4 if not said."
+        ),
+    ] = "",
+    continuous: Annotated[
+        bool,
+        typer.Option(
+            "--continuous/--static-only", help="Also run requests in the engine as it is."
+        ),
+    ] = True,
     protocol: Annotated[
         str,
         typer.Option(
@@ -74,7 +88,7 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
         prepare_folder(out)
     settings.set_threads()
     if protocol == PAPER:
-        config = paper_config(
+        paper = paper_config(
             settings,
             task=task,
             samples=samples,
@@ -82,29 +96,54 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
             new_tokens=new_tokens,
             quick=quick,
         )
-        found = run_paper(settings, config, data, shots)
-        used = asdict(config)
+        found = run_paper(settings, paper, data, shots)
+        used = asdict(paper)
     else:
-        found, used = _standard(settings, parts, repeats, quick=quick)
+        config = _config(settings.model, quick=quick)
+        config = replace(config, speed=_speed(config.speed, pools, None if quick else repeats))
+        if not continuous:
+            config = replace(config, speed=replace(config.speed, continuous_prompts=0))
+        found, used = _standard(settings, parts, config), asdict(config)
     results, claims = show_parts(found)
     run = finish("batch-max", results, claims, used | settings.as_dict() | _threads(), out)
     if as_json:
         typer.echo(json.dumps(run))
 
 
-def _standard(
-    settings: Settings, parts: str, repeats: int, *, quick: bool
-) -> "tuple[Iterator[tuple[str, PartResult]], dict[str, object]]":
+def _config(model: str, *, quick: bool) -> "BatchMaxConfig":
     from quire.bench.batch_max.config import QUICK_BATCH_MAX, BatchMaxConfig
+
+    config = QUICK_BATCH_MAX if quick else BatchMaxConfig()
+    return replace(config, quality=replace(config.quality, model=model))
+
+
+def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConfig":
+    """The rounds and KV memories that were asked for; what was not said stays as it is.
+
+    Raises:
+        ConfigError: a memory of no rows.
+    """
+    config = replace(config, repeats=repeats or config.repeats)
+    if not pools.strip():
+        return config
+    try:
+        rows = tuple(dict.fromkeys(int(part) for part in pools.split(",")))
+    except ValueError:
+        rows = (0,)
+    if min(rows) < 1:
+        raise ConfigError(f"expected KV memories in rows of full KV such as 1,2,4, got {pools!r}")
+    claimed = config.claimed_pool if config.claimed_pool in rows else rows[0]
+    return replace(config, pools=rows, claimed_pool=claimed)
+
+
+def _standard(
+    settings: Settings, parts: str, config: "BatchMaxConfig"
+) -> "Iterator[tuple[str, PartResult]]":
     from quire.bench.batch_max.parts import make_parts
     from quire.bench.named_parts import names_of, run_named
 
-    config = QUICK_BATCH_MAX if quick else BatchMaxConfig()
-    speed = config.speed if quick else replace(config.speed, repeats=repeats)
-    quality = replace(config.quality, model=settings.model)
-    config = replace(config, speed=speed, quality=quality)
     made = make_parts(lambda: load(settings), asking_for)
-    return run_named(names_of(parts, made), made, config), asdict(config)
+    return run_named(names_of(parts, made), made, config)
 
 
 def _threads() -> dict[str, object]:

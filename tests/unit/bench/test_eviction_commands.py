@@ -100,9 +100,13 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 @pytest.mark.usefixtures("small_batch_max")
 @pytest.mark.slow
 def test_batch_max_runs_the_parts_that_are_asked_for():
-    run = last_object(quire("batch-max", "--quick", "--json", "--parts", "speed"))
+    asked = ("--parts", "speed", "--pools", "3,1", "--static-only")
+    run = last_object(quire("batch-max", "--quick", "--json", *asked))
 
     assert list(run["arms"]) == ["speed"]
+    assert run["config"]["speed"]["pools"] == [3, 1]
+    assert run["config"]["speed"]["claimed_pool"] == 3
+    assert not any(name.startswith("continuous") for name in run["claims"])
 
 
 def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path: Path):
@@ -137,6 +141,8 @@ def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path:
             ("--protocol", "paper", "--task", "gsm8k", "--data", "nothing.json"),
             "nothing.json",
         ),
+        (("--pools", "1,0"), "expected KV memories in rows of full KV such as 1,2,4"),
+        (("--pools", "two"), "expected KV memories in rows of full KV such as 1,2,4"),
         (("--evict", "recent:cap=100"), "leave --evict out"),
         (("--parts", "sped"), "speed"),
     ],
