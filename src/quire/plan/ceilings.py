@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.plan.rates import CopyRates, PrefillRates
@@ -171,8 +172,8 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
     return ceilings
 
 
-def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
-    """Ceilings from their JSON object.
+def ceilings_from(stored: Any) -> Ceilings:
+    """Ceilings from what a file holds, which may be anything; their JSON object is a mapping.
 
     Raises:
         ValueError: another format, or a rate that is none.
@@ -201,7 +202,7 @@ def ceilings_from(stored: Mapping[str, object]) -> Ceilings:
     )
 
 
-def _product(stored: Mapping[str, object]) -> ProductRate:
+def _product(stored: Any) -> ProductRate:
     values = dict(stored)
     rate = _rate(values.pop("flops_per_s"))
     sizes = [values.pop(name) for name in ("rows", "inner", "columns")]

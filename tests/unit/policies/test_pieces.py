@@ -22,7 +22,7 @@ def test_heads_that_compete_in_pieces_leave_room_for_their_edges():
     rule = make_eviction(
         "h2o:sinks=4,cap=34,every=1,when=decode,granularity=chunk,chunk_tokens=10,budget=ada"
     )
-    eviction = rule.for_request(134, LaneShape(1, 2, token_bytes=64, page_tokens=4))
+    eviction = rule.for_request(134, LaneShape(1, 2, page_tokens=4, page_bytes=256, fixed_bytes=0))
     [remembered] = rule.statistics
     view = KVView(
         torch.arange(134).expand(2, 134),

@@ -137,7 +137,7 @@ def test_a_pyramid_too_steep_for_its_cap_is_refused_with_what_would_do() -> None
         ("pyramid:rounding=publishd", UnknownName, "did you mean published"),
         ("pyramid:bta=3", UnknownName, "did you mean beta"),
         ("scissors:slope=1", ConfigError, "0 <= slope < 1"),
-        ("scissors:slope=nan", ConfigError, "0 <= slope < 1"),
+        ("scissors:slope=nan", ConfigError, "needs a finite number"),
         ("by_layer", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/8,factors=1/1", ConfigError, "needs caps=512/256/... or factors="),
         ("by_layer:caps=8/x", ConfigError, "numbers above 0 with / between layers"),
