@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Z_95 = 1.959964  # two-sided, 95 %
 
@@ -29,7 +30,11 @@ def wilson(hits: int, n: int, z: float = Z_95) -> tuple[float, float]:
 
 
 def bootstrap_mean(
-    groups: Sequence[Sequence[float]], *, groups_too: bool, resamples: int = 2_000, seed: int = 0
+    groups: Sequence[Sequence[float] | NDArray[np.float64]],
+    *,
+    groups_too: bool,
+    resamples: int = 2_000,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """95 % interval of the mean over groups of their means, by resampling.
 

@@ -115,7 +115,7 @@ def by_token(config: QualityConfig) -> tuple[Compared, ...]:
     return tuple(
         Compared(
             alone=base_arm(config, with_options(base, budget)),
-            one_set=base_arm(config, crushed(base, 0, budget)),
+            one_set=base_arm(config, crushed(base, 0.0, budget)),
             crushing=base_arm(config, crushed(base, config.share, budget)),
         )
         for base, budget in asked
@@ -127,7 +127,7 @@ def by_page(config: QualityConfig) -> tuple[Compared, ...]:
     return tuple(
         Compared(
             alone=page_arm(config, base),
-            one_set=page_arm(config, crushed(base, 0)),
+            one_set=page_arm(config, crushed(base, 0.0)),
             crushing=page_arm(config, crushed(base, config.share)),
             openvino=page_arm(config, around(OPENVINO, base, f"blocks={config.blocks}")),
         )

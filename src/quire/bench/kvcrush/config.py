@@ -153,6 +153,7 @@ class OverheadConfig:
         prompt_tokens, new_tokens: of each.
         cap, every: of the evictions.
         share: for representatives.
+        dtype: of weights and KV.
     """
 
     model: str = "125m"
@@ -163,6 +164,7 @@ class OverheadConfig:
     cap: int = 672
     every: int = 64
     share: float = 0.25
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.model not in SHAPES:

@@ -31,7 +31,7 @@ from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.spec.eviction import PREFILL_AND_DECODE
 
-Judge = Callable[[str, str], float]
+JudgeText = Callable[[str, str], float]
 """A text and a reference to a score from 0 to 1."""
 
 
@@ -126,7 +126,7 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
     return tuple(
         Compared(
             alone=arm(base),
-            one_set=arm(crushed(base, 0)),
+            one_set=arm(crushed(base, 0.0)),
             crushing=arm(crushed(base, config.share)),
             openvino=form(base),
         )
@@ -135,7 +135,7 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
 
 
 def run_fidelity(
-    model: LoadedModel, config: FidelityConfig, running: RunningText, rouge_l: Judge
+    model: LoadedModel, config: FidelityConfig, running: RunningText, rouge_l: JudgeText
 ) -> PartResult:
     """The part.
 
@@ -155,7 +155,7 @@ def run_fidelity(
 
 
 def measure(
-    model: LoadedModel, config: FidelityConfig, texts: Sequence[list[int]], rouge_l: Judge
+    model: LoadedModel, config: FidelityConfig, texts: Sequence[list[int]], rouge_l: JudgeText
 ) -> dict[Arm, Fidelity]:
     """Every arm, text by text: no more than two texts' distributions are held at a time."""
     arms = [arm for one in compared(config) for arm in _arms(one)]
@@ -175,7 +175,7 @@ def _arms(one: Compared) -> Iterator[Arm]:
         yield one.openvino
 
 
-def _scored(found: Read, full: Read, rouge_l: Judge) -> tuple[float, float, float, int]:
+def _scored(found: Read, full: Read, rouge_l: JudgeText) -> tuple[float, float, float, int]:
     kl, top_1 = divergence(full.logprobs, found.logprobs)
     return kl, top_1, rouge_l(found.text, full.text), found.request_bytes
 

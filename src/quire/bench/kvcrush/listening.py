@@ -27,18 +27,22 @@ class Listening:
 
     @property
     def spec(self) -> ModelSpec:
+        """See `Decoder`."""
         return self._decoder.spec
 
     @property
     def dtype(self) -> torch.dtype:
+        """See `Decoder`."""
         return self._decoder.dtype
 
     @property
     def device(self) -> torch.device:
+        """See `Decoder`."""
         return self._decoder.device
 
     @property
     def num_rope_regimes(self) -> int:
+        """See `Decoder`."""
         return self._decoder.num_rope_regimes
 
     def rope_regime(self, final_tokens: int) -> int:

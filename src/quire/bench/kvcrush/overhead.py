@@ -80,24 +80,20 @@ def arms(config: OverheadConfig) -> dict[str, str]:
     }
 
 
-def measure(
-    config: OverheadConfig, clock: Callable[[], float] = perf_counter
-) -> dict[str, Run]:
+def measure(config: OverheadConfig, clock: Callable[[], float] = perf_counter) -> dict[str, Run]:
     """Run every arm once.
 
     Args:
         config: of the part.
         clock: seconds.
     """
-    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+    model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
     return {name: _run(model, config, evict, clock) for name, evict in arms(config).items()}
 
 
-def _run(
-    model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable[[], float]
-) -> Run:
+def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable[[], float]) -> Run:
     length = config.prompt_tokens + config.new_tokens
-    memory = 2 * config.rows * model.spec.kv_bytes(length, 2) + (8 << 20)
+    memory = 2 * config.rows * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
     kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
     engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
@@ -149,7 +145,7 @@ def claims(runs: Mapping[str, Run]) -> Numbers:
 
 
 def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
-    rows = []
+    rows: list[tuple[str | float, ...]] = []
     for name, run in runs.items():
         shares = (100 * run.fraction(phase) for phase in PHASES)
         rows.append((name, run.run_s, *shares, 100 * run.fraction(*COUNTED)))
@@ -158,8 +154,8 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
         caption=(
             f"{config.rows} prompts of {config.prompt_tokens:,} tokens and {config.new_tokens} new "
             f"ones, cap {config.cap}, {config.every} leave at a time, base {config.base.text}, "
-            f"random-weight Llama ({config.model}), bfloat16. In per cent of the run; overhead is "
-            f"{', '.join(COUNTED)} (distances and buckets, or clusters)."
+            f"random-weight Llama ({config.model}), {config.dtype}. In per cent of the run; overhead "
+            f"is {', '.join(COUNTED)} (distances and buckets, or clusters)."
         ),
         columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %"),
         rows=tuple(rows),

@@ -39,7 +39,9 @@ class Answers:
     def of(self, arm: Arm) -> ByTask:
         """Of an arm."""
         config = self.config
-        wanted = (arms.key_of(config, arm, task, self._model, self._commit) for task in config.tasks)
+        wanted = (
+            arms.key_of(config, arm, task, self._model, self._commit) for task in config.tasks
+        )
         return {key.task: self._cells[key] for key in wanted}
 
     def over_full(self, arm: Arm) -> float:
@@ -137,13 +139,13 @@ def _table(answers: Answers, table: ArmTable) -> Table:
     )
 
 
-def _full_row(answers: Answers) -> tuple[str | float | None, ...]:
+def _full_row(answers: Answers) -> tuple[str | int | float | None, ...]:
     full, tokens = answers.full, answers.config.tokens
     shares = (cell.share for cell in full.values())
     return ("full", tokens, *shares, mean_share(full), 1.0, None, _kib(full))
 
 
-def _row(answers: Answers, row: Row) -> tuple[str | float | None, ...]:
+def _row(answers: Answers, row: Row) -> tuple[str | int | float | None, ...]:
     found = answers.of(row.arm)
     shares = (cell.share for cell in found.values())
     over = answers.over_full(row.arm)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.bench.result import Numbers, PartResult, Table
-from quire.spec.statistics import FLOAT_BYTES
 
 WORD_BYTES = 8
+NUMBER_BYTES = 4  # what is remembered of slots is float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def _table(shapes: Sequence[Shape]) -> Table:
     )
 
 
-def _row(shape: Shape) -> tuple[str | float, ...]:
+def _row(shape: Shape) -> tuple[str | int | float, ...]:
     one, everything = shape.key_bits, shape.all_keys_bits
     times = one / shape.heads, everything / shape.heads
     return (
