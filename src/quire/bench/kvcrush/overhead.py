@@ -154,8 +154,8 @@ def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:
         caption=(
             f"{config.rows} prompts of {config.prompt_tokens:,} tokens and {config.new_tokens} new "
             f"ones, cap {config.cap}, {config.every} leave at a time, base {config.base.text}, "
-            f"random-weight Llama ({config.model}), {config.dtype}. In per cent of the run; overhead "
-            f"is {', '.join(COUNTED)} (distances and buckets, or clusters)."
+            f"random-weight Llama ({config.model}), {config.dtype}. In per cent of the run; "
+            f"overhead is {', '.join(COUNTED)} (distances and buckets, or clusters)."
         ),
         columns=("rule", "run s", *(f"{phase} %" for phase in PHASES), "overhead %"),
         rows=tuple(rows),
