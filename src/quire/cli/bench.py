@@ -9,6 +9,7 @@ import typer
 from quire.cli.bench_batch_max import batch_max
 from quire.cli.bench_batch_plan import batch_plan
 from quire.cli.bench_eviction import eviction
+from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_soak import soak
@@ -23,6 +24,7 @@ bench_app.command()(soak)
 bench_app.command()(memory)
 bench_app.command("batch-max")(batch_max)
 bench_app.command()(eviction)
+bench_app.command()(kvcrush)
 bench_app.command("batch-plan")(batch_plan)
 
 

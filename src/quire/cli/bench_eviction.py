@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.bench_cells import parts_of_budgets, running_text, show_cell
 from quire.cli.bench_parts import finish, show_parts
 from quire.cli.bench_questions import asking_for, load
 from quire.cli.common import AsJson
@@ -14,13 +15,9 @@ from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
 from quire.cli.report import commit
 from quire.cli.settings import Settings, with_settings
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.eviction.cells import Cell
     from quire.bench.eviction.config import CellsConfig, EvictionBenchConfig
-    from quire.bench.eviction.texts import RunningText
-    from quire.models.loader import LoadedModel
 
 
 @with_settings(MODEL, model_as="option")
@@ -83,10 +80,10 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     material = Material(
         load=lambda: load(settings),
         asking_for=asking_for,
-        running_for=lambda model: _running(model, text),
+        running_for=lambda model: running_text(model, text),
         kept=CellFile(None if out is None else out / "cells.jsonl"),
         commit=commit(),
-        show=_show,
+        show=show_cell,
     )
     made = make_parts(material)
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
@@ -120,15 +117,8 @@ def _cells(
         schedules = names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule")
         config = replace(config, schedules=schedules)
     if budgets.strip():
-        config = replace(config, budgets=_budgets(budgets))
+        config = replace(config, budgets=parts_of_budgets(budgets))
     return replace(config, prompts=prompts or config.prompts)
-
-
-def _budgets(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) / 100 for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"expected per cents such as 50,25, got {text!r}") from None
 
 
 def _with_rules(config: "EvictionBenchConfig", rules: str) -> "EvictionBenchConfig":
@@ -143,34 +133,6 @@ def _with_rules(config: "EvictionBenchConfig", rules: str) -> "EvictionBenchConf
         quality=replace(config.quality, rules=chosen),
         perplexity=replace(config.perplexity, rules=chosen),
         kept=replace(config.kept, rules=chosen),
-    )
-
-
-def _running(model: "LoadedModel", path: Path | None) -> "RunningText":
-    """A file, or the books; begun with quire-tiny's own token where the model knows it."""
-    from quire.bench.eviction.texts import RunningText
-    from quire.evals.haystack import book_text
-    from quire.evals.questions import DOCUMENT_START
-    from quire.models.tokenizer import encode_prompt
-
-    assert model.tokenizer is not None, "asked for a model that answers"
-    known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
-    start = DOCUMENT_START if known else ""
-    if path is None:
-        return RunningText(text=book_text(), start=start, name="books it was not trained on")
-    try:
-        return RunningText(text=path.read_text(encoding="utf-8"), start=start, name=path.name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; name a text in UTF-8") from error
-
-
-def _show(cell: "Cell") -> None:
-    key = cell.key
-    where = f"{key.when}, {100 * key.budget:g} %" if key.when else "everything"
-    low, high = cell.interval
-    typer.echo(
-        f"{key.task}, {key.rule} ({where}): {cell.share:.3f} [{low:.3f}, {high:.3f}], "
-        f"{cell.request_bytes / 1024:,.0f} KiB a request, {cell.seconds:.1f} s"
     )
 
 

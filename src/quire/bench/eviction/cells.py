@@ -27,6 +27,7 @@ class CellKey:
         budget: cap as a part of `tokens`; 1 for FULL.
         evict: as `KVConfig.evict`.
         commit: of the code that asked; None outside a checkout.
+        page_tokens: slots in a page.
     """
 
     model: str
@@ -38,6 +39,7 @@ class CellKey:
     budget: float
     evict: str
     commit: str | None
+    page_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Cell:
         old_hits, old_prompts: of those about the first quarter of the prompt.
         request_bytes: most KV bytes of a request, mean over the prompts.
         seconds: it took.
+        outcomes: 1 for each prompt that was answered rightly, else 0, in their order: the same
+            prompts under two rules make pairs.
     """
 
     key: CellKey
@@ -58,6 +62,7 @@ class Cell:
     old_prompts: int
     request_bytes: float
     seconds: float
+    outcomes: str = ""
 
     @property
     def share(self) -> float:
@@ -82,6 +87,7 @@ class Cell:
             **counted,
             request_bytes=stored["request_bytes"],
             seconds=stored["seconds"],
+            outcomes=stored.get("outcomes", ""),
         )
 
 

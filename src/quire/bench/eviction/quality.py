@@ -52,6 +52,7 @@ class Judge:
             old_prompts=len(old),
             request_bytes=sum(a.usage.kv_peak_bytes for a in answers) / len(answers),
             seconds=time.perf_counter() - started_s,
+            outcomes="".join("1" if hit else "0" for hit in hits),
         )
 
     def _prompts(self, key: CellKey) -> list[Asked]:
@@ -62,7 +63,12 @@ class Judge:
     def _open(self, key: CellKey) -> LLM:
         rows, spec = self._config.rows, self._model.spec
         row_bytes = spec.kv_bytes_per_token(self._model.decoder.dtype.itemsize) * 2 * key.tokens
-        kv = KVConfig(memory=rows * row_bytes + (8 << 20), evict=key.evict, prefix_cache=False)
+        kv = KVConfig(
+            memory=rows * row_bytes + (8 << 20),
+            page_tokens=key.page_tokens,
+            evict=key.evict,
+            prefix_cache=False,
+        )
         return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
 
 

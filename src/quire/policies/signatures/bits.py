@@ -5,20 +5,22 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 WORD_BITS = 64
+_BYTE_BITS = 8
 _PAIRS, _FOURS, _BYTES = 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F
 _ONES = 0x0101010101010101
+_GATHER = 0x0102040810204080
+"""Times eight bytes of 0 or 1: those eight bits are the highest byte, the first the lowest."""
 
 
 def pack(bits: Bool[Tensor, "*shape bit"]) -> Int[Tensor, "*shape word"]:
     """Bits as int64 words, the first in the lowest place; what is left of the last word is 0."""
     count = bits.shape[-1]
-    words = -(-count // WORD_BITS)
-    padded = torch.nn.functional.pad(bits, (0, words * WORD_BITS - count)).long()
-    shifts = torch.arange(WORD_BITS, device=bits.device)
-    shifted = padded.view(*bits.shape[:-1], words, WORD_BITS) << shifts
-    # bits stand apart: a sum is their union, its sign the last
-    packed: Tensor = shifted.sum(dim=-1)
-    return packed
+    groups, words = -(-count // _BYTE_BITS), -(-count // WORD_BITS)
+    padded = torch.nn.functional.pad(bits, (0, groups * _BYTE_BITS - count)).contiguous()
+    eights = padded.view(torch.uint8).view(torch.int64)  # eight bytes of 0 or 1
+    in_bytes = ((eights * _GATHER) >> (WORD_BITS - _BYTE_BITS)).to(torch.uint8)
+    missing = words * WORD_BITS // _BYTE_BITS - groups
+    return torch.nn.functional.pad(in_bytes, (0, missing)).view(torch.int64)
 
 
 def unpack(words: Int[Tensor, "*shape word"], count: int) -> Bool[Tensor, "*shape bit"]:

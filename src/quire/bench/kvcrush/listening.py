@@ -1,0 +1,78 @@
+"""A decoder whose logits are heard: what a request was told, row by row, without asking twice."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from quire.models.base import Decoder, MeanRotations, PagedAttention
+from quire.spec.model import ModelSpec
+from quire.spec.statistics import Statistic
+
+
+class Listening:
+    """Runs another decoder and keeps its logits; see `Decoder`.
+
+    Args:
+        decoder: that runs.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._heard: list[Tensor] = []
+
+    def take(self) -> Float[Tensor, "rows vocab"]:
+        """All logits since the last call, in the order in which they were computed."""
+        heard, self._heard = self._heard, []
+        return torch.cat(heard)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See `Decoder`."""
+        return self._decoder.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Decoder`."""
+        return self._decoder.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `Decoder`."""
+        return self._decoder.device
+
+    @property
+    def num_rope_regimes(self) -> int:
+        """See `Decoder`."""
+        return self._decoder.num_rope_regimes
+
+    def rope_regime(self, final_tokens: int) -> int:
+        """See `Decoder`."""
+        return self._decoder.rope_regime(final_tokens)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder`."""
+        return self._decoder.prepare(statistic)
+
+    def prepare_unrotated(self) -> str | None:
+        """See `Decoder`."""
+        return self._decoder.prepare_unrotated()
+
+    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+        """See `Decoder`."""
+        return self._decoder.rotations(rope_regime)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_regime: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """See `Decoder`."""
+        logits = self._decoder.forward(
+            token_ids, positions, sample_rows, attention, rope_regime=rope_regime
+        )
+        self._heard.append(logits.float().cpu())
+        return logits

@@ -1,0 +1,74 @@
+"""The parts of the KVCrush bench by name, in the order in which they run and are read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from quire.bench.asked import AskingFor
+from quire.bench.eviction.cells import Cell, CellFile
+from quire.bench.eviction.quality import Judge
+from quire.bench.eviction.texts import RunningText
+from quire.bench.kvcrush.config import KVCrushBenchConfig
+from quire.bench.kvcrush.fidelity import JudgeText, run_fidelity
+from quire.bench.kvcrush.overhead import run_overhead
+from quire.bench.kvcrush.quality import run_quality
+from quire.bench.kvcrush.signature_bytes import run_bytes
+from quire.bench.result import PartResult
+from quire.models.loader import LoadedModel
+
+Part = Callable[[KVCrushBenchConfig], PartResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What the parts are given besides their configuration.
+
+    Attributes:
+        load: the model that reads and answers; loaded when the first part needs it.
+        asking_for: makes prompts for it.
+        running_for: what its long texts are cut from.
+        rouge_l: judges continuations of texts.
+        kept: where finished cells are, and go.
+        commit: of this code.
+        show: called with every cell that is asked.
+    """
+
+    load: Callable[[], LoadedModel]
+    asking_for: AskingFor
+    running_for: Callable[[LoadedModel], RunningText]
+    rouge_l: JudgeText
+    kept: CellFile
+    commit: str | None
+    show: Callable[[Cell], None]
+
+    @cached_property
+    def model(self) -> LoadedModel:
+        """Loaded once."""
+        return self.load()
+
+
+def make_parts(material: Material) -> Mapping[str, Part]:
+    """All parts."""
+
+    def quality(config: KVCrushBenchConfig) -> PartResult:
+        model = material.model
+        judge = Judge(model, config.quality.cells, material.asking_for(model))
+        return run_quality(
+            judge.cell,
+            config.quality,
+            model=config.model,
+            commit=material.commit,
+            kept=material.kept,
+            show=material.show,
+        )
+
+    def fidelity(config: KVCrushBenchConfig) -> PartResult:
+        running = material.running_for(material.model)
+        return run_fidelity(material.model, config.fidelity, running, material.rouge_l)
+
+    return {
+        "quality": quality,
+        "fidelity": fidelity,
+        "overhead": lambda c: run_overhead(c.overhead),
+        "bytes": lambda c: run_bytes(),
+    }

@@ -1,0 +1,181 @@
+"""Part `quality`: right answers with and without KVCrush, one thing changed at a time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from quire.bench.eviction.cells import Cell, CellFile, CellKey
+from quire.bench.eviction.quality import mean_share, measure_cells
+from quire.bench.kvcrush import arms
+from quire.bench.kvcrush.arm_tables import keys, tables
+from quire.bench.kvcrush.arms import Arm, ArmTable, Row, by_page, by_token
+from quire.bench.kvcrush.config import QualityConfig
+from quire.bench.kvcrush.gains import ByTask, Gain, gain_of
+from quire.bench.result import Chart, Numbers, PartResult, Table
+
+
+class Answers:
+    """Cells by arm.
+
+    Args:
+        config: of the part.
+        cells: all of them.
+        model, commit: of their keys.
+    """
+
+    def __init__(
+        self, config: QualityConfig, cells: Iterable[Cell], model: str, commit: str | None
+    ) -> None:
+        self.config = config
+        self._model, self._commit = model, commit
+        self._cells = {cell.key: cell for cell in cells}
+
+    @property
+    def full(self) -> ByTask:
+        """With full KV."""
+        config = self.config
+        wanted = (arms.full_key(config, task, self._model, self._commit) for task in config.tasks)
+        return {key.task: self._cells[key] for key in wanted}
+
+    def of(self, arm: Arm) -> ByTask:
+        """Of an arm."""
+        config = self.config
+        wanted = (
+            arms.key_of(config, arm, task, self._model, self._commit) for task in config.tasks
+        )
+        return {key.task: self._cells[key] for key in wanted}
+
+    def over_full(self, arm: Arm) -> float:
+        """Right answers of an arm over those with full KV; 0 where there are none at all."""
+        full = mean_share(self.full)
+        return mean_share(self.of(arm)) / full if full else 0.0
+
+    def gain(self, pairs: Sequence[tuple[Arm, Arm]]) -> Gain:
+        """Of the second of each pair of arms over the first, all pairs taken together."""
+        return gain_of([(self.of(without), self.of(crushing)) for without, crushing in pairs])
+
+
+def run_quality(
+    ask: Callable[[CellKey], Cell],
+    config: QualityConfig,
+    *,
+    model: str,
+    commit: str | None,
+    kept: CellFile,
+    show: Callable[[Cell], None],
+) -> PartResult:
+    """The part.
+
+    Args:
+        ask: gives a cell.
+        config: of the part.
+        model: of the cells.
+        commit: of the cells.
+        kept: where finished cells are, and go.
+        show: called with every cell that is asked.
+    """
+    cells = list(measure_cells(ask, keys(config, model, commit), kept, show))
+    answers = Answers(config, cells, model, commit)
+    return PartResult(
+        claims=claims(answers),
+        tables=tuple(_table(answers, table) for table in tables(config)),
+        charts=(_shares_chart(answers),),
+        raw={
+            "cells": [cell.to_json() for cell in cells],
+            "gains": {name: asdict(gain) for name, gain in gains(answers).items()},
+        },
+    )
+
+
+def gains(answers: Answers) -> dict[str, Gain]:
+    """Over all base rules together.
+
+    quality_gain, page_gain: KVCrush by token and by page over the rules alone, whose heads keep
+    what each wants. shared_gain, shared_page_gain: over the rules with one set for a layer's heads,
+    as KVCrush has. openvino_gain, openvino_shared_gain: OpenVINO's form over the same, by page;
+    openvino_over_tokens_gain: over the rules by token.
+    """
+    tokens, pages = by_token(answers.config), by_page(answers.config)
+    openvino = [(one, one.openvino) for one in pages if one.openvino is not None]
+    by_base = zip(tokens, openvino, strict=False)  # a pyramid comes behind the bases
+    groups = {
+        "quality_gain": [(one.alone, one.crushing) for one in tokens],
+        "shared_gain": [(one.one_set, one.crushing) for one in tokens],
+        "page_gain": [(one.alone, one.crushing) for one in pages],
+        "shared_page_gain": [(one.one_set, one.crushing) for one in pages],
+        "openvino_gain": [(one.alone, form) for one, form in openvino],
+        "openvino_shared_gain": [(one.one_set, form) for one, form in openvino],
+        "openvino_over_tokens_gain": [(one.alone, form) for one, (_, form) in by_base],
+    }
+    return {name: answers.gain(pairs) for name, pairs in groups.items()}
+
+
+def claims(answers: Answers) -> Numbers:
+    """Gains with their intervals, and right answers over full KV's of every rule at the budget."""
+    made: Numbers = {"full_quality": mean_share(answers.full)}
+    for name, gain in gains(answers).items():
+        made |= gain.claims(name)
+    over = {
+        row.arm.rule.name: answers.over_full(row.arm)
+        for table in tables(answers.config)[:2]
+        for row in table.rows
+    }
+    made |= {f"quality_over_full_{name}": share for name, share in over.items()}
+    return made | {"quality_over_full_best": max(over.values())}
+
+
+def _table(answers: Answers, table: ArmTable) -> Table:
+    config, first = answers.config, table.rows[0].arm
+    return Table(
+        name=f"kvcrush-{table.name}",
+        caption=(
+            f"{table.caption}. Right answers, {config.prompts} prompts of at most "
+            f"{config.tokens} tokens a cell, cap {100 * config.budget:g} % and when={first.when} "
+            "where nothing else is said. Gain: over the rule without, or the first row of its "
+            "group; the same prompts, 95 % by bootstrap over tasks and prompts. KV: most bytes of "
+            "a request, mean over prompts and tasks."
+        ),
+        columns=("rule", "cap", *config.tasks, "mean", "over full", "gain", "KV KiB"),
+        rows=(_full_row(answers), *(_row(answers, row) for row in table.rows)),
+    )
+
+
+def _full_row(answers: Answers) -> tuple[str | int | float | None, ...]:
+    full, tokens = answers.full, answers.config.tokens
+    shares = (cell.share for cell in full.values())
+    return ("full", tokens, *shares, mean_share(full), 1.0, None, _kib(full))
+
+
+def _row(answers: Answers, row: Row) -> tuple[str | int | float | None, ...]:
+    found = answers.of(row.arm)
+    shares = (cell.share for cell in found.values())
+    over = answers.over_full(row.arm)
+    won = None if row.against is None else _shown(answers.gain([(row.against, row.arm)]))
+    return (row.label, row.arm.cap, *shares, mean_share(found), over, won, _kib(found))
+
+
+def _shown(gain: Gain) -> str:
+    return f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+
+
+def _kib(found: Mapping[str, Cell]) -> float:
+    return sum(cell.request_bytes for cell in found.values()) / len(found) / 1024
+
+
+def _shares_chart(answers: Answers) -> Chart:
+    """Right answers over the share of representatives, a line for each base rule."""
+    return Chart(
+        name="kvcrush-shares",
+        title="Right answers over all tasks",
+        x_label="share of the budget for representatives",
+        y_label="share of right answers",
+        lines=dict(_share_lines(answers)),
+    )
+
+
+def _share_lines(
+    answers: Answers,
+) -> Iterator[tuple[str, tuple[tuple[str | int | float, int | float], ...]]]:
+    config = answers.config
+    for base in config.swept:
+        made = ((s, arms.base_arm(config, arms.crushed(base, s))) for s in config.shares)
+        yield base.text, tuple((s, mean_share(answers.of(arm))) for s, arm in made)

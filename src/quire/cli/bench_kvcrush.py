@@ -1,0 +1,137 @@
+"""`quire bench kvcrush`: rules with KVCrush around them and without, in quality, bytes and time."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.bench_cells import parts_of_budgets, running_text, show_cell
+from quire.cli.bench_parts import finish, show_parts
+from quire.cli.bench_questions import asking_for, load
+from quire.cli.common import AsJson
+from quire.cli.options import MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.report import commit
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.kvcrush.config import KVCrushBenchConfig, QualityConfig
+
+
+@with_settings(MODEL, model_as="option")
+def kvcrush(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[
+        str, typer.Option(help="Only these, with commas: quality, fidelity, overhead, bytes.")
+    ] = "",
+    bases: Annotated[
+        str,
+        typer.Option(
+            help="Base rules: names with commas, or rules with options with semicolons: "
+            "'h2o; snapkv:window=16'. The first is also the one whose options are changed."
+        ),
+    ] = "",
+    tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
+    budget: Annotated[
+        str, typer.Option(help="Cap in per cent of the longest prompt; 25 if not said.")
+    ] = "",
+    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 200,
+    text: Annotated[
+        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables, pictures and the result. Cells of the part quality are kept "
+            "there as they finish: a run that was stopped goes on."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few short prompts and texts, a small model for time.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare rules with KVCrush and without: answers, fidelity, time, bytes of signatures."""
+    from quire.bench.eviction.cells import CellFile
+    from quire.bench.kvcrush.parts import Material, make_parts
+    from quire.bench.named_parts import names_of, run_named
+    from quire.evals.rouge import rouge_l
+
+    config = _config(settings.model, quick=quick)
+    quality = _quality(config.quality, tasks, budget, None if quick else prompts)
+    config = _with_bases(replace(config, quality=quality), bases)
+    if settings.loading.dtype != "auto":
+        overhead = replace(config.overhead, dtype=settings.loading.dtype)
+        config = replace(config, overhead=overhead)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    material = Material(
+        load=lambda: load(settings),
+        asking_for=asking_for,
+        running_for=lambda model: running_text(model, text),
+        rouge_l=rouge_l,
+        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        commit=commit(),
+        show=show_cell,
+    )
+    made = make_parts(material)
+    results, claims = show_parts(run_named(names_of(parts, made), made, config))
+    run = finish("kvcrush", results, claims, _used(config, settings), out)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(model: str, *, quick: bool) -> "KVCrushBenchConfig":
+    from quire.bench.kvcrush.config import QUICK_KVCRUSH, KVCrushBenchConfig
+
+    return replace(QUICK_KVCRUSH if quick else KVCrushBenchConfig(), model=model)
+
+
+def _quality(
+    config: "QualityConfig", tasks: str, budget: str, prompts: int | None
+) -> "QualityConfig":
+    """What was asked for; what was not said stays as it is.
+
+    Raises:
+        UnknownName: no such task.
+        ConfigError: a budget that is none, or more than one.
+    """
+    from quire.bench.named_parts import names_of
+    from quire.evals.tasks import FAMILIES
+
+    if tasks.strip():
+        config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))
+    if budget.strip():
+        found = parts_of_budgets(budget)
+        if len(found) != 1:
+            raise ConfigError(f"expected one budget such as 25, got {budget!r}")
+        config = replace(config, budget=found[0])
+    return replace(config, prompts=prompts or config.prompts)
+
+
+def _with_bases(config: "KVCrushBenchConfig", bases: str) -> "KVCrushBenchConfig":
+    """The same base rules in all parts; without any, each part's own."""
+    from quire.bench.eviction.rules import rules_of
+
+    if not bases.strip():
+        return config
+    chosen = rules_of(bases)
+    first = chosen[0]
+    return replace(
+        config,
+        quality=replace(config.quality, bases=chosen, swept=(first,), pyramid=first),
+        fidelity=replace(config.fidelity, bases=chosen),
+        overhead=replace(config.overhead, base=first),
+    )
+
+
+def _used(config: "KVCrushBenchConfig", settings: Settings) -> dict[str, object]:
+    import torch
+
+    return settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}

@@ -1,0 +1,367 @@
+"""The KVCrush bench: arms, gains on made numbers, small runs of every part."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from quire.bench.eviction.cells import FULL, Cell, CellFile, CellKey
+from quire.bench.eviction.quality import Judge
+from quire.bench.eviction.rules import Rule
+from quire.bench.eviction.texts import RunningText
+from quire.bench.intervals import bootstrap_mean
+from quire.bench.kvcrush import overhead, signature_bytes
+from quire.bench.kvcrush.arm_tables import keys, tables
+from quire.bench.kvcrush.arms import around, by_page, by_token, crushed, full_key, with_options
+from quire.bench.kvcrush.config import (
+    QUICK_KVCRUSH,
+    FidelityConfig,
+    KVCrushBenchConfig,
+    OverheadConfig,
+    PaperConfig,
+    QualityConfig,
+)
+from quire.bench.kvcrush.fidelity import divergence, run_fidelity
+from quire.bench.kvcrush.gains import gain_of
+from quire.bench.kvcrush.overhead import KMEANS, KVCRUSH, Run
+from quire.bench.kvcrush.quality import Answers, claims, run_quality
+from quire.bench.kvcrush.stopwatch import (
+    COMPACTION,
+    PHASES,
+    REPRESENTATIVES,
+    SCORING,
+    SELECTION,
+    SIGNATURES,
+    Stopwatch,
+    watched_rules,
+)
+from quire.errors import ConfigError, InvariantError
+from quire.evals.haystack import book_text
+from quire.evals.rouge import rouge_l
+from quire.models.loader import LoadedModel, load_model
+from quire.policies.eviction import make_eviction
+from quire.policies.kvcrush import KVCrush
+from quire.policies.lane_shape import LaneShape
+
+BOOKS = RunningText(text=book_text(), start="<|doc|>", name="books")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("quire-tiny", verify=False)
+
+
+# ---- arms ----------------------------------------------------------------------------------------
+
+
+def test_rules_are_written_around_rules():
+    base = Rule("snapkv:window=16")
+
+    assert with_options(Rule("h2o"), "", "granularity=page").text == "h2o:granularity=page"
+    assert with_options(base).text == base.text
+    assert crushed(base, 0.25).text == "kvcrush:base=(snapkv:window=16),share=0.25"
+    assert around("kmeans", base, "on=keys").text == "kmeans:base=(snapkv:window=16),on=keys"
+
+
+@pytest.mark.parametrize("config", [QualityConfig(), QUICK_KVCRUSH.quality])
+def test_every_cell_is_asked_once_and_every_rule_can_be_served(config: QualityConfig):
+    """One thing at a time: fewer than a hundred arms, where all products would be thousands."""
+    found = keys(config, "m", None)
+
+    assert len(found) == len(set(found))
+    assert Counter(key.task for key in found) == dict.fromkeys(
+        config.tasks, len(found) // len(config.tasks)
+    )
+    assert len(found) / len(config.tasks) < 110
+    assert [key.rule for key in found].count(FULL) == len(config.tasks)
+    for key in found[: len(found) // len(config.tasks)]:
+        lanes = LaneShape(num_layers=8, heads=4, page_tokens=key.page_tokens, page_bytes=1)
+        make_eviction(key.evict).for_request(config.tokens - 10, lanes)
+
+
+def test_all_compared_arms_hold_as_many_tokens():
+    """What OpenVINO's form adds is taken off its cap."""
+    config = QualityConfig()
+    arms = [
+        arm
+        for one in (*by_token(config), *by_page(config))
+        for arm in (one.alone, one.one_set, one.crushing, one.openvino)
+        if arm is not None
+    ]
+
+    caps = []
+    for arm in arms:
+        lanes = LaneShape(num_layers=8, heads=4, page_tokens=arm.page_tokens, page_bytes=1)
+        rule = make_eviction(arm.rule.evict(arm.cap, config.every, arm.when))
+        caps.append(rule.for_request(500, lanes).spec.cap)
+
+    assert set(caps) == {128}
+    assert len(arms) == 5 * 3 + 4 * 4
+
+
+def test_the_papers_table_is_divided():
+    paper = PaperConfig()
+
+    assert (paper.cap, paper.scaled(paper.page_tokens)) == (168, 8)
+    assert PaperConfig(divisor=1).cap == 672
+    [table] = [one for one in tables(QualityConfig()) if one.name == "paper"]
+    assert len(table.rows) == 1 + 2 * 3
+    assert {row.arm.cap for row in table.rows} == {168}
+    with pytest.raises(ConfigError, match="divisor of 32"):
+        PaperConfig(divisor=5)
+
+
+def test_the_full_run_is_that_of_the_issue():
+    config = KVCrushBenchConfig()
+    quality, cost = config.quality, config.overhead
+
+    assert {base.text for base in quality.bases} == {
+        *("h2o", "average", "snapkv", "expected_attention")
+    }
+    assert (quality.shares[0], quality.shares[-1], quality.share) == (0.0, 0.9, 0.25)
+    assert (quality.several, quality.chunk_tokens, quality.budget) == ((2, 4, 8), 8, 0.25)
+    assert (cost.model, cost.rows, cost.prompt_tokens, cost.new_tokens) == ("125m", 16, 1024, 512)
+    assert (cost.cap, cost.every, cost.dtype) == (672, 64, "bfloat16")
+    assert json.dumps(asdict(config))
+    assert QUICK_KVCRUSH.quality.prompts < quality.prompts
+
+
+# ---- gains ---------------------------------------------------------------------------------------
+
+
+def cell(key: CellKey, outcomes: str) -> Cell:
+    return Cell(
+        key=key,
+        hits=outcomes.count("1"),
+        old_hits=0,
+        old_prompts=0,
+        request_bytes=1024.0,
+        seconds=1.0,
+        outcomes=outcomes,
+    )
+
+
+def by_task(config: QualityConfig, **outcomes: str) -> dict[str, Cell]:
+    return {task: cell(full_key(config, task, "m", None), o) for task, o in outcomes.items()}
+
+
+def test_a_gain_by_hand():
+    """Task a wins 1 of 4 for one rule and 1 for the other, b loses 1 of 4 for one: 1/4, -1/8."""
+    config = QualityConfig(prompts=4)
+    one = by_task(config, a="0011", b="1100"), by_task(config, a="0111", b="1000")
+    other = by_task(config, a="0000", b="1111"), by_task(config, a="0100", b="1111")
+
+    found = gain_of([one, other])
+
+    assert found.mean == pytest.approx((1 / 4 - 1 / 8) / 2)
+    assert found.low <= found.prompts_low < found.mean < found.prompts_high <= found.high
+
+
+def test_outcomes_of_all_prompts_are_asked_for():
+    config = QualityConfig(prompts=4)
+
+    with pytest.raises(InvariantError, match="each of 4 prompts"):
+        gain_of([(by_task(config, a="0011"), by_task(config, a=""))])
+
+
+def test_the_bootstrap_knows_the_normal_interval():
+    """200 numbers of variance 1/4: 1.96 * 0.5 / sqrt(200) = 0.0693 on both sides of 1/2."""
+    low, high = bootstrap_mean([[0.0, 1.0] * 100], groups_too=False, resamples=20_000)
+
+    assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.006)
+
+
+def test_groups_are_drawn_too_where_others_could_have_been_asked():
+    """Without noise inside: means of two drawn of 0 and 1 are 0, 1/2, 1; both ends are reached."""
+    groups = [[0.0] * 50, [1.0] * 50]
+
+    assert bootstrap_mean(groups, groups_too=False) == (0.5, 0.5)
+    assert bootstrap_mean(groups, groups_too=True) == (0.0, 1.0)
+
+
+def test_claims_by_hand():
+    """All rules alone are right twice of four, one-set ones once, all others three times."""
+    config = QualityConfig(prompts=4, tasks=("a", "b"))
+    alone = {one.alone.rule.text for one in (*by_token(config), *by_page(config))}
+    shared = {one.one_set.rule.text for one in (*by_token(config), *by_page(config))}
+
+    def made(key: CellKey) -> Cell:
+        known = {FULL: "1111"} | dict.fromkeys(alone, "1100") | dict.fromkeys(shared, "1000")
+        return cell(key, known.get(key.rule, "1110"))
+
+    cells = [made(key) for key in keys(config, "m", None)]
+    found = claims(Answers(config, cells, "m", None))
+
+    assert found["full_quality"] == 1.0
+    assert found["quality_gain_mean"] == found["page_gain_mean"] == 0.25
+    assert found["openvino_gain_mean"] == found["openvino_over_tokens_gain_mean"] == 0.25
+    assert found["shared_gain_mean"] == found["openvino_shared_gain_mean"] == 0.5
+    assert found["quality_gain_low"] <= 0.25 <= found["quality_gain_high"]
+    assert found["quality_over_full_h2o"] == 0.5
+    assert found["quality_over_full_best"] == 0.75
+
+
+# ---- quality -------------------------------------------------------------------------------------
+
+SMALL = QualityConfig(
+    bases=(Rule("h2o"),),
+    pyramid=Rule("h2o"),
+    swept=(Rule("h2o"),),
+    tasks=("lines",),
+    tokens=128,
+    prompts=2,
+    budget=0.5,
+    other_budgets=(0.4,),
+    shares=(0.0, 0.25),
+    anchors=("mean",),
+    several=(2,),
+    several_kinds=("farthest",),
+    chunk_tokens=4,
+    page_tokens=4,
+    paper=PaperConfig(divisor=8),
+    every=4,
+    rows=2,
+)
+
+
+def test_cells_are_asked_in_pages_of_their_own_and_kept_with_outcomes(tiny: LoadedModel):
+    from quire.cli.bench_questions import asking_for
+
+    judge = Judge(tiny, SMALL.cells, asking_for(tiny))
+    shown: list[Cell] = []
+
+    result = run_quality(
+        judge.cell, SMALL, model="m", commit=None, kept=CellFile(None), show=shown.append
+    )
+
+    assert {len(one.outcomes) for one in shown} == {2}
+    assert all(one.outcomes.count("1") == one.hits for one in shown)
+    assert {one.key.page_tokens for one in shown} == {4, 16}
+    assert shown == [Cell.from_json(json.loads(json.dumps(one))) for one in result.raw["cells"]]
+    assert [table.name for table in result.tables] == [
+        *("kvcrush-bases", "kvcrush-pages", "kvcrush-paper", "kvcrush-shares", "kvcrush-anchors"),
+        *("kvcrush-granularity", "kvcrush-forms", "kvcrush-schedule", "kvcrush-budgets"),
+    ]
+    assert {"quality_gain_mean", "openvino_gain_low", "quality_over_full_best"} <= set(
+        result.claims
+    )
+
+
+# ---- fidelity ------------------------------------------------------------------------------------
+
+
+def test_divergence_by_hand():
+    """p = (1/2, 1/2), q = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log 2/3; the second row is the same."""
+    full = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log()
+    found = torch.tensor([[0.25, 0.75], [0.25, 0.75]]).log()
+
+    kl, top_1 = divergence(full, found)
+
+    assert kl == pytest.approx((math.log(2) + math.log(2 / 3)) / 4)
+    assert top_1 == 0.5  # of two equal ones the first is the likeliest
+
+
+def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
+    config = FidelityConfig(
+        bases=(Rule("h2o"),), tokens=128, texts=2, new_tokens=8, every=4, page_tokens=4
+    )
+
+    little = run_fidelity(tiny, config, BOOKS, rouge_l)
+    nearly = run_fidelity(tiny, replace(config, budget=0.9), BOOKS, rouge_l)
+
+    rules = little.raw["rules"]
+    assert [len(one["kl"]) for one in rules] == [2] * 4
+    assert len({one["kl"] for one in rules}) == 4
+    for kind in ("h2o", "kvcrush_base_h2o_share_0_25"):
+        name = f"fidelity_{kind}"
+        assert 0 < nearly.claims[f"{name}_kl"] < little.claims[f"{name}_kl"] < 2
+        assert 0.5 < little.claims[f"{name}_top_1"] <= nearly.claims[f"{name}_top_1"] <= 1
+        assert 0 <= little.claims[f"{name}_rouge_l"] <= 1
+    kl = [little.claims[f"fidelity_{Rule(one['rule']).name}_kl"] for one in rules[:3]]
+    assert little.claims["fidelity_kl_gain_mean"] == pytest.approx(kl[0] - kl[2])
+    assert little.claims["fidelity_kl_shared_gain_mean"] == pytest.approx(kl[1] - kl[2])
+
+
+# ---- overhead ------------------------------------------------------------------------------------
+
+
+def ticking(*times: float) -> Iterator[float]:
+    yield from times
+
+
+def test_time_goes_to_the_innermost_phase():
+    """Selection from 1 to 11, signatures inside it from 3 to 7: six seconds and four."""
+    times = ticking(1.0, 3.0, 7.0, 11.0)
+    watch = Stopwatch(lambda: next(times))
+
+    with watch.phase(SELECTION), watch.phase(SIGNATURES):
+        pass
+
+    assert watch.seconds[SELECTION] == 6.0
+    assert watch.seconds[SIGNATURES] == 4.0
+
+
+def test_methods_are_put_back_even_when_a_run_fails():
+    before = vars(KVCrush)["represent"]
+
+    def failing() -> None:
+        with watched_rules(Stopwatch()):
+            assert vars(KVCrush)["represent"] is not before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert vars(KVCrush)["represent"] is before
+
+
+def test_every_phase_of_a_run_takes_time_and_all_of_them_less_than_it():
+    config = OverheadConfig(model="tiny", rows=2, prompt_tokens=48, new_tokens=8, cap=32, every=4)
+
+    runs = overhead.measure(config)
+
+    for name, run in runs.items():
+        there = {phase for phase in PHASES if run.seconds[phase] > 0}
+        representing = {SIGNATURES, REPRESENTATIVES} if name in (KVCRUSH, KMEANS) else set()
+        assert there == {SCORING, SELECTION, COMPACTION} | representing
+        assert 0 < run.fraction(*PHASES) < 1
+    assert overhead.run_overhead(config).tables[0].rows[1][0] == "kvcrush"
+
+
+def test_overhead_claims_by_hand():
+    def run(*seconds: int) -> Run:
+        """Of scoring, selection, signatures, representatives and compaction, in 100 seconds."""
+        by_phase = dict(zip(PHASES, map(float, seconds), strict=True))
+        return Run(evict="", run_s=100.0, seconds=by_phase)
+
+    found = overhead.claims(
+        {"alone": run(1, 2, 0, 0, 3), "kvcrush": run(4, 2, 3, 5, 6), "kmeans": run(4, 2, 3, 45, 6)}
+    )
+
+    assert found == {
+        "overhead_fraction": 0.1,
+        "signatures_fraction": 0.03,
+        "representatives_fraction": 0.05,
+        "selection_fraction": 0.02,
+        "alone_selection_fraction": 0.02,
+        "base_scoring_fraction": 0.04,
+        "compaction_fraction": 0.06,
+        "kmeans_overhead_fraction": 0.5,
+        "kmeans_overhead_over_rest": 1.0,
+    }
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def test_signatures_are_64_times_smaller_than_a_key():
+    """32 query heads make 32 bits, a key of 128 numbers of 16 bits 2,048; 8 KV heads have 8."""
+    assert signature_bytes.claims() == {
+        "key_bits_over_signature_bits": 64,
+        "all_keys_bits_over_signature_bits": 512,
+    }
+    [paper, *_] = signature_bytes.run_bytes().tables[0].rows
+    assert paper == ("Llama-3-8B (paper)", 32, 2048, 64.0, 16384, 512.0, 8, 32)

@@ -1,0 +1,114 @@
+"""`quire bench kvcrush` as a user calls it, at tiny sizes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from quire.bench.eviction.rules import Rule
+from quire.bench.kvcrush import config as kvcrush_config
+from quire.bench.kvcrush.config import (
+    FidelityConfig,
+    KVCrushBenchConfig,
+    OverheadConfig,
+    PaperConfig,
+    QualityConfig,
+)
+from quire.cli.main import app
+
+BASE = (Rule("h2o"),)
+
+
+def quire(*arguments: str) -> Result:
+    arguments = ("bench", "kvcrush", "--quick", "--json", "--no-verify", *arguments)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def last_object(result: Result) -> dict:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = KVCrushBenchConfig(
+        quality=QualityConfig(
+            bases=BASE,
+            pyramid=BASE[0],
+            swept=BASE,
+            tasks=("lines",),
+            tokens=128,
+            prompts=1,
+            budget=0.5,
+            other_budgets=(),
+            shares=(0.0, 0.25),
+            anchors=("mean",),
+            several=(),
+            chunk_tokens=4,
+            page_tokens=4,
+            paper=PaperConfig(divisor=8),
+            every=4,
+        ),
+        fidelity=FidelityConfig(
+            bases=BASE, tokens=96, texts=1, new_tokens=4, every=4, page_tokens=2
+        ),
+        overhead=OverheadConfig(
+            model="tiny", rows=1, prompt_tokens=48, new_tokens=4, cap=32, every=4
+        ),
+    )
+    monkeypatch.setattr(kvcrush_config, "QUICK_KVCRUSH", small)
+
+
+@pytest.mark.slow
+def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+
+    run = last_object(quire("--out", str(out)))
+    cells = (out / "cells.jsonl").read_text()
+    again = last_object(quire("--parts", "quality", "--out", str(out)))
+
+    assert run["name"] == "bench kvcrush"
+    assert list(run["arms"]) == ["quality", "fidelity", "overhead", "bytes"]
+    assert {
+        *("quality_gain_mean", "quality_gain_low", "quality_gain_high", "openvino_gain_mean"),
+        *("quality_over_full_best", "overhead_fraction", "kmeans_overhead_fraction"),
+        *("fidelity_kl_gain_mean", "key_bits_over_signature_bits"),
+    } <= set(run["claims"])
+    assert {"kvcrush.json", "kvcrush.md", "kvcrush-bases.csv", "kvcrush-shares.svg"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert (out / "cells.jsonl").read_text() == cells
+    assert again["claims"]["quality_gain_mean"] == run["claims"]["quality_gain_mean"]
+
+
+def test_bases_and_types_are_chosen():
+    run = last_object(
+        quire("--parts", "overhead,bytes", "--bases", "average; h2o", "--dtype", "float32")
+    )
+
+    assert run["config"]["overhead"]["base"] == {"text": "average"}
+    assert run["config"]["overhead"]["dtype"] == "float32"
+    assert run["config"]["quality"]["bases"] == [{"text": "average"}, {"text": "h2o"}]
+    assert "base=(average)" in run["arms"]["overhead"]["raw"]["runs"]["kvcrush"]["evict"]
+    assert run["claims"]["key_bits_over_signature_bits"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--bases", "h2p"), "h2o"),
+        (("--bases", "recent", "--parts", "quality"), "does not tell heads apart"),
+        (("--tasks", "lined"), "lines"),
+        (("--budget", "50,25"), "one budget"),
+        (("--budget", "150"), "below 100 %"),
+        (("--parts", "quantity"), "quality"),
+        (("--parts", "fidelity", "--text", "no.txt"), "no.txt"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], says: str):
+    result = CliRunner().invoke(app, ["bench", "kvcrush", "--quick", *arguments])
+
+    assert result.exit_code != 0, result.output
+    assert says in " ".join(f"{result.exception} {result.output}".split())
