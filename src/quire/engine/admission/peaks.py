@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from quire.engine.group import num_rows
 from quire.engine.request import Request
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import PRESSURE, EvictionSpec
 from quire.spec.layout import statistics_used
 from quire.spec.pages import LaneGroup, PageClass
 from quire.spec.statistics import Statistic
@@ -182,7 +183,8 @@ class Peaks:
     def fit_whole(self, request: Request) -> bool:
         """Whether the whole pool holds a request and its group at their peak.
 
-        The bound is the prompt once and, for each sequence, all that it may generate.
+        The bound is the prompt once and, for each sequence, all that it may generate; of those that
+        lose tokens under pressure only, nothing is counted as lost.
         """
         return self.fit_alone(self._whole_counts(request))
 
@@ -191,8 +193,11 @@ class Peaks:
         if width == 1:
             alone: Counts = self.counts([need_of(request, request.final_tokens)])[0]
             return alone
-        needs = [need_of(request, request.final_tokens)] * width
-        return self.forked_counts(len(request.prompt_token_ids), needs)
+        need = need_of(request, request.final_tokens)
+        if request.eviction.when == PRESSURE:
+            # lanes that members share are not relieved: that takes pages before it frees any
+            need = replace(need, eviction=replace(need.eviction, cap=None, lane_caps=None))
+        return self.forked_counts(len(request.prompt_token_ids), [need] * width)
 
     def refuse_if_never(self, request: Request) -> None:
         """Refuse a request that could not run even alone.
@@ -209,6 +214,8 @@ class Peaks:
         if not self.fit_whole(request):
             width, counts = num_rows(request), self._whole_counts(request)
             times, fewer = (f" in {width} beams", "ask for fewer beams, ") * (width > 1) or ("", "")
+            if width > 1 and request.eviction.when == PRESSURE:
+                fewer += "let them evict with when=prefill_and_decode, "
             raise NeverFits(
                 f"{len(request.prompt_token_ids)} prompt tokens and "
                 f"{request.params.max_tokens} to generate{times} "

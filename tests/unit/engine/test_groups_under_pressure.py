@@ -1,0 +1,43 @@
+"""Groups whose members lose tokens under pressure only: what they share cannot be relieved."""
+
+import pytest
+
+from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, EvictionSpec
+from unit.engine.scheduler_load import SchedulerLoad, Setting
+
+THREE_PAGES = Setting(
+    page_tokens=8,
+    cap=6,
+    host_pages=0,
+    mixed=True,
+    window=None,
+    high_watermark=0.8,
+    burst=50,
+    preempt="auto",
+    guaranteed=None,
+    step_tokens=1,
+    max_running=3,
+    pages=3,
+    shares=False,
+    chunk_tokens=2,
+    admission="optimistic",
+)
+
+
+@pytest.mark.parametrize(("when", "together"), [(PRESSURE, False), (PREFILL_AND_DECODE, True)])
+def test_members_that_share_fit_whole_without_losing_anything_or_run_apart(when, together):
+    """Two answers behind 30 tokens, 24 of which fill the pool.
+
+    Evicting from one of them takes pages of its own before it frees any: as a group they would
+    hold the whole pool together, and neither could move.
+    """
+    load = SchedulerLoad(THREE_PAGES)
+    members = [load.request(30, 20) for _ in range(2)]
+    for member in members:
+        member.eviction = EvictionSpec(cap=8, every=2, when=when)
+
+    load.submit_group(members, atomic=False)
+
+    assert (members[0].group is not None) == together
+    load.drain()
+    assert not load.requests
