@@ -30,8 +30,8 @@ from quire.policies.signatures.anchors import ALTERNATING, MEAN, RANDOM
 
 
 def tables(config: QualityConfig) -> tuple[ArmTable, ...]:
-    """All of them."""
-    return (
+    """All of them; those that would have no arm are left out."""
+    made = (
         _bases(config),
         _pages(config),
         _paper(config),
@@ -42,6 +42,7 @@ def tables(config: QualityConfig) -> tuple[ArmTable, ...]:
         _schedule(config),
         _budgets(config),
     )
+    return tuple(table for table in made if table.rows)
 
 
 def keys(config: QualityConfig, model: str, commit: str | None) -> list[CellKey]:
