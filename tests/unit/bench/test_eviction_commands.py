@@ -51,16 +51,16 @@ def small_batch_max(monkeypatch: pytest.MonkeyPatch) -> None:
     small = BatchMaxConfig(
         speed=SpeedConfig(
             model="tiny",
-            prompt_tokens=112,
-            new_tokens=16,
-            caps=(48,),
+            prompt_tokens=56,
+            new_tokens=8,
+            caps=(24,),
             every=8,
             pools=(2,),
             repeats=1,
             continuous_prompts=0,
         ),
         quality=QualityConfig(
-            tasks=("lines", "labels"), tokens=128, new_tokens=8, samples=2, pool=2, shares=(0.5,)
+            tasks=("lines", "labels"), tokens=96, new_tokens=4, samples=2, pool=2, shares=(0.5,)
         ),
     )
     monkeypatch.setattr(batch_max_config, "QUICK_BATCH_MAX", small)
@@ -78,7 +78,6 @@ def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_batch_max")
-@pytest.mark.slow
 def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
     pytest.importorskip("matplotlib")
 
@@ -91,14 +90,13 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
     assert len(run["arms"]["speed"]["raw"]["rounds"]) == 1
     cells = run["arms"]["quality"]["raw"]["cells"]
     assert {cell["task"] for cell in cells} == {"lines", "labels"}
-    assert run["config"]["speed"]["prompt_tokens"] == 112
+    assert run["config"]["speed"]["prompt_tokens"] == 56
     assert run["config"]["quality"]["model"] == "quire-tiny"
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"batch-max.json", "batch-max.md", "batch-max-static.csv", "batch-max.svg"} <= files
 
 
 @pytest.mark.usefixtures("small_batch_max")
-@pytest.mark.slow
 def test_batch_max_runs_the_parts_that_are_asked_for():
     asked = ("--parts", "speed", "--pools", "3,1", "--static-only")
     run = last_object(quire("batch-max", "--quick", "--json", *asked))
@@ -161,7 +159,6 @@ def test_too_few_examples_are_refused(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_eviction")
-@pytest.mark.slow
 def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
