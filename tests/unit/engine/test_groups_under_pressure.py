@@ -2,6 +2,8 @@
 
 import pytest
 
+from quire.engine.request import RequestGroup
+from quire.errors import NeverFits
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, EvictionSpec
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
@@ -41,3 +43,16 @@ def test_members_that_share_fit_whole_without_losing_anything_or_run_apart(when,
     assert (members[0].group is not None) == together
     load.drain()
     assert not load.requests
+
+
+def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
+    """Beams cannot run apart."""
+    load = SchedulerLoad(THREE_PAGES)
+    first, spare = (load.request(30, 20) for _ in range(2))
+    first.group = spare.group = RequestGroup("r", atomic=True)
+    first.group.members, first.group.spare = [first], [spare]
+    first.eviction = spare.eviction = EvictionSpec(cap=8, every=2, when=PRESSURE)
+
+    with pytest.raises(NeverFits, match=r"in 2 beams .*evict with when=prefill_and_decode"):
+        load.scheduler.submit(first)
+    assert not load.scheduler.has_work
