@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from quire.bench.batch_max import config as batch_max_config
+from quire.bench.batch_max import timed
+from quire.bench.batch_max.batches import rows_that_fit
 from quire.bench.batch_max.config import BatchMaxConfig, QualityConfig, SpeedConfig
 from quire.bench.eviction import config as eviction_config
 from quire.bench.eviction.config import (
@@ -64,6 +67,7 @@ def small_batch_max(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     monkeypatch.setattr(batch_max_config, "QUICK_BATCH_MAX", small)
+    monkeypatch.setattr(timed, "rows_that_fit", partial(rows_that_fit, most=16))  # 6 do
 
 
 @pytest.fixture
