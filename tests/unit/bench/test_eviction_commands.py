@@ -102,12 +102,12 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
 @pytest.mark.usefixtures("small_batch_max")
 def test_batch_max_runs_the_parts_that_are_asked_for():
-    asked = ("--parts", "speed", "--pools", "3,1", "--static-only")
+    asked = ("--parts", "speed", "--pools", "4,3", "--static-only")
     run = last_object(quire("batch-max", "--quick", "--json", *asked))
 
     assert list(run["arms"]) == ["speed"]
-    assert run["config"]["speed"]["pools"] == [3, 1]
-    assert run["config"]["speed"]["claimed_pool"] == 3
+    assert run["config"]["speed"]["pools"] == [4, 3]
+    assert run["config"]["speed"]["claimed_pool"] == 4
     assert not any(name.startswith("continuous") for name in run["claims"])
 
 
