@@ -6,6 +6,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -84,18 +85,25 @@ def engine_under(
 
 def _smallest_memory(model: LoadedModel) -> int:
     """Bytes of the smallest arena, within 2 %, that takes the largest job."""
+    if model.name not in _SMALLEST:
+        sizes = [int(1.02**step * (1 << 12)) for step in range(400)]
+        _SMALLEST[model.name] = sizes[bisect_left(sizes, True, key=partial(_takes_all, model))]
+    return _SMALLEST[model.name]
+
+
+_SMALLEST: dict[str, int] = {}  # by architecture
+
+
+def _takes_all(model: LoadedModel, size: int) -> bool:
     config = ScheduleConfig(
         max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, chunk_tokens=CHUNK_TOKENS
     )
-    size = 1 << 12
-    while True:
-        size += size // 50
-        try:
-            engine = Engine(model, KVConfig(memory=size, page_tokens=PAGE_TOKENS), config)
-            submit(engine, largest_job(), "largest")
-        except (NeverFits, ValueError):  # not even a token, or not the whole of it
-            continue
-        return size
+    try:
+        engine = Engine(model, KVConfig(memory=size, page_tokens=PAGE_TOKENS), config)
+        submit(engine, largest_job(), "largest")
+    except (NeverFits, ValueError):  # not even a token, or not the whole of it
+        return False
+    return True
 
 
 def submit(engine: Engine, job: Job, request_id: str) -> None:
