@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from quire.bench import ceilings
 from quire.cli.main import app
 from quire.plan.ceilings import Ceilings, NotUsable, read_ceilings
 from quire.plan.machine import this_machine
@@ -34,6 +36,13 @@ def last_line(result: Result) -> dict[str, Any]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def small_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--quick, smaller still: what it finds is compared with itself."""
+    small = replace(ceilings.QUICK_PROFILE, repeats=2, buffer_bytes=8 << 20)
+    monkeypatch.setattr(ceilings, "QUICK_PROFILE", small)
 
 
 def test_a_profile_is_written_and_read_again(tmp_path: Path):
