@@ -1,6 +1,6 @@
 """Keeps lanes at or under their cap: asks for evictions before the next tokens are processed."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from quire.engine.lane_room import (
     lookahead,
     over_cap,
     slots_to_keep,
+    wants_page,
 )
 from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
@@ -147,13 +148,29 @@ class LaneCaps:
         Returns:
             Whether pages came free.
         """
+        return any(map(self._relieve, self._patient(requests)))
+
+    def give_up_slots(self, requests: Iterable[Request]) -> bool:
+        """No page is left: let the longest that is full go on in the pages that it has.
+
+        Its lanes are at their cap and end with a page: what leaves frees slots, perhaps no page.
+
+        Args:
+            requests: those that lack a page for their next token, as for `relieve`.
+
+        Returns:
+            Whether one has slots now.
+        """
+        return any(map(self._give_up_slots, self._patient(requests)))
+
+    def _patient(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Those that lose tokens only where room is short, the longest first."""
         if self._table is None:
-            return False
+            return
         asked = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
         for request in sorted(asked, key=lambda r: (-self._held(r), r.order)):
-            if request.state is RequestState.RUNNING and self._relieve(request):
-                return True
-        return False
+            if request.state is RequestState.RUNNING:
+                yield request
 
     def _held(self, request: Request) -> int:
         assert self._table is not None
@@ -161,14 +178,22 @@ class LaneCaps:
 
     def _relieve(self, request: Request) -> bool:
         assert self._table is not None
-        keep = over_cap(request, self._table)
+        return self._lose(request, over_cap(request, self._table), least_gain=1)
+
+    def _give_up_slots(self, request: Request) -> bool:
+        assert self._table is not None
+        if not wants_page(request, self._table):
+            return False
+        return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
+
+    def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
         if keep is None or self._residency.borrows_unwritten(request):
             return False
         # what others may find of it goes first: a page that a cached prefix names is not freed
         self._residency.stop_sharing(request)
         self._residency.drop_cached()
         try:
-            return self._evict(request, keep, PRESSURE, least_gain=1)
+            return self._evict(request, keep, PRESSURE, least_gain=least_gain)
         except OutOfPages:
             return False
         except PolicyError as error:

@@ -79,11 +79,22 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
     return _brought_down(spec, table, held_slots(table, request), tokens)
 
 
-def over_cap(request: Request, table: LaneTable) -> Slots | None:
-    """Slots [lanes] that stay where room is short; None where no lane is over its cap."""
+def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | None:
+    """Slots [lanes] that stay where room is short; None where no lane is over its cap.
+
+    Args:
+        request: a running one.
+        table: of lanes that lose tokens.
+        tokens: that will come: with one, lanes that are full are over their cap too.
+    """
     if request.eviction.cap is None:
         return None
-    return _brought_down(request.eviction, table, held_slots(table, request), 0)
+    return _brought_down(request.eviction, table, held_slots(table, request), tokens)
+
+
+def wants_page(request: Request, table: LaneTable) -> bool:
+    """Whether some lane has no slot left for the next token in the pages it has."""
+    return bool(np.any(held_slots(table, request) % table.group.page_class.tokens == 0))
 
 
 def _brought_down(spec: EvictionSpec, table: LaneTable, held: Slots, tokens: int) -> Slots | None:

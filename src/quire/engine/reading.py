@@ -98,7 +98,8 @@ class Reading:
         while not self._residency.can_grow([request], [tokens]):
             planned = set(map(id, plan.requests))
             others = (r for r in self._running if id(r) not in planned)
-            if not self._caps.relieve(others) or request.state is not RequestState.RUNNING:
+            relieved = self._caps.relieve(others) or self._caps.give_up_slots([request])
+            if not relieved or request.state is not RequestState.RUNNING:
                 return False
         return True
 

@@ -254,7 +254,7 @@ class Scheduler:
     def _make_room(self, decoding: list[Request]) -> list[Request]:
         """Take out as few as it takes for the others to get their next token's page."""
         while decoding and not self.residency.can_grow(decoding, [1] * len(decoding)):
-            if self.caps.relieve(self.running):
+            if self.caps.relieve(self.running) or self.caps.give_up_slots(decoding):
                 decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
                 continue
             first = min(decoding, key=self.preempter.order)

@@ -89,7 +89,7 @@ class Evicting:
         for row in sorted(waiting, key=self._held, reverse=True):
             if enough():
                 return
-            self._evict(row, over_cap(row, self._table))
+            self._evict(row, over_cap(row, self._table, tokens=1))
 
     def _held(self, row: Request) -> int:
         assert self._table is not None, "asked of rows that evict"
