@@ -67,10 +67,11 @@ class MeasuredPage:
         return "".join((top, *self._claims(run), *self._parts(parts)))
 
     def _claims(self, run: Run) -> Iterator[str]:
-        yield "| claim | reached | wanted |\n| --- | ---: | --- |\n"
-        for name, wanted in self.targets.items():
-            if name in run["claims"]:
-                yield f"| `{name}` | {run['claims'][name]:.4g} | {wanted} |\n"
+        reached = {name: run["claims"][name] for name in self.targets if name in run["claims"]}
+        if reached:
+            yield "| claim | reached | wanted |\n| --- | ---: | --- |\n"
+        for name, value in reached.items():
+            yield f"| `{name}` | {value:.4g} | {self.targets[name]} |\n"
 
     def _parts(self, parts: Mapping[str, PartResult]) -> Iterator[str]:
         for name, part in parts.items():
@@ -93,9 +94,11 @@ def merged(runs: Sequence[Run]) -> Run:
 
 def program(run: Run) -> str:
     """Which Quire, on what: for the words under a heading."""
+    threads = run["config"]["threads"]
+    words = f"{threads} thread{'s' * (threads != 1)}"
     return (
         f"Quire {run['versions']['quire']} at commit {run['commit']}, torch "
-        f"{run['versions']['torch']}, {run['hardware']['cpu']}, {run['config']['threads']} threads"
+        f"{run['versions']['torch']}, {run['hardware']['cpu']}, {words}"
     )
 
 

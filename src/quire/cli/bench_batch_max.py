@@ -15,6 +15,7 @@ from quire.cli.options import KV, MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError, UnknownName
+from quire.spec.dtypes import dtype_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +101,8 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
         used = asdict(paper)
     else:
         config = _config(settings.model, quick=quick)
-        config = replace(config, speed=_speed(config.speed, pools, None if quick else repeats))
+        speed = _speed(config.speed, pools, None if quick else repeats)
+        config = replace(config, speed=replace(speed, dtype=_dtype(settings, speed)))
         if not continuous:
             config = replace(config, speed=replace(config.speed, continuous_prompts=0))
         found, used = _standard(settings, parts, config), asdict(config)
@@ -134,6 +136,15 @@ def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConf
         raise ConfigError(f"expected KV memories in rows of full KV such as 1,2,4, got {pools!r}")
     claimed = config.claimed_pool if config.claimed_pool in rows else rows[0]
     return replace(config, pools=rows, claimed_pool=claimed)
+
+
+def _dtype(settings: Settings, speed: "SpeedConfig") -> str:
+    """What was asked for; random weights are not stored in any type."""
+    asked = settings.loading.dtype
+    if asked == "auto":
+        return speed.dtype
+    dtype_bytes(asked)
+    return asked
 
 
 def _standard(

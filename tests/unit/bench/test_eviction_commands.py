@@ -102,12 +102,15 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
 @pytest.mark.usefixtures("small_batch_max")
 def test_batch_max_runs_the_parts_that_are_asked_for():
-    asked = ("--parts", "speed", "--pools", "4,3", "--static-only")
+    asked = ("--parts", "speed", "--pools", "4,3", "--static-only", "--dtype", "float32")
     run = last_object(quire("batch-max", "--quick", "--json", *asked))
 
     assert list(run["arms"]) == ["speed"]
     assert run["config"]["speed"]["pools"] == [4, 3]
     assert run["config"]["speed"]["claimed_pool"] == 4
+    times = run["arms"]["speed"]["raw"]["rounds"][0]
+    # 2 layers x 2 heads x 16 numbers x K and V x 4 B = 512 B a token; rows of 56 + 8 tokens
+    assert max(time["kv_bytes"] for time in times) == 4 * 64 * 512  # others: whole slabs
     assert not any(name.startswith("continuous") for name in run["claims"])
 
 

@@ -19,6 +19,7 @@ class SpeedConfig:
 
     Attributes:
         model: a name in SHAPES.
+        dtype: of its weights and of the KV, by PyTorch's name.
         prompt_tokens, new_tokens: of every row.
         caps: of Batch-Max; the first is the one that is claimed.
         every: tokens that leave at a time.
@@ -30,6 +31,7 @@ class SpeedConfig:
     """
 
     model: str = "125m"
+    dtype: str = "bfloat16"
     prompt_tokens: int = 3_584
     new_tokens: int = 512
     caps: tuple[int, ...] = (896, 1_792)

@@ -20,7 +20,7 @@ Round = Sequence[ArmTime]
 
 def run_speed(config: SpeedConfig) -> PartResult:
     """The part."""
-    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+    model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
     rounds = list(measure(ArmTimer(model, config), config))
     ways = [STATIC] + [CONTINUOUS] * any(t.way == CONTINUOUS for t in rounds[0])
     return PartResult(
@@ -91,7 +91,7 @@ def _table(config: SpeedConfig, rounds: Sequence[Round], way: str) -> Table:
         name=f"batch-max-{way}",
         caption=(
             f"Prompts of {config.prompt_tokens:,} tokens, {config.new_tokens} new, random-weight "
-            f"Llama ({config.model}), bfloat16, one KV memory of equal bytes for every arm. "
+            f"Llama ({config.model}), {config.dtype}, one KV memory of equal bytes for every arm. "
             f"{words} Medians of {len(times_of(rounds, way, *next(iter(keys))))}; prefill counts."
         ),
         columns=(

@@ -15,6 +15,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.spec.dtypes import dtype_bytes
 
 STATIC, CONTINUOUS = "static", "continuous"
 
@@ -71,7 +72,8 @@ class ArmTimer:
 
     def pool_bytes(self, pool: int) -> int:
         """KV bytes of so many rows of full KV."""
-        return pool * self._config.final_tokens * self._model.spec.kv_bytes_per_token(2)
+        number_bytes = dtype_bytes(self._config.dtype)
+        return pool * self._config.final_tokens * self._model.spec.kv_bytes_per_token(number_bytes)
 
     def warm_up(self) -> None:
         """Run every arm once over short rows: nothing is timed when it is touched first."""
