@@ -28,14 +28,16 @@
 
 static void do_block(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
 #ifdef HAVE_X86
-    if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) attend_block_bf16(a, p, kv_head, scratch);
+    if (a->path == PATH_AVX2) attend_block_avx2(a, p, kv_head, scratch);
+    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) attend_block_bf16(a, p, kv_head, scratch);
     else attend_block_f32(a, p, kv_head, scratch);
 #endif
 }
 
 static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
 #ifdef HAVE_X86
-    if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) sum_columns_bf16(a, p, kv_head, scratch);
+    if (a->path == PATH_AVX2) sum_columns_avx2(a, p, kv_head, scratch);
+    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) sum_columns_bf16(a, p, kv_head, scratch);
     else sum_columns_f32(a, p, kv_head, scratch);
 #endif
 }
@@ -98,7 +100,7 @@ int quire_max_head_dim(void) { return MAX_HEAD_DIM; }
 /* Query vectors of a part attended in blocks; 0 where this path has no blocks for the head_dim. */
 int quire_block_queries(int path, int head_dim) {
 #ifdef HAVE_X86
-    if (path >= PATH_AVX512 && head_dim % 16 == 0) return BLOCK_QUERIES;
+    if (path != PATH_PLAIN && head_dim % (path == PATH_AVX2 ? 8 : 16) == 0) return BLOCK_QUERIES;
 #endif
     (void)path, (void)head_dim;
     return 0;

@@ -1,7 +1,7 @@
 """The native backend: attention in C, straight from the pages.
 
-Where the CPU has no AVX-512 (or head_dim is no multiple of 16) the C library has no code for large
-chunks; those are matrix products, and go to the gathered backend.
+Where the CPU has neither AVX2 nor AVX-512 (or head_dim is no multiple of 8, or of 16) the C library
+has no code for large chunks; those are matrix products, and go to the gathered backend.
 """
 
 import logging

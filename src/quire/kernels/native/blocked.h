@@ -2,26 +2,25 @@
  *
  * A block of query vectors goes over its slots BLOCK_SLOTS at a time. Those are packed once:
  *
- *     keys    [slots / 64][units][64]   transposed, so that 64 logits grow side by side
+ *     keys    [slots / C][units][C]     transposed, so that C logits grow side by side: 64, or 16
  *     values  [slots / step][head_dim]  as they lie, `step` slots to a unit
  *
  * A unit is 32 bits: one float32, or two neighbouring bfloat16 for a dot product of pairs. Then six
  * query vectors at a time: logits = units x keys, softmax over the packed slots, output += weights x
  * values. Packing writes zeros for slots nobody may see, so free slots can hold NaN. The body of
- * these functions is blocked_body.h, compiled once for each kind of unit.
+ * these functions is blocked_body.h, compiled once for each kind of unit and of vector.
  */
 #ifndef QUIRE_BLOCKED_H
 #define QUIRE_BLOCKED_H
 
 #include <math.h>
 
-#include "numbers.h"
+#include "vectors.h"
 
 #ifdef HAVE_X86
 #define BLOCK_SLOTS 256   /* packed at a time */
 #define BLOCK_QUERIES 384 /* query vectors of a part: packing is shared, and still many parts */
-#define SIDE 6            /* query vectors in registers: 6 x 4 sums, 4 columns, 1 broadcast */
-#define COLUMNS 64        /* slots or dimensions in registers */
+#define SIDE 6            /* query vectors in registers: 6 x VECTORS sums, VECTORS columns, 1 more */
 
 typedef struct {
     int64_t low[BLOCK_QUERIES], high[BLOCK_QUERIES]; /* slots seen: low <= slot < high */
@@ -51,37 +50,17 @@ static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
     return b;
 }
 
-/* Sixteen rows of sixteen units become columns. */
-INLINE AVX512 void transpose16(__m512i *r) {
-    __m512i s[16];
-    for (int i = 0; i < 16; i += 2) {
-        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88);
-        r[i + 4] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd);
-        r[i + 12] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd);
-    }
-}
+#define JOINED(left, right) left##right
+#define JOIN(left, right) JOINED(left, right)
+#define V(name) JOIN(name, LANES) /* `name` of vectors.h in this many lanes */
 
-/* A function of blocked_body.h compiled for float32 units is `name_f32`, for pairs `name_bf16`. */
+/* A function of blocked_body.h compiled for float32 units is `name_f32`, or `name_avx2`; for pairs
+ * `name_bf16`. COLUMNS slots or dimensions, in VECTORS vectors, are in registers: of 32, or of 16. */
 #define TARGET AVX512
 #define NAME(name) name##_f32
 #define PAIRS 0
+#define LANES 16
+#define VECTORS 4
 #include "blocked_body.h"
 #undef TARGET
 #undef NAME
@@ -94,6 +73,20 @@ INLINE AVX512 void transpose16(__m512i *r) {
 #undef TARGET
 #undef NAME
 #undef PAIRS
+#undef LANES
+#undef VECTORS
+
+#define TARGET AVX2
+#define NAME(name) name##_avx2
+#define PAIRS 0
+#define LANES 8
+#define VECTORS 2
+#include "blocked_body.h"
+#undef TARGET
+#undef NAME
+#undef PAIRS
+#undef LANES
+#undef VECTORS
 #endif
 
 #endif

@@ -1,37 +1,38 @@
-/* Included twice by blocked.h, which says what TARGET, NAME and PAIRS are. */
+/* Included by blocked.h, which says what TARGET, NAME, PAIRS, LANES and VECTORS are. */
 
 #if PAIRS
 #define STEP 2 /* numbers in a unit */
 #else
 #define STEP 1
 #endif
+#define COLUMNS (LANES * VECTORS)
 
-INLINE TARGET __m512 NAME(add_product)(__m512 sum, uint32_t left, __m512i right) {
+INLINE TARGET V(vec) NAME(add_product)(V(vec) sum, uint32_t left, V(units) right) {
 #if PAIRS
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)left), (__m512bh)right);
 #else
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32((int)left)),
-                           _mm512_castsi512_ps(right), sum);
+    float number;
+    memcpy(&number, &left, 4);
+    return V(fma)(V(set)(number), (V(vec))right, sum);
 #endif
 }
 
-/* out [SIDE, 16 vectors] = out * factor (0 without) + left [SIDE, steps] x right [steps, 16 vectors]. */
+/* out [SIDE, vectors] = out * factor (0 without) + left [SIDE, steps] x right [steps, vectors]. */
 INLINE TARGET void NAME(multiply)(const uint32_t *left, int64_t left_stride, const uint32_t *right,
                                   int64_t right_stride, int steps, float *out, int64_t out_stride,
                                   const float *factor, int vectors) {
-    __m512 sums[SIDE][4];
+    V(vec) sums[SIDE][VECTORS];
 #pragma GCC unroll 6
     for (int m = 0; m < SIDE; m++)
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; n++)
-            sums[m][n] = factor ? _mm512_mul_ps(_mm512_set1_ps(factor[m]),
-                                                _mm512_loadu_ps(out + m * out_stride + n * 16))
-                                : _mm512_setzero_ps();
+            sums[m][n] = factor ? V(mul)(V(set)(factor[m]), V(read)(out + m * out_stride + n * LANES))
+                                : V(zero)();
     for (int k = 0; k < steps; k++) {
-        __m512i columns[4];
+        V(units) columns[VECTORS];
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; n++)
-            columns[n] = _mm512_loadu_si512(right + k * right_stride + n * 16);
+            columns[n] = V(as_units)(V(read)(right + k * right_stride + n * LANES));
 #pragma GCC unroll 6
         for (int m = 0; m < SIDE; m++)
 #pragma GCC unroll 4
@@ -41,16 +42,17 @@ INLINE TARGET void NAME(multiply)(const uint32_t *left, int64_t left_stride, con
 #pragma GCC unroll 6
     for (int m = 0; m < SIDE; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < vectors; n++) _mm512_storeu_ps(out + m * out_stride + n * 16, sums[m][n]);
+        for (int n = 0; n < vectors; n++) V(put)(out + m * out_stride + n * LANES, sums[m][n]);
 }
 
-/* Sixteen units of a slot's vector, from number `d` on. */
-INLINE TARGET __m512i NAME(load_units)(const uint8_t *vector, int d, int dim, int dtype) {
+/* LANES units of a slot's vector, from number `d` on. */
+INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, int dtype) {
 #if PAIRS
     (void)dtype;
     return _mm512_maskz_loadu_epi32(between16(0, (dim - d) / 2), (const uint16_t *)vector + d);
 #else
-    return _mm512_castps_si512(load16(vector, d, dtype, between16(0, dim - d)));
+    (void)dim; /* a multiple of LANES */
+    return V(units_of)(vector, d, dtype);
 #endif
 }
 
@@ -58,19 +60,19 @@ INLINE TARGET __m512i NAME(load_units)(const uint8_t *vector, int d, int dim, in
 static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, int64_t first,
                                    int skip, int count) {
     for (int group = 0; group < count; group += COLUMNS)
-        for (int i = group; i < group + COLUMNS; i += 16) {
-            const uint8_t *vectors[16];
-            for (int j = 0; j < 16; j++)
+        for (int i = group; i < group + COLUMNS; i += LANES) {
+            const uint8_t *vectors[LANES];
+            for (int j = 0; j < LANES; j++)
                 vectors[j] = i + j >= skip && i + j < count ? a->key + slot_at(a, l, first + i + j) : NULL;
             uint32_t *packed = b->key + (int64_t)group * b->units + i - group;
-            for (int unit = 0; unit < b->units; unit += 16) {
-                __m512i rows[16];
-                for (int j = 0; j < 16; j++)
+            for (int unit = 0; unit < b->units; unit += LANES) {
+                V(units) rows[LANES];
+                for (int j = 0; j < LANES; j++)
                     rows[j] = vectors[j] ? NAME(load_units)(vectors[j], unit * STEP, a->head_dim, a->dtype)
-                                         : _mm512_setzero_si512();
-                transpose16(rows);
-                for (int j = 0; j < 16 && unit + j < b->units; j++)
-                    _mm512_storeu_si512(packed + (int64_t)(unit + j) * COLUMNS, rows[j]);
+                                         : V(no_units)();
+                V(transpose)(rows);
+                for (int j = 0; j < LANES && unit + j < b->units; j++)
+                    V(put_units)(packed + (int64_t)(unit + j) * COLUMNS, rows[j]);
             }
         }
 }
@@ -84,8 +86,8 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
 #if PAIRS
         const uint8_t *two = i + 1 >= skip && i + 1 < count ? a->value + slot_at(a, l, first + i + 1) : NULL;
 #endif
-        for (int d = 0; d < a->head_dim; d += 16) {
-            __m512i units = _mm512_setzero_si512();
+        for (int d = 0; d < a->head_dim; d += LANES) {
+            V(units) units = V(no_units)();
 #if PAIRS
             if (one) units = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(one + 2 * d)));
             if (two) {
@@ -95,7 +97,7 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
 #else
             if (one) units = NAME(load_units)(one, d, a->head_dim, a->dtype);
 #endif
-            _mm512_storeu_si512(packed + d, units);
+            V(put_units)(packed + d, units);
         }
     }
 }
@@ -112,10 +114,15 @@ static TARGET void NAME(load_block)(const attention_args *a, block *b, const lan
         b->high[m] = l->slots - a->tokens[row] + pair / a->group + 1;
         b->low[m] = a->window && b->high[m] > a->window ? b->high[m] - a->window : 0;
         const uint8_t *vector = (const uint8_t *)a->query + query_at(a, row, head, pair) * itemsize(a);
-        for (int d = 0; d < dim; d += 16 * STEP)
-            _mm512_mask_storeu_epi32(b->query + (int64_t)m * b->units + d / STEP,
-                                     between16(0, (dim - d) / STEP),
+        for (int d = 0; d < dim; d += LANES * STEP) {
+            uint32_t *units = b->query + (int64_t)m * b->units + d / STEP;
+#if PAIRS
+            _mm512_mask_storeu_epi32(units, between16(0, (dim - d) / STEP),
                                      NAME(load_units)(vector, d, dim, a->dtype));
+#else
+            V(put_units)(units, NAME(load_units)(vector, d, dim, a->dtype));
+#endif
+        }
     }
 }
 
@@ -125,41 +132,41 @@ INLINE TARGET void NAME(logits_of)(const attention_args *a, block *b, int m, int
     const uint32_t *query = b->query + (int64_t)m * b->units;
     for (int i = 0; i < width; i += COLUMNS)
         NAME(multiply)(query, b->units, b->key + (int64_t)i * b->units, COLUMNS, b->units,
-                       b->logits[0] + i, BLOCK_SLOTS, NULL, 4);
-    __m512 scale = _mm512_set1_ps(a->scale);
+                       b->logits[0] + i, BLOCK_SLOTS, NULL, VECTORS);
+    V(vec) scale = V(set)(a->scale), nothing = V(set)(-INFINITY);
     for (int s = 0; s < SIDE; s++)
-        for (int i = 0; i < width; i += 16) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(b->logits[s] + i), scale);
-            if (a->softcap > 0) x = softcap16(x, a->softcap);
-            __mmask16 seen = between16(b->low[m + s] - base - i, b->high[m + s] - base - i);
-            _mm512_storeu_ps(b->logits[s] + i, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), x));
+        for (int i = 0; i < width; i += LANES) {
+            V(vec) x = V(mul)(V(read)(b->logits[s] + i), scale);
+            if (a->softcap > 0) x = V(softcap)(x, a->softcap);
+            V(mask) seen = V(between)(b->low[m + s] - base - i, b->high[m + s] - base - i);
+            V(put)(b->logits[s] + i, V(choose)(seen, nothing, x));
         }
 }
 
 /* Logits become weights relative to the new maximum; the factor on what was there is kept. */
 INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
     for (int s = 0; s < SIDE; s++) {
-        __m512 top = _mm512_set1_ps(b->maximum[m + s]), sum = _mm512_setzero_ps();
-        for (int i = 0; i < width; i += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(b->logits[s] + i));
-        float maximum = _mm512_reduce_max_ps(top);
+        V(vec) top = V(set)(b->maximum[m + s]), sum = V(zero)();
+        for (int i = 0; i < width; i += LANES) top = V(max)(top, V(read)(b->logits[s] + i));
+        float maximum = V(top)(top);
         b->factor[s] = 1;
         if (maximum == -INFINITY) {
             memset(b->weights[s], 0, (size_t)(width / STEP) * 4);
             continue;
         }
-        top = _mm512_set1_ps(maximum);
-        for (int i = 0; i < width; i += 16) {
-            __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(b->logits[s] + i), top));
-            sum = _mm512_add_ps(sum, e);
+        top = V(set)(maximum);
+        for (int i = 0; i < width; i += LANES) {
+            V(vec) e = V(exp)(V(sub)(V(read)(b->logits[s] + i), top));
+            sum = V(add)(sum, e);
 #if PAIRS
             _mm256_storeu_si256((void *)(b->weights[s] + i / 2), (__m256i)_mm512_cvtneps_pbh(e));
 #else
-            _mm512_storeu_ps(b->weights[s] + i, e);
+            V(put)(b->weights[s] + i, e);
 #endif
         }
         b->factor[s] = expf(b->maximum[m + s] - maximum);
         b->maximum[m + s] = maximum;
-        b->sum[m + s] = b->sum[m + s] * b->factor[s] + _mm512_reduce_add_ps(sum);
+        b->sum[m + s] = b->sum[m + s] * b->factor[s] + V(total)(sum);
     }
 }
 
@@ -168,8 +175,8 @@ INLINE TARGET void NAME(add_values)(const attention_args *a, block *b, int m, in
     float *out = b->out + (int64_t)m * dim;
     for (; d + COLUMNS <= dim; d += COLUMNS)
         NAME(multiply)(b->weights[0], BLOCK_SLOTS, b->value + d, dim, width / STEP, out + d, dim,
-                       b->factor, 4);
-    for (; d < dim; d += 16)
+                       b->factor, VECTORS);
+    for (; d < dim; d += LANES)
         NAME(multiply)(b->weights[0], BLOCK_SLOTS, b->value + d, dim, width / STEP, out + d, dim,
                        b->factor, 1);
 }
@@ -180,23 +187,18 @@ static TARGET void NAME(store_block)(const attention_args *a, block *b, int row,
         int pair = first + m;
         int64_t at = (a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group;
         float over = 1 / b->sum[m];
-        for (int d = 0; d < a->head_dim; d += 16) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(b->out + (int64_t)m * a->head_dim + d),
-                                     _mm512_set1_ps(over));
-            if (a->dtype == F32) _mm512_storeu_ps((float *)a->out + at * a->head_dim + d, x);
-            else {
-                uint16_t *target = (uint16_t *)a->out + at * a->head_dim + d;
-#if PAIRS
-                _mm256_storeu_si256((void *)target, (__m256i)_mm512_cvtneps_pbh(x));
-#else
-                if (a->dtype == F16) _mm256_storeu_si256((void *)target, _mm512_cvtps_ph(x, 0));
-                else {
-                    float numbers[16];
-                    _mm512_storeu_ps(numbers, x);
-                    for (int i = 0; i < 16; i++) target[i] = to_bf16(numbers[i]);
-                }
-#endif
+        for (int d = 0; d < a->head_dim; d += LANES) {
+            V(vec) x = V(mul)(V(read)(b->out + (int64_t)m * a->head_dim + d), V(set)(over));
+            if (a->dtype == F32) {
+                V(put)((float *)a->out + at * a->head_dim + d, x);
+                continue;
             }
+            uint16_t *target = (uint16_t *)a->out + at * a->head_dim + d;
+#if PAIRS
+            _mm256_storeu_si256((void *)target, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+            V(narrow)(target, x, a->dtype);
+#endif
         }
         if (a->normalisers) {
             a->normalisers[2 * at] = b->maximum[m];
@@ -259,15 +261,13 @@ static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int
             for (int s = 0; m + s <= last; s++) {
                 int pair = first + m + s;
                 int64_t at = (a->starts[p->row] + pair / a->group) * num_heads(a) + head + pair % a->group;
-                __m512 top = _mm512_set1_ps(a->normalisers[2 * at]);
-                __m512 over = _mm512_set1_ps(a->normalisers[2 * at + 1]);
+                V(vec) top = V(set)(a->normalisers[2 * at]), over = V(set)(a->normalisers[2 * at + 1]);
                 int64_t target = (int64_t)p->row * num_heads(a) + head + pair % a->group;
                 float *sums = a->column_sums + target * a->sums_stride + p->first;
-                for (int i = 0; i < packed; i += 16) {
-                    __mmask16 inside = between16(0, packed - i);
-                    __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(b->logits[s] + i), top));
-                    __m512 sum = _mm512_maskz_loadu_ps(inside, sums + i);
-                    _mm512_mask_storeu_ps(sums + i, inside, _mm512_fmadd_ps(e, over, sum));
+                for (int i = 0; i < packed; i += LANES) {
+                    V(mask) inside = V(between)(0, packed - i);
+                    V(vec) e = V(exp)(V(sub)(V(read)(b->logits[s] + i), top));
+                    V(put_some)(sums + i, inside, V(fma)(e, over, V(read_some)(inside, sums + i)));
                 }
             }
         }
@@ -275,3 +275,4 @@ static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int
 }
 
 #undef STEP
+#undef COLUMNS

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "numbers.h"
+#include "vectors.h"
 
 #define MAX_QUERIES 8
 #define TILE 16

@@ -5,12 +5,6 @@
 #include "walk.h"
 
 #ifdef HAVE_X86
-INLINE AVX2 float sum8(__m256 a) {
-    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
-    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
-}
-
 /* Four slots together: enough sums in flight to hide the latency of a product. */
 INLINE AVX2 void logits_avx2(const walk *w, const tile *t, int m, int dtype, float *logits) {
     int dim = w->head_dim;
@@ -23,8 +17,28 @@ INLINE AVX2 void logits_avx2(const walk *w, const tile *t, int m, int dtype, flo
             for (int j = 0; j < slots; j++)
                 sums[j] = _mm256_fmadd_ps(q, load8(t->key, (int64_t)(i + j) * dim + d, dtype), sums[j]);
         }
-        for (int j = 0; j < slots; j++) logits[i + j] = sum8(sums[j]);
+        for (int j = 0; j < slots; j++) logits[i + j] = total8(sums[j]);
     }
+}
+
+/* take_in of walk.h, eight weights at a time. */
+INLINE AVX2 float take_in_avx2(walk *w, int m, float *logits) {
+    vec8 x[TILE / 8], top = set8(w->maximum[m]), sum = zero8();
+    for (int i = 0; i < TILE / 8; i++) top = max8(top, x[i] = read8(logits + i * 8));
+    float maximum = top8(top);
+    if (maximum == -INFINITY) {
+        memset(logits, 0, TILE * sizeof(float));
+        return 1;
+    }
+    for (int i = 0; i < TILE / 8; i++) {
+        x[i] = exp8(sub8(x[i], set8(maximum)));
+        sum = add8(sum, x[i]);
+        put8(logits + i * 8, x[i]);
+    }
+    float factor = maximum == w->maximum[m] ? 1 : expf(w->maximum[m] - maximum);
+    w->maximum[m] = maximum;
+    w->sum[m] = w->sum[m] * factor + total8(sum);
+    return factor;
 }
 
 INLINE AVX2 void walk_tile_of(walk *w, const tile *t, int dtype, float softcap) {
@@ -34,7 +48,7 @@ INLINE AVX2 void walk_tile_of(walk *w, const tile *t, int dtype, float softcap) 
         logits_avx2(w, t, m, dtype, weights[m]);
         cap_and_mask(w, t, m, softcap, weights[m]);
         keep_logits(w, t, m, weights[m]);
-        factor[m] = take_in(w, m, weights[m]);
+        factor[m] = take_in_avx2(w, m, weights[m]);
     }
     for (int d = 0; d < dim; d += 8) {
         __m256 sums[MAX_QUERIES];
