@@ -92,6 +92,18 @@ ENDS = st.lists(
 )
 
 
+def test_alone_a_sequence_is_promised_what_it_owes_and_no_page_for_rounding():
+    """14 pages in 25 steps are 0.56 a step, and 25 times that is more than 14 in floats."""
+    steps, owed = (x.ravel() for x in np.meshgrid(np.arange(1, 100), np.arange(100)))
+
+    found = [
+        highest_point(np.array([n]), *[np.array([[pages]])] * 2)
+        for n, pages in zip(steps, owed, strict=True)
+    ]
+
+    assert np.array_equal(np.concatenate(found), owed)
+
+
 @given(ENDS)
 def test_the_highest_point_is_that_of_a_run_step_by_step(ends):
     """Everybody grows evenly to what it owes; at its end it has given back all it holds."""

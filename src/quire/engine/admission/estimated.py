@@ -17,6 +17,7 @@ from quire.engine.request import Request
 INITIAL_RATIO = 1.0
 LEARNING_RATE = 0.05
 CAUTION = 1.2
+ROUNDING = 1e-6  # of pages, which are counted in thousands
 
 
 class Estimated(AdmissionRule):
@@ -85,5 +86,6 @@ def highest_point(steps: Counts, owed: Counts, returned: Counts) -> Counts:
     gone = np.cumsum(returned, axis=0) - returned
     grown_whole = np.cumsum(owed, axis=0) - owed  # what the gone ones had taken besides
     level = growing + grown_whole - gone
-    highest: Counts = np.ceil(level.max(axis=0, initial=0)).astype(np.int64)
+    # a page that is there by the rounding of a rate times its steps only is not taken
+    highest: Counts = np.ceil(level.max(axis=0, initial=0) - ROUNDING).astype(np.int64)
     return highest
