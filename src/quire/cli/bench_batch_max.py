@@ -31,7 +31,12 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[str, typer.Option(help="Only these, with commas: speed, quality.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of all arms, in turns.")] = 3,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Rounds of what is claimed, in turns; all else runs in the first."
+        ),
+    ] = 5,
     pools: Annotated[
         str,
         typer.Option(

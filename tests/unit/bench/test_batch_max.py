@@ -151,6 +151,27 @@ def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
     return ArmTime(**(fields | changes))
 
 
+def test_later_rounds_run_what_is_claimed_and_nothing_else():
+    config = replace(TINY, repeats=2)
+
+    first, later = (
+        {pool: [arm.name for arm in config.arms_of_round(i, pool)] for pool in config.pools}
+        for i in range(2)
+    )
+
+    assert first == {pool: [arm.name for arm in config.arms(pool)] for pool in config.pools}
+    assert later == {1: [], 2: ["fkv", "ed_2", "bm_56"]}
+
+
+def test_rounds_that_one_arm_missed_count_for_neither():
+    rounds = [
+        [arm_time("fkv", 10.0), arm_time("end_8", 20.0)],
+        [arm_time("fkv", 1.0)],
+    ]
+
+    assert ratio(rounds, STATIC, 2, "end_8", "fkv") == 2.0
+
+
 def test_a_ratio_is_the_median_of_ratios_within_rounds():
     """Of 4/1, 9/3 and 10/5 the median is 3; the ratio of the medians would be 9/3 too: not 10/3."""
     rounds = [

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.bench.batch_max.arms import EvictionArm, arms_of
+from quire.bench.batch_max.arms import ED, FKV, EvictionArm, arms_of, bm_name
 from quire.bench.workload import SHAPES
 from quire.errors import ConfigError
 
@@ -25,9 +25,9 @@ class SpeedConfig:
         every: tokens that leave at a time.
         pools: KV memories, in rows of full KV.
         claimed_pool: of `pools`, the one whose ratios are the claims; all caps run there.
-        repeats: rounds of all arms, taking turns.
+        repeats: rounds of the claimed arms in the claimed pool, taking turns.
+        other_repeats: rounds, the first ones, in which all else runs too.
         continuous_prompts: requests that come at once to the engine as it is; 0 leaves that out.
-        continuous_repeats: rounds of those.
     """
 
     model: str = "125m"
@@ -38,9 +38,9 @@ class SpeedConfig:
     every: int = 64
     pools: tuple[int, ...] = (1, 2, 4)
     claimed_pool: int = 2
-    repeats: int = 3
-    continuous_prompts: int = 12
-    continuous_repeats: int = 1
+    repeats: int = 5
+    other_repeats: int = 1
+    continuous_prompts: int = 8
 
     def __post_init__(self) -> None:
         context = SHAPES[self.model]().max_position_embeddings
@@ -56,6 +56,13 @@ class SpeedConfig:
     def final_tokens(self) -> int:
         """Length of each row at the end."""
         return self.prompt_tokens + self.new_tokens
+
+    def arms_of_round(self, number: int, pool: int) -> tuple[EvictionArm, ...]:
+        """What runs in a pool in round `number` from 0: all, or only what is claimed."""
+        if number < self.other_repeats:
+            return self.arms(pool)
+        claimed = (FKV, ED, bm_name(self.caps[0])) if pool == self.claimed_pool else ()
+        return tuple(arm for arm in self.arms(pool) if arm.name in claimed)
 
     def arms(self, pool: int) -> tuple[EvictionArm, ...]:
         """All arms in the claimed pool; one cap in the others."""

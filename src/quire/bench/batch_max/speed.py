@@ -38,9 +38,11 @@ def times_of(rounds: Sequence[Round], way: str, pool: int, arm: str) -> list[Arm
 
 
 def ratio(rounds: Sequence[Round], way: str, pool: int, arm: str, other: str) -> float:
-    """Tokens a second of an arm over another's: median of the ratios within rounds."""
-    pairs = zip(times_of(rounds, way, pool, arm), times_of(rounds, way, pool, other), strict=True)
-    return statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs)
+    """Tokens a second of an arm over another's: median of the ratios within rounds of both."""
+    pairs = (
+        (times_of([found], way, pool, arm), times_of([found], way, pool, other)) for found in rounds
+    )
+    return statistics.median(a[0].tokens_per_s / b[0].tokens_per_s for a, b in pairs if a and b)
 
 
 def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
@@ -92,10 +94,11 @@ def _table(config: SpeedConfig, rounds: Sequence[Round], way: str) -> Table:
         caption=(
             f"Prompts of {config.prompt_tokens:,} tokens, {config.new_tokens} new, random-weight "
             f"Llama ({config.model}), {config.dtype}, one KV memory of equal bytes for every arm. "
-            f"{words} Medians of {len(times_of(rounds, way, *next(iter(keys))))}; prefill counts."
+            f"{words} Medians over rounds in turn; prefill counts."
         ),
         columns=(
             "KV, arm",
+            "rounds",
             "batch",
             "prefill s",
             "decode s",
@@ -115,6 +118,7 @@ def _row(
     labels = {found.name: found.label for found in config.arms(pool)}
     return (
         f"{pool} x {config.final_tokens:,} tokens, {labels[arm]}",
+        len(times),
         times[0].batch,
         statistics.median(t.prefill_s for t in times),
         statistics.median(t.decode_s for t in times),

@@ -153,11 +153,15 @@ class ArmTimer:
 
 
 def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
-    """Yield rounds: every arm in every pool; the engine as it is in the first few."""
+    """Yield rounds: all arms in all pools and the engine as it is; later what is claimed."""
     timer.warm_up()
     for i in range(config.repeats):
-        found = [timer.static(arm, pool) for pool in config.pools for arm in config.arms(pool)]
-        if config.continuous_prompts and i < config.continuous_repeats:
+        found = [
+            timer.static(arm, pool)
+            for pool in config.pools
+            for arm in config.arms_of_round(i, pool)
+        ]
+        if config.continuous_prompts and i < config.other_repeats:
             found += _continuous(timer, config.arms(config.claimed_pool))
         yield found
 
