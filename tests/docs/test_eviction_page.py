@@ -72,6 +72,13 @@ def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
     maker.main([], tmp_path)
     assert (tmp_path / "eviction-measured.md").read_text() == text
 
+    later = run_object("eviction", quality=part("full_quality", 0.8)) | {"commit": "def"}
+    (tmp_path / "c").write_text(json.dumps(later))
+    maker.main([str(tmp_path / "c")], tmp_path)
+    text = (tmp_path / "eviction-measured.md").read_text()
+    assert "## Rules, budgets, tasks\n\nCommit def, 2 threads." in text
+    assert text.count("Commit abc, 2 threads.") == 2
+
 
 def test_every_part_has_a_title(maker: ModuleType):
     from quire.bench.batch_max.parts import make_parts as batch_max_parts

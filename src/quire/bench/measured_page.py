@@ -64,7 +64,7 @@ class MeasuredPage:
         """The page as Markdown."""
         header = f"<!-- Written by {self.script}. Run it again, do not change this file. -->"
         top = f"{header}\n\n# {self.heading}\n\n{self.about(run)}\n\n"
-        return "".join((top, *self._claims(run), *self._parts(parts)))
+        return "".join((top, *self._claims(run), *self._parts(run, parts)))
 
     def _claims(self, run: Run) -> Iterator[str]:
         reached = {name: run["claims"][name] for name in self.targets if name in run["claims"]}
@@ -73,9 +73,11 @@ class MeasuredPage:
         for name, value in reached.items():
             yield f"| `{name}` | {value:.4g} | {self.targets[name]} |\n"
 
-    def _parts(self, parts: Mapping[str, PartResult]) -> Iterator[str]:
+    def _parts(self, run: Run, parts: Mapping[str, PartResult]) -> Iterator[str]:
         for name, part in parts.items():
-            yield f"\n## {self.titles[name]}\n\n"
+            made = run["arms"][name].get("made", _made(run))
+            threads = _threads(made["threads"])
+            yield f"\n## {self.titles[name]}\n\nCommit {made['commit'][:7]}, {threads}.\n\n"
             yield "\n".join(markdown(table) for table in part.tables)
             for picture in part.pictures:
                 yield f"\n![{picture.title}](images/measured-{picture.name}.svg)\n"
@@ -87,19 +89,26 @@ def merged(runs: Sequence[Run]) -> Run:
     claims: Run = {}
     for run in runs:
         for name, part in run["arms"].items():
-            arms[name] = {key: value for key, value in part.items() if key != "raw"}
+            kept = {key: value for key, value in part.items() if key != "raw"}
+            arms[name] = {"made": _made(run)} | kept  # a part that was kept says so itself
             claims |= part["claims"]
     return runs[-1] | {"claims": claims, "arms": arms}
 
 
 def program(run: Run) -> str:
-    """Which Quire, on what: for the words under a heading."""
-    threads = run["config"]["threads"]
-    words = f"{threads} thread{'s' * (threads != 1)}"
+    """Which Quire, on what: for the words under a heading. Each part says which commit."""
     return (
-        f"Quire {run['versions']['quire']} at commit {run['commit']}, torch "
-        f"{run['versions']['torch']}, {run['hardware']['cpu']}, {words}"
+        f"Quire {run['versions']['quire']}, torch {run['versions']['torch']}, "
+        f"{run['hardware']['cpu']}"
     )
+
+
+def _made(run: Run) -> dict[str, Any]:
+    return {"commit": run["commit"], "threads": run["config"]["threads"]}
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' * (number != 1)}"
 
 
 def last_line(path: Path) -> Run:

@@ -352,7 +352,7 @@ def test_cost_claims_by_hand():
 
 
 def test_every_arm_of_the_cost_decodes_as_many_steps():
-    config = CostConfig(model="tiny", cap=32, every=4, rows=2, cycles=2, repeats=1)
+    config = CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1)
 
     [found] = cost.measure_cost(config)
 

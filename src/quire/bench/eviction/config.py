@@ -104,8 +104,7 @@ class CostConfig:
         rule: whose cost is measured.
         cap, every: of it; prompts are as long as the cap.
         rows: that decode together.
-        cycles: times each row evicts in a measured run.
-        repeats: rounds of all arms, after one that is not counted.
+        repeats: rounds of all arms, of `every` steps each, after one that is not counted.
     """
 
     model: str = "125m"
@@ -113,13 +112,7 @@ class CostConfig:
     cap: int = 1_024
     every: int = 64
     rows: int = 32
-    cycles: int = 2
-    repeats: int = 3
-
-    @property
-    def steps(self) -> int:
-        """Decode steps of a run."""
-        return self.cycles * self.every
+    repeats: int = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,5 +135,5 @@ QUICK_EVICTION = EvictionBenchConfig(
     quality=CellsConfig(tasks=("lines", "niah"), budgets=(0.25,), tokens=256, prompts=10),
     perplexity=PerplexityConfig(tokens=512, texts=2),
     kept=KeptConfig(tokens=256, texts=1, every=16, bins=16),
-    cost=CostConfig(model="small", cap=128, every=16, rows=8, cycles=1, repeats=1),
+    cost=CostConfig(model="small", cap=128, every=16, rows=8, repeats=1),
 )

@@ -69,38 +69,55 @@ def arms(config: CostConfig) -> dict[str, str]:
     }
 
 
+class TimedArm:
+    """Rows of one arm that decode; every row evicts once in each round that is timed.
+
+    Args:
+        model: with random weights.
+        config: rows and lengths.
+        arm: its name.
+        evict: what `--evict` takes.
+    """
+
+    def __init__(self, model: LoadedModel, config: CostConfig, arm: str, evict: str) -> None:
+        self._config, self._arm = config, arm
+        # a row decodes while the others' prompts are read, and in a round that is not counted
+        most = (config.repeats + 1) * config.every + config.rows + 2
+        memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
+        kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
+        self._engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
+        options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+        for row in range(config.rows):
+            self._engine.submit(random_prompt(model, config.cap, row), options)
+        while self._engine.has_work and not self._all_decode():
+            self._engine.step()
+
+    def _all_decode(self) -> bool:
+        return all_decode(self._engine.scheduler.running, self._config.rows)
+
+    def round(self) -> StepCost:
+        """The next steps, as many as each row takes from one eviction to the next."""
+        before, steps = asdict(self._engine.times), self._config.every
+        for _ in range(steps):
+            self._engine.step()
+        if not self._all_decode():
+            raise InvariantError(f"rows of arm {self._arm} have left while its steps were timed")
+        after = asdict(self._engine.times)
+        return StepCost(
+            arm=self._arm,
+            step_s=(after["steps_s"] - before["steps_s"]) / steps,
+            schedule_s=(after["schedule_s"] - before["schedule_s"]) / steps,
+        )
+
+
 def measure_cost(config: CostConfig) -> list[Round]:
     """Rounds of all arms, taking turns; one before them is not counted."""
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
-    rounds: list[Round] = []
-    for i in range(config.repeats + 1):
-        found = {arm: _run(model, config, arm, evict) for arm, evict in arms(config).items()}
-        rounds += [found] if i else []
-    return rounds
-
-
-def _run(model: LoadedModel, config: CostConfig, arm: str, evict: str) -> StepCost:
-    most = config.steps + config.rows + 2  # a row decodes while the others' prompts are read
-    length = config.cap + most
-    memory = 2 * config.rows * model.spec.kv_bytes(length, 2) + (8 << 20)
-    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
-    engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
-    options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
-    for row in range(config.rows):
-        engine.submit(random_prompt(model, config.cap, row), options)
-    while engine.has_work and not all_decode(engine.scheduler.running, config.rows):
-        engine.step()
-    before = asdict(engine.times)
-    for _ in range(config.steps):
-        engine.step()
-    if not all_decode(engine.scheduler.running, config.rows):
-        raise InvariantError(f"rows of arm {arm} have left while its steps were timed")
-    after = asdict(engine.times)
-    return StepCost(
-        arm=arm,
-        step_s=(after["steps_s"] - before["steps_s"]) / config.steps,
-        schedule_s=(after["schedule_s"] - before["schedule_s"]) / config.steps,
-    )
+    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in arms(config).items()}
+    rounds: list[Round] = [
+        {arm: rows.round() for arm, rows in timed.items()} for _ in range(config.repeats + 1)
+    ]
+    return rounds[1:]
 
 
 def run_cost(config: CostConfig) -> PartResult:
@@ -146,10 +163,10 @@ def _table(config: CostConfig, rounds: Sequence[Round]) -> Table:
     return Table(
         name="eviction-cost",
         caption=(
-            f"{config.rows} rows of {config.cap:,} tokens decode {config.steps} more, "
-            f"random-weight Llama ({config.model}), bfloat16; every row evicts {config.cycles} "
-            "times. Planning holds scoring and compaction. Medians of "
-            f"{config.repeats}, in turns."
+            f"{config.rows} rows of {config.cap:,} tokens decode on, random-weight Llama "
+            f"({config.model}), bfloat16; every row evicts once in the {config.every} steps of a "
+            f"round. Planning holds scoring and compaction. Medians of {config.repeats} rounds, "
+            "in turns."
         ),
         columns=("eviction", "step ms", "planning ms", "planning %", "step over full"),
         rows=tuple(rows),
