@@ -1,7 +1,7 @@
 /* Runs attention.c under the address and undefined-behaviour sanitizers.
  *
  * Random lanes in pages that end exactly where their memory ends, compared with the plainest
- * attention in double precision: walks, walks that are merged, blocks, column sums. Free slots hold
+ * attention in double precision: walks, walks that are merged, blocks, whole rows or not, column sums. Free slots hold
  * NaN. Exit code 0 when everything agrees.
  */
 #include <stdio.h>
@@ -48,7 +48,9 @@ static int one_case(int path, int dtype) {
     part walks[60], blocks[12], merges[3], sum_parts[9];
     int num_walks = 0, num_blocks = 0, num_merges = 0, num_sums = 0, num_partials = 0;
     for (int r = 0; r < rows; r++) {
-        if (new_tokens[r] > 1 && quire_block_queries(path, dim)) {
+        if (new_tokens[r] > 1 && quire_block_queries(path, dim) && between(0, 1)) { /* in one piece */
+            blocks[num_blocks++] = (part){r, 0, new_tokens[r] * group, 1};
+        } else if (new_tokens[r] > 1 && quire_block_queries(path, dim)) {
             for (int first = 0; first < new_tokens[r] * group; first += 50, num_blocks++) {
                 int left = new_tokens[r] * group - first;
                 blocks[num_blocks] = (part){r, first, left < 50 ? left : 50, -1};

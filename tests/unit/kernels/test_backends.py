@@ -160,6 +160,27 @@ def test_a_long_row_is_split_and_merged(backend, slots):
 
 
 @any_native
+@pytest.mark.parametrize("slots", [11901, 11902])
+def test_columns_are_summed_in_one_block_or_computed_again(backend, slots):
+    """17 query vectors: (17 + 5) x (11,900 + 15) logits are below 2 ** 18, one slot more above."""
+    lanes = Lanes(
+        tokens=[17, 40],
+        slots=[[slots - 1], [300]],
+        heads=1,
+        head_dim=16,
+        page_tokens=16,
+        dtype=torch.float32,
+        window=None,
+    )
+    query, math = lanes.query(1), AttentionMath(scale=0.25)
+    expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
+
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-6, rtol=1e-4)
+
+
+@any_native
 def test_a_row_is_judged_alone(backend):
     """Neither the other rows nor the number of threads move a bit of its output."""
     shape = {"heads": 2, "head_dim": 64, "page_tokens": 16, "dtype": torch.bfloat16}

@@ -21,7 +21,7 @@ enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
  *
  * list     first, count are      partial
  * walks    slots of the lane     number of its result to be merged, or -1: it is the whole row
- * blocks   query vectors         not used
+ * blocks   query vectors         1: all of the row's, adds up its columns too where sums are asked for
  * merges   not used              first of its results; count says how many
  * sums     slots of the lane     not used
  */

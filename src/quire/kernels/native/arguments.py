@@ -18,6 +18,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MAX_TOGETHER = 8  # KV heads one thread walks side by side, as in walk.h
 SUM_SLOTS = 256  # slots of a part of column sums: BLOCK_SLOTS of blocked.h
+KEPT_LOGITS = 1 << 18  # of a block that adds up its columns itself: likewise
 ROW, FIRST, COUNT, PARTIAL, PART_FIELDS = 0, 1, 2, 3, 4  # columns of a part: see `part` in args.h
 
 

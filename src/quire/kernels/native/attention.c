@@ -11,7 +11,8 @@
  * and, when all of those are done, what needs their results:
  *
  *     merges  of the walks of a long row
- *     sums    of columns, of rows that were attended in blocks
+ *     sums    of columns, of rows that were attended in several blocks, or long ones: their logits are
+ *             computed again
  *
  * Slots nobody sees are left out of every product: free slots may hold anything, NaN included. How
  * a row is cut depends on the row alone, so neither the other rows nor the number of threads change
@@ -107,6 +108,15 @@ int quire_block_queries(int path, int head_dim) {
 }
 
 int quire_max_together(void) { return MAX_TOGETHER; }
+/* Logits, query vectors times slots, up to which a block of a whole row adds up its columns itself. */
+int quire_kept_logits(void) {
+#ifdef HAVE_X86
+    return KEPT_LOGITS;
+#else
+    return 0;
+#endif
+}
+
 int quire_sum_slots(void) {
 #ifdef HAVE_X86
     return BLOCK_SLOTS;
@@ -122,7 +132,8 @@ int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_togethe
     size_t bytes = walk_bytes() + MAX_QUERIES * (size_t)sums_stride * sizeof(float);
     if (walks > bytes) bytes = walks;
 #ifdef HAVE_X86
-    if (block_bytes(head_dim) > bytes) bytes = block_bytes(head_dim);
+    size_t blocks = block_bytes(head_dim, sums_stride > 0);
+    if (blocks > bytes) bytes = blocks;
 #endif
     return (int64_t)((bytes + 63) / 64 * 64);
 }

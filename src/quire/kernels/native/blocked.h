@@ -20,6 +20,7 @@
 #ifdef HAVE_X86
 #define BLOCK_SLOTS 256   /* packed at a time */
 #define BLOCK_QUERIES 384 /* query vectors of a part: packing is shared, and still many parts */
+#define KEPT_LOGITS (1 << 18) /* a megabyte: what stays in a core's cache */
 #define SIDE 6            /* query vectors in registers: 6 x VECTORS sums, VECTORS columns, 1 more */
 
 typedef struct {
@@ -30,12 +31,16 @@ typedef struct {
     uint32_t *query; /* [vectors, units] */
     uint32_t *key, *value;
     float *out; /* [vectors, head_dim] */
+    float *kept; /* logits [vectors, kept_stride], of blocks that add up their columns */
+    int64_t kept_stride;
     int units;
 } block;
 
-static size_t block_bytes(int head_dim) {
+/* Scratch of a block: with room for logits where column sums are asked for. */
+static size_t block_bytes(int head_dim, int sums) {
     size_t vectors = (size_t)head_dim * 4;
-    return (sizeof(block) + 63) / 64 * 64 + 2 * vectors * (BLOCK_QUERIES + BLOCK_SLOTS);
+    return (sizeof(block) + 63) / 64 * 64 + 2 * vectors * (BLOCK_QUERIES + BLOCK_SLOTS) +
+           (sums ? KEPT_LOGITS * sizeof(float) : 0);
 }
 
 static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
@@ -46,7 +51,8 @@ static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
     b->query = (uint32_t *)next;
     b->out = (float *)(next += vector * BLOCK_QUERIES);
     b->key = (uint32_t *)(next += vector * BLOCK_QUERIES);
-    b->value = (uint32_t *)(next + vector * BLOCK_SLOTS);
+    b->value = (uint32_t *)(next += vector * BLOCK_SLOTS);
+    b->kept = (float *)(next + vector * BLOCK_SLOTS);
     return b;
 }
 

@@ -207,6 +207,29 @@ static TARGET void NAME(store_block)(const attention_args *a, block *b, int row,
     }
 }
 
+/* Logits of SIDE vectors from m on with `width` slots from `column` on, for the sums. */
+INLINE TARGET void NAME(keep_logits)(block *b, int m, int64_t column, int width) {
+    for (int s = 0; s < SIDE; s++)
+        for (int i = 0; i < width; i += LANES)
+            V(put)(b->kept + (int64_t)(m + s) * b->kept_stride + column + i, V(read)(b->logits[s] + i));
+}
+
+/* Column sums of the slots from `start` on, where all query vectors of the KV head are in the block. */
+static TARGET void NAME(sum_kept)(const attention_args *a, const block *b, const part *p, int head,
+                                  int64_t start, int64_t end) {
+    for (int m = 0; m < p->count; m++) {
+        V(vec) top = V(set)(b->maximum[m]), over = V(set)(1 / b->sum[m]);
+        int64_t target = (int64_t)p->row * num_heads(a) + head + m % a->group;
+        float *sums = a->column_sums + target * a->sums_stride + start;
+        const float *kept = b->kept + (int64_t)m * b->kept_stride;
+        for (int64_t i = 0; i < end - start; i += LANES) {
+            V(mask) inside = V(between)(0, end - start - i);
+            V(vec) e = V(exp)(V(sub)(V(read)(kept + i), top));
+            V(put_some)(sums + i, inside, V(fma)(e, over, V(read_some)(inside, sums + i)));
+        }
+    }
+}
+
 /* Part `p` of the query vectors of a KV head: count of them from first on. */
 static TARGET void NAME(attend_block)(const attention_args *a, const part *p, int kv_head,
                                       uint8_t *scratch) {
@@ -219,8 +242,11 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
         b->sum[m] = a->sinks ? 1 : 0;
     }
     memset(b->out, 0, (size_t)(count + SIDE - 1) / SIDE * SIDE * a->head_dim * sizeof(float));
-    int64_t end = b->high[count - 1];
-    for (int64_t base = b->low[0] / BLOCK_SLOTS * BLOCK_SLOTS; base < end; base += BLOCK_SLOTS) {
+    int64_t start = b->low[0] / BLOCK_SLOTS * BLOCK_SLOTS, end = b->high[count - 1];
+    int sums = a->column_sums && p->partial > 0, whole = (count + SIDE - 1) / SIDE * SIDE;
+    b->kept_stride = (end - start + 15) / 16 * 16;
+    for (int64_t i = 0; sums && i < whole * b->kept_stride; i++) b->kept[i] = -INFINITY;
+    for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
         int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
         int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* pages there may be gone */
         NAME(pack_keys)(a, b, &l, base, skip, packed);
@@ -232,11 +258,13 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
             int width = seen < packed ? (int)seen : packed;
             width = (width + 15) / 16 * 16;
             NAME(logits_of)(a, b, m, base, width);
+            if (sums) NAME(keep_logits)(b, m, base - start, width);
             NAME(weigh)(b, m, width);
             NAME(add_values)(a, b, m, width);
         }
     }
     NAME(store_block)(a, b, p->row, head, p->first, count);
+    if (sums) NAME(sum_kept)(a, b, p, head, start, end);
 }
 
 /* Column sums of the slots of part `p`, for the query heads of a KV head: logits once more, and the

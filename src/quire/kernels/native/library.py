@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels.native.arguments import (
+    KEPT_LOGITS,
     MAX_TOGETHER,
     SUM_SLOTS,
     AttentionArgs,
@@ -97,6 +98,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
         )
         limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
         together, sum_slots = library.quire_max_together, library.quire_sum_slots
+        kept_logits = library.quire_kept_logits
         attend, best_path = library.quire_attend, library.quire_best_path
         move = library.quire_move
         block_queries, scratch_bytes = library.quire_block_queries, library.quire_scratch_bytes
@@ -107,7 +109,8 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     mirrors = (AttentionArgs, WriteArgs, MoveArgs, TallyArgs)
     if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
-    if together() < MAX_TOGETHER or sum_slots() not in (0, SUM_SLOTS):
+    sizes_of_blocks = sum_slots(), kept_logits()
+    if together() < MAX_TOGETHER or sizes_of_blocks not in ((0, 0), (SUM_SLOTS, KEPT_LOGITS)):
         return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
     attend.argtypes = (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int)
     attend.restype = ctypes.c_int

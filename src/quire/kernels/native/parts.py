@@ -1,7 +1,8 @@
 """How the attention of a step is cut into parts that threads take one after the other.
 
 rows with few query vectors     one walk; a row of many slots, several walks and a merge
-rows with many query vectors    blocks of query vectors, and for column sums blocks of slots
+rows with many query vectors    blocks of query vectors, and for column sums blocks of slots; where
+                                one block has the whole row, it adds up the columns too
 
 How a row is cut depends on the row alone, not on the others or on the number of threads: so does
 its output.
@@ -16,6 +17,7 @@ from quire.kernels.backend import LaneSlots, StepShape
 from quire.kernels.native.arguments import (
     COUNT,
     FIRST,
+    KEPT_LOGITS,
     PART_FIELDS,
     PARTIAL,
     ROW,
@@ -78,12 +80,16 @@ def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) ->
     size = max(block_queries, 1)
     blocks = _repeat(blocked, -(-pairs // size), size)
     blocks[:, COUNT] = np.minimum(size, np.repeat(pairs, -(-pairs // size)) - blocks[:, FIRST])
+    # logits are kept in whole tiles, of 6 query vectors and 16 slots
+    alone = (pairs <= size) & ((pairs + 5) * (slots[blocked] + 15) <= KEPT_LOGITS)
+    blocks[:, PARTIAL] = np.repeat(alone, -(-pairs // size))
+    summed = blocked[~alone]
     kept = walked if block_queries == 0 else np.arange(len(tokens))
     return Parts(
         walks=walks,
         blocks=blocks[::-1].copy(),  # the last blocks of a chunk see most slots: they begin
         merges=merges,
-        sums=_repeat(blocked, -(-slots[blocked] // SUM_SLOTS), SUM_SLOTS),
+        sums=_repeat(summed, -(-slots[summed] // SUM_SLOTS), SUM_SLOTS),
         num_partials=int(split.sum()),
         others=large if block_queries == 0 else large[:0],
         work=int((slots[kept] * tokens[kept]).sum()),
