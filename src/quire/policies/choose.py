@@ -26,11 +26,32 @@ def choose_slots(
         True where a slot stays.
     """
     must = protected & live
-    wanted = (keep - must.sum(dim=1)).clamp_min(0)
-    above, tied, left = best_and_tied(score, live & ~must, wanted)
-    if bool((tied.sum(dim=1) > left).any()):
-        tied &= tied.cumsum(dim=1) <= left[:, None]
-    return must | above | tied
+    wanted = (keep - count_true(must)).clamp_min(0)
+    return must | best_slots(score, live & ~must, wanted)
+
+
+def best_slots(
+    score: Float[Tensor, "*lane slot"],
+    free: Bool[Tensor, "... slot"],
+    wanted: Int[Tensor, "..."],
+) -> Bool[Tensor, "*lane slot"]:
+    """The best `wanted` of the free slots of each lane, or all; ties to the lower place.
+
+    Args:
+        score: finite where free.
+        free: of each lane, or of several at once: sizes of 1 stand for as many as there are.
+        wanted: likewise.
+    """
+    ranked = torch.where(free, score, float("-inf"))
+    if not ranked.shape[-1]:
+        return torch.zeros_like(ranked, dtype=torch.bool)
+    wanted = wanted.expand(ranked.shape[:-1])
+    border = _border(ranked, wanted)
+    best = free & (ranked >= border)
+    if torch.equal(count_true(best), wanted):  # no more at the border than are wanted
+        return best
+    above, tied, left = _around(border, ranked, free, wanted)
+    return above | (tied & (tied.cumsum(dim=-1) <= left[..., None]))
 
 
 def best_and_tied(
@@ -44,14 +65,35 @@ def best_and_tied(
         Slots above the border, slots that score the border itself, and how many of the latter
         belong to the best.
     """
-    ranked = torch.where(free, score, float("-inf"))
-    if not ranked.shape[1]:
+    if not free.shape[1]:
         return free, free.clone(), wanted
-    place = (ranked.shape[1] - wanted).clamp(0, ranked.shape[1] - 1)
-    border = _ranked_at(ranked, place)
-    some = free & (wanted > 0)[:, None]
+    ranked = torch.where(free, score, float("-inf"))
+    return _around(_border(ranked, wanted), ranked, free, wanted)
+
+
+def count_true(marks: Bool[Tensor, "*lane slot"]) -> Int[Tensor, "*lane"]:
+    """How many slots of each lane are marked; twice as fast as a sum of bools on CPUs."""
+    return marks.view(torch.uint8).sum(dim=-1, dtype=torch.int32).long()
+
+
+def _around(
+    border: Float[Tensor, "*lane 1"],
+    ranked: Float[Tensor, "*lane slot"],
+    free: Bool[Tensor, "... slot"],
+    wanted: Int[Tensor, "*lane"],
+) -> tuple[Bool[Tensor, "*lane slot"], Bool[Tensor, "*lane slot"], Int[Tensor, "*lane"]]:
+    some = free & (wanted > 0)[..., None]
     above = some & (ranked > border)
-    return above, some & (ranked == border), wanted - above.sum(dim=1)
+    return above, some & (ranked == border), wanted - count_true(above)
+
+
+def _border(
+    ranked: Float[Tensor, "*lane slot"], wanted: Int[Tensor, "*lane"]
+) -> Float[Tensor, "*lane 1"]:
+    """What the last of the best `wanted` scores; the best of all where none is wanted."""
+    slots = ranked.shape[-1]
+    place = (slots - wanted).clamp(0, slots - 1).flatten()
+    return _ranked_at(ranked.flatten(0, -2), place).view(*ranked.shape[:-1], 1)
 
 
 def _ranked_at(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
-from quire.policies.choose import choose_slots
+from quire.policies.choose import best_slots, count_true
 from quire.policies.h2o import H2O
 from quire.policies.signatures.anchors import Signatures
 from quire.policies.signatures.query_heads import apart, by_query_head
@@ -120,20 +120,17 @@ class Crushed(ScorePolicy):
         score = base.checked_score(heads)
         # each end of what is protected may widen to a whole piece
         protected = self.checked_protected(view, keep - 2 * (piece_tokens - 1))
-        units = Units.of(view, protected, keep, piece_tokens)
-        mean = _mean_over_layer(score, heads)
-        return Asked(view, heads, score, mean, protected, keep, units)
+        return Asked(base, view, heads, heads.by_layer(score), protected, keep, piece_tokens)
 
     def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:
         """What is important, and what stands for the rest."""
         units = asked.units
         sums = units.sums(asked.mean_score)
         count = self.num_representatives(units, sums)
-        important = units.best(sums, units.room - count)
-        grouped = units.free & ~important
-        return units.spread(
-            important | self.represent(asked, grouped, count), asked.view.heads_per_layer
-        )
+        stays = units.best(sums, units.room - count)
+        if bool(count.any()):
+            stays |= self.represent(asked, units.free & ~stays, count)
+        return units.spread(stays, asked.view.heads_per_layer)
 
     @property
     def _base(self) -> ScorePolicy:
@@ -146,58 +143,88 @@ class Asked:
     """What is known of some layers when representatives are chosen.
 
     Attributes:
+        base: the rule.
         view: the sequence.
         heads: the same, a lane for each query head.
         score: the base rule's, of every query head.
-        mean_score: its mean over the query heads of a layer.
-        protected: slots that stay.
-        keep: of each lane.
-        units: what stays or goes together.
+        protected: slots that stay, the same for all heads of a layer.
+        keep: of each lane, likewise.
+        piece_tokens: neighbouring slots that stay or go together.
         known: bits that were written down before, and where; None: nothing was.
     """
 
+    base: ScorePolicy
     view: KVView
     heads: KVView
-    score: Float[Tensor, "head slot"]
-    mean_score: Float[Tensor, "layer slot"]
+    score: Float[Tensor, "layer head slot"]
     protected: Bool[Tensor, "lane slot"]
     keep: Int[Tensor, " lane"]
-    units: Units
-    known: tuple[Bool[Tensor, "head slot"], Bool[Tensor, "head slot"]] | None = None
+    piece_tokens: int = 1
+    known: tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]] | None = None
 
     @cached_property
-    def bits(self) -> Bool[Tensor, "head slot"]:
+    def must(self) -> Bool[Tensor, "layer slot"]:
+        """What is protected, of each layer."""
+        return self.view.first_heads(self.protected & self.view.live)
+
+    @cached_property
+    def units(self) -> Units:
+        """What stays or goes together."""
+        live, keep = self.view.first_heads(self.view.live), self.view.first_heads(self.keep)
+        return Units.of(live, self.must, keep, self.piece_tokens)
+
+    @cached_property
+    def mean_score(self) -> Float[Tensor, "layer column"]:
+        """The mean of the scores over the query heads of a layer, of the slots between."""
+        return self.score[:, :, self.units.columns].mean(dim=1)
+
+    @cached_property
+    def bits(self) -> Bool[Tensor, "layer head column"]:
         """Would this query head alone, with the whole budget, keep the token?"""
-        group = self.view.group
-        protected = self.protected.repeat_interleave(group, dim=0)
-        keep = self.keep.repeat_interleave(group)
-        fresh = choose_slots(self.score, self.heads.live, protected, keep)
+        columns = self.units.columns
+        if type(self.base).choose is ScorePolicy.choose:
+            fresh = self._best_of_heads()
+        else:
+            fresh = self._chosen_by_heads()[:, :, columns]
         if self.known is None:
             return fresh
         bits, signed = self.known
-        return torch.where(signed, bits, fresh)
+        return torch.where(signed[:, :, columns], bits[:, :, columns], fresh)
+
+    @property
+    def all_bits(self) -> Bool[Tensor, "layer head slot"]:
+        """The same of all slots; what is protected every head would keep."""
+        bits = self.units.live[:, None].repeat(1, self.score.shape[1], 1)
+        if self.known is not None:
+            bits = torch.where(self.known[1], self.known[0], bits)
+        bits[:, :, self.units.columns] = self.bits
+        return bits
+
+    def _best_of_heads(self) -> Bool[Tensor, "layer head column"]:
+        """What is protected, and each head's best: what may leave is the same for all of them."""
+        columns = self.units.columns
+        must = self.must[:, columns]
+        free = self.units.live[:, columns] & ~must
+        wanted = self.view.first_heads(self.keep) - count_true(self.must)
+        best = best_slots(self.score[:, :, columns], free[:, None], wanted.clamp_min(0)[:, None])
+        return best | must[:, None]
+
+    def _chosen_by_heads(self) -> Bool[Tensor, "layer head slot"]:
+        """What each head keeps by a rule that chooses in a way of its own."""
+        group = self.view.group
+        protected = self.protected.repeat_interleave(group, dim=0)
+        keep = self.keep.repeat_interleave(group)
+        chosen = self.base.choose(self.heads, self.score.flatten(0, 1), protected, keep)
+        return self.heads.by_layer(chosen)
 
     def signatures(self, grouped: Bool[Tensor, "layer unit"]) -> Signatures:
         """The bits of a layer's query heads, of each unit."""
-        bits = self.heads.by_layer(self.bits).transpose(1, 2)
-        return Signatures(self.units.side_by_side(bits), grouped, self.layers)
+        return Signatures(self.units.side_by_side(self.bits), grouped, self.layers)
 
     @property
     def layers(self) -> Int[Tensor, " layer"]:
         """Numbers of the layers."""
-        return self.view.lane_layers[:: self.view.heads_per_layer]
-
-
-def would_keep(
-    score: Float[Tensor, "head slot"],
-    live: Bool[Tensor, "head slot"],
-    protected: Bool[Tensor, "head slot"],
-    keep: Int[Tensor, " head"],
-) -> Bool[Tensor, "head slot"]:
-    """Slots that heads would keep if each decided alone."""
-    from quire.policies.choose import choose_slots
-
-    return choose_slots(score, live, protected, keep)
+        return self.view.first_heads(self.view.lane_layers)
 
 
 def _mean_over_layer(

@@ -70,8 +70,8 @@ class KMeans(CrushedShare):
     ) -> Float[Tensor, "layer unit feature"]:
         if self.on == SIGNATURES:
             return asked.signatures(grouped).bits.float()
-        keys = asked.view.by_layer(asked.view.keys).transpose(1, 2).flatten(2)
-        return asked.units.side_by_side(keys)
+        keys = asked.view.by_layer(asked.view.keys.transpose(1, 2)).flatten(1, 2)
+        return asked.units.side_by_side(keys[:, :, asked.units.columns])
 
 
 def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> NDArray[np.int64]:

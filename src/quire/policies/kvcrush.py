@@ -40,6 +40,7 @@ from torch import Tensor
 
 from quire.errors import UnknownName
 from quire.policies.base import Decision
+from quire.policies.choose import count_true
 from quire.policies.crushed import Asked
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
@@ -109,7 +110,7 @@ class KVCrush(CrushedShare):
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
         asked = self.ask(view, keep, piece_tokens)
         stays = self.stays(asked)
-        return Decision(stays, notes_of(view, asked.bits) if self.takes_notes else {})
+        return Decision(stays, notes_of(view, asked.all_bits) if self.takes_notes else {})
 
     def represent(
         self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
@@ -117,8 +118,10 @@ class KVCrush(CrushedShare):
         signatures = asked.signatures(grouped)
         distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
         seeds = (self.seed, asked.layers) if self.pick == RANDOM else None
-        chosen = torch.zeros_like(grouped)
         counts = of_each_anchor(which, grouped, count, self.anchors)
+        if self.anchors == 1:
+            return choose_representatives(distance, grouped, counts[:, 0], seeds)
+        chosen = torch.zeros_like(grouped)
         for number in range(self.anchors):
             near = grouped & (which == number)
             chosen |= choose_representatives(distance, near, counts[:, number], seeds)
@@ -140,6 +143,6 @@ def _spread(units: Units, sums: Float[Tensor, "layer unit"]) -> Float[Tensor, " 
     above = torch.where(free, (sums - least).double(), 0.0)
     mass = above.sum(dim=1)
     best = (above * units.best(sums, units.room)).sum(dim=1)
-    outside = 1 - units.room / free.sum(dim=1).clamp_min(1)
+    outside = 1 - units.room / count_true(free).clamp_min(1)
     missed = torch.where(mass > 0, 1 - best / mass.clamp_min(1e-300), outside)
     return (missed / outside.clamp_min(1e-12)).clamp(0, 1)

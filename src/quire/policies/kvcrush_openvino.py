@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.policies.choose import choose_slots
+from quire.policies.choose import best_slots, count_true
 from quire.policies.crushed import Asked, Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
@@ -81,7 +81,7 @@ class KVCrushOpenVINO(Crushed):
         self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
     ) -> Bool[Tensor, "layer unit"]:
         free = asked.units.free
-        bits = asked.units.side_by_side(_better_half(asked)[:, :, None])
+        bits = asked.units.side_by_side(_better_half(asked)[:, None])
         # the anchor is what most of all pages that may leave say
         distance, _ = nearest_anchor(
             Signatures(bits, free, asked.layers), self.anchor, 1, self.seed
@@ -89,12 +89,11 @@ class KVCrushOpenVINO(Crushed):
         return _evenly_spaced(distance, grouped, count)
 
 
-def _better_half(asked: Asked) -> Bool[Tensor, "layer slot"]:
+def _better_half(asked: Asked) -> Bool[Tensor, "layer column"]:
     """The better half of the slots that may leave, by the mean over query heads."""
     units = asked.units
     may = units.slots(units.free)
-    half = may.sum(dim=1) // 2
-    return choose_slots(asked.mean_score, may, torch.zeros_like(may), half)
+    return best_slots(asked.mean_score, may, count_true(may) // 2)
 
 
 def _evenly_spaced(

@@ -138,6 +138,10 @@ class KVView:
         """[lane, ...] as [layer, KV head, ...], the same memory."""
         return numbers.view(-1, self.heads_per_layer, *numbers.shape[1:])
 
+    def first_heads(self, numbers: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "layer ..."]:
+        """Those of each layer's first KV head: of all, where heads hold and ask the same."""
+        return numbers[:: self.heads_per_layer]
+
     def newest(self, tokens: int | Int[Tensor, "lane 1"]) -> Bool[Tensor, "lane slot"]:
         """The last `tokens` cached tokens of each lane, or of each its own number."""
         place = torch.arange(self.positions.shape[1], device=self.positions.device)

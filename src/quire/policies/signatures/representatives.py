@@ -7,10 +7,11 @@ distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 stand for them: one of
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
-from quire.policies.choose import choose_slots
+from quire.policies.choose import choose_slots, count_true
 from quire.policies.lots import lots_of
 
 MIDDLE, RANDOM = "middle", "random"
@@ -44,40 +45,46 @@ def choose_representatives(
         seeds: where one of a slice is drawn by lot, the seed and the layers' numbers; else its
             middle is taken.
     """
+    chosen = np.zeros(grouped.shape, dtype=bool)
+    units, wanted = chosen.shape[1], count.cpu().numpy()
+    if not units or not wanted.any():
+        return torch.from_numpy(chosen).to(distance.device)
+    among = grouped.cpu().numpy()
+    ranked = _ranked(distance.cpu().numpy(), among)
+    total = np.count_nonzero(among, axis=1)[:, None]
+    slices = np.minimum(wanted[:, None], total)
+    number = np.arange(wanted.max())
+    cuts = np.arange(wanted.max() + 1) * total // np.maximum(slices, 1)
+    first, length = cuts[:, :-1], np.diff(cuts)
+    picked = np.minimum(first + _inside(length, first, seeds), units - 1)
+    places = np.take_along_axis(ranked, picked, axis=1) % units  # the place, off the distance
+    layer, slot = np.nonzero(number < slices)
+    chosen[layer, places[layer, slot]] = True
+    return torch.from_numpy(chosen).to(distance.device)
+
+
+def _ranked(distance: NDArray[np.int64], among: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Distance and place as one number, in order in each layer; the largest behind the others.
+
+    In NumPy, on the host: what stays is needed there, and rows are sorted many times faster.
+    """
     units = distance.shape[1]
-    most = int(count.max()) if count.numel() else 0
-    if not units or most < 1:
-        return torch.zeros_like(grouped)
-    places = torch.arange(units, device=distance.device)
-    last = torch.iinfo(torch.int64).max
-    ranked = _ascending(torch.where(grouped, distance * units + places, last))
-    total = grouped.sum(dim=1, keepdim=True)
-    slices = torch.minimum(count[:, None], total).clamp_min(1)
-    number = torch.arange(most, device=distance.device)
-    first, end = number * total // slices, (number + 1) * total // slices
-    picked = first + _inside(end - first, first, seeds)
-    there = number < torch.minimum(count[:, None], total)
-    chosen = ranked.gather(1, picked.clamp(0, units - 1)) % units  # the place, off the distance
-    # a layer with fewer slices than the others writes True nowhere
-    return torch.zeros_like(grouped).scatter_reduce_(1, chosen, there, "amax")
-
-
-def _ascending(numbers: Int[Tensor, "layer unit"]) -> Int[Tensor, "layer unit"]:
-    """Each layer's numbers in order. NumPy sorts rows many times faster than torch on CPUs."""
-    if numbers.device.type != "cpu":
-        return numbers.sort(dim=1).values
-    return torch.from_numpy(np.sort(numbers.numpy(), axis=1))
+    last = np.iinfo(np.int64).max
+    return np.sort(np.where(among, distance * units + np.arange(units), last), axis=1)
 
 
 def _inside(
-    length: Int[Tensor, "layer slice"],
-    first: Int[Tensor, "layer slice"],
+    length: NDArray[np.int64],
+    first: NDArray[np.int64],
     seeds: tuple[int, Int[Tensor, " layer"]] | None,
-) -> Int[Tensor, "layer slice"]:
+) -> NDArray[np.int64]:
+    """Which of each slice is taken, from its first on."""
     if seeds is None:
-        return (length - 1) // 2
+        middle: NDArray[np.int64] = (length - 1) // 2
+        return middle
     seed, layers = seeds
-    return lots_of(seed, layers[:, None], first) % length.clamp_min(1)
+    lots: NDArray[np.int64] = lots_of(seed, layers.cpu()[:, None], torch.from_numpy(first)).numpy()
+    return lots % np.maximum(length, 1)
 
 
 def of_each_anchor(
@@ -91,7 +98,7 @@ def of_each_anchor(
     The largest fractions are rounded up (ties to the lower anchor), the total is kept.
     """
     if anchors == 1:
-        return torch.minimum(count, grouped.sum(dim=1))[:, None]
+        return torch.minimum(count, count_true(grouped))[:, None]
     near = torch.stack([(grouped & (which == n)).sum(dim=1) for n in range(anchors)], dim=1)
     total = near.sum(dim=1, keepdim=True)
     wanted = torch.minimum(count[:, None], total)
