@@ -1,11 +1,11 @@
 """From scores to a kept set: protected slots first, then the best, ties to the lower position."""
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.policies.best import best_slots
 
 
 def choose_slots(
@@ -26,88 +26,8 @@ def choose_slots(
         True where a slot stays.
     """
     must = protected & live
-    wanted = (keep - count_true(must)).clamp_min(0)
+    wanted = (keep - must.sum(dim=1)).clamp_min(0)
     return must | best_slots(score, live & ~must, wanted)
-
-
-def best_slots(
-    score: Float[Tensor, "*lane slot"],
-    free: Bool[Tensor, "... slot"],
-    wanted: Int[Tensor, "..."],
-) -> Bool[Tensor, "*lane slot"]:
-    """The best `wanted` of the free slots of each lane, or all; ties to the lower place.
-
-    Args:
-        score: finite where free.
-        free: of each lane, or of several at once: sizes of 1 stand for as many as there are.
-        wanted: likewise.
-    """
-    ranked = torch.where(free, score, float("-inf"))
-    if not ranked.shape[-1]:
-        return torch.zeros_like(ranked, dtype=torch.bool)
-    wanted = wanted.expand(ranked.shape[:-1])
-    border = _border(ranked, wanted)
-    best = free & (ranked >= border)
-    if torch.equal(count_true(best), wanted):  # no more at the border than are wanted
-        return best
-    above, tied, left = _around(border, ranked, free, wanted)
-    return above | (tied & (tied.cumsum(dim=-1) <= left[..., None]))
-
-
-def best_and_tied(
-    score: Float[Tensor, "lane slot"],
-    free: Bool[Tensor, "lane slot"],
-    wanted: Int[Tensor, " lane"],
-) -> tuple[Bool[Tensor, "lane slot"], Bool[Tensor, "lane slot"], Int[Tensor, " lane"]]:
-    """The best `wanted` of the free slots, but for the choice among equals.
-
-    Returns:
-        Slots above the border, slots that score the border itself, and how many of the latter
-        belong to the best.
-    """
-    if not free.shape[1]:
-        return free, free.clone(), wanted
-    ranked = torch.where(free, score, float("-inf"))
-    return _around(_border(ranked, wanted), ranked, free, wanted)
-
-
-def count_true(marks: Bool[Tensor, "*lane slot"]) -> Int[Tensor, "*lane"]:
-    """How many slots of each lane are marked; twice as fast as a sum of bools on CPUs."""
-    return marks.view(torch.uint8).sum(dim=-1, dtype=torch.int32).long()
-
-
-def _around(
-    border: Float[Tensor, "*lane 1"],
-    ranked: Float[Tensor, "*lane slot"],
-    free: Bool[Tensor, "... slot"],
-    wanted: Int[Tensor, "*lane"],
-) -> tuple[Bool[Tensor, "*lane slot"], Bool[Tensor, "*lane slot"], Int[Tensor, "*lane"]]:
-    some = free & (wanted > 0)[..., None]
-    above = some & (ranked > border)
-    return above, some & (ranked == border), wanted - count_true(above)
-
-
-def _border(
-    ranked: Float[Tensor, "*lane slot"], wanted: Int[Tensor, "*lane"]
-) -> Float[Tensor, "*lane 1"]:
-    """What the last of the best `wanted` scores; the best of all where none is wanted."""
-    slots = ranked.shape[-1]
-    place = (slots - wanted).clamp(0, slots - 1).flatten()
-    return _ranked_at(ranked.flatten(0, -2), place).view(*ranked.shape[:-1], 1)
-
-
-def _ranked_at(
-    numbers: Shaped[Tensor, "lane slot"], place: Int[Tensor, " lane"]
-) -> Shaped[Tensor, "lane 1"]:
-    """Of each lane the number that has `place` smaller ones.
-
-    NumPy sorts rows some forty times faster than torch on CPUs, and finds one place faster still.
-    """
-    if numbers.device.type != "cpu" or numbers.dtype not in (torch.float32, torch.float64):
-        return numbers.sort(dim=1).values.gather(1, place[:, None])
-    rows, places = numbers.detach().numpy(), np.unique(place.numpy())
-    ordered = np.partition(rows, places, axis=1) if len(places) == 1 else np.sort(rows, axis=1)
-    return torch.from_numpy(ordered).gather(1, place[:, None])
 
 
 def choose_pieces(

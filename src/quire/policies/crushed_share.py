@@ -10,10 +10,11 @@ from abc import ABC
 from dataclasses import dataclass
 from math import ceil
 
-from jaxtyping import Float, Int
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
+from quire.policies.best import Floats
 from quire.policies.crushed import Crushed
 from quire.policies.signatures.units import Units
 
@@ -59,9 +60,11 @@ class CrushedShare(Crushed, ABC):
         left = max(0, cap - (self.base.least_cap - 1))
         return int(round(self.share * left, 9)) // piece_tokens * piece_tokens
 
-    def num_representatives(
-        self, units: Units, sums: Float[Tensor, "layer unit"]
-    ) -> Int[Tensor, " layer"]:
+    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         del sums
-        # 0.3 * 10 must be 3: what should be whole, is
-        return (units.room.double() * self.share_of_all).round(decimals=9).floor().long()
+        return whole(units.room * self.share_of_all)
+
+
+def whole(numbers: Floats) -> NDArray[np.int64]:
+    """Rounded down; 0.3 * 10 must be 3: what should be whole, is."""
+    return np.floor(numbers.round(9)).astype(np.int64)

@@ -1,18 +1,25 @@
 """Whole layers cut into what stays or goes together: slots, or pieces of neighbouring ones.
 
-slots      p p p . . . . . . . . p p p p      p protected
-columns          |- - - - - - - -|            from the first to the last that may leave
-pieces         [    ][    ][    ][    ]       of three: the first and the last hold a protected
-                must  free  free  must        slot, or are not whole
+    slots      p p p . . . . . . . . p p p p      p protected
+    columns          |- - - - - - - -|            from the first to the last that may leave
+    pieces         [    ][    ][    ][    ]       of three: the first and the last hold a protected
+                    must  free  free  must        slot, or are not whole
+
+On the host, in NumPy: tables are there, so what stays is wanted there.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.policies.choose import best_slots, count_true, cut_pieces
+from quire.policies.best import Floats, best_of, count_of
+
+Marks = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,90 +27,101 @@ class Units:
     """Slots or pieces of layers whose heads hold the same tokens.
 
     Attributes:
-        live: slots that hold a token.
+        live: [layer, slot] slots that hold a token.
         columns: slots among which some may leave, in whole units; all others stay. What follows is
             about these.
-        free: units that may leave; whole ones.
-        room: of the free ones, so many stay.
+        free_slots: [layer, column] slots that are not protected.
+        wanted_slots: [layer] of them so many stay, were it slots that stay or go.
+        free: [layer, unit] units that may leave; whole ones.
+        room: [layer] of them, so many stay.
         piece_tokens: slots of a unit.
     """
 
-    live: Bool[Tensor, "layer slot"]
+    live: Marks
     columns: slice
-    free: Bool[Tensor, "layer unit"]
-    room: Int[Tensor, " layer"]
+    free_slots: Marks
+    wanted_slots: NDArray[np.int64]
+    free: Marks
+    room: NDArray[np.int64]
     piece_tokens: int
 
     @classmethod
     def of(
-        cls,
-        live: Bool[Tensor, "layer slot"],
-        protected: Bool[Tensor, "layer slot"],
-        keep: Int[Tensor, " layer"],
-        piece_tokens: int,
+        cls, live: Marks, protected: Marks, keep: NDArray[np.int64], piece_tokens: int
     ) -> "Units":
         """Cut layers.
 
         Args:
-            live: slots that hold a token.
-            protected: slots that stay, live ones.
-            keep: slots to keep.
+            live: [layer, slot] slots that hold a token.
+            protected: [layer, slot] slots that stay, live ones.
+            keep: [layer] slots to keep.
             piece_tokens: slots of a unit.
         """
-        columns = _between(live & ~protected, piece_tokens)
-        there, must = live[:, columns], protected[:, columns]
-        if piece_tokens == 1:
-            free = there & ~must
-        else:
-            whole = cut_pieces(there, piece_tokens).all(dim=2)
-            free = whole & ~cut_pieces(must, piece_tokens).any(dim=2)
-        most = count_true(free)
-        room = (keep - count_true(live)) // piece_tokens + most
-        return cls(live, columns, free, room.clamp_min(0).minimum(most), piece_tokens)
+        open_: Marks = live & ~protected
+        columns = _between(open_, piece_tokens)
+        slots: Marks = open_[:, columns]
+        free = slots
+        if piece_tokens > 1:
+            # a piece that is not whole, or holds a protected slot, has slots that are not free
+            free = np.logical_and.reduce(_cut(slots, piece_tokens), axis=-1)
+        over, most = keep - count_of(live), count_of(free)
+        wanted = np.maximum(over + count_of(slots), 0)
+        room = (over // piece_tokens + most).clip(0, most)
+        return cls(live, columns, slots, wanted, free, room, piece_tokens)
 
-    def sums(self, score: Float[Tensor, "layer column"]) -> Float[Tensor, "layer unit"]:
-        """What the slots of a unit score together; anything for those that are not free."""
+    def sums(self, score: Floats) -> Floats:
+        """What the slots of a unit score together; anything for those that are not free.
+
+        Args:
+            score: [layer, column].
+        """
         if self.piece_tokens == 1:
             return score
-        return cut_pieces(score, self.piece_tokens).sum(dim=2)
+        sums: Floats = _cut(score, self.piece_tokens).sum(axis=-1)
+        return sums
 
-    def side_by_side(
-        self, numbers: Shaped[Tensor, "layer number column"]
-    ) -> Shaped[Tensor, "layer unit all_numbers"]:
-        """What the slots of a unit have, one slot's behind the other's."""
-        of_slots = numbers.transpose(1, 2)
+    def side_by_side(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """[layer, all numbers, unit] what the slots of a unit have, one's behind the other's.
+
+        Args:
+            numbers: [layer, number, column].
+        """
         if self.piece_tokens == 1:
-            return of_slots
-        layers, slots, width = of_slots.shape
-        units = self.free.shape[1]
-        missing = units * self.piece_tokens - slots
-        padded = torch.nn.functional.pad(of_slots, (0, 0, 0, missing))
-        return padded.reshape(layers, units, self.piece_tokens * width)
+            return numbers
+        layers, width, _ = numbers.shape
+        cut = _cut(numbers, self.piece_tokens)
+        return cut.transpose(0, 3, 1, 2).reshape(layers, self.piece_tokens * width, -1)
 
-    def best(
-        self, score: Float[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
+    def best(self, score: Floats, count: NDArray[np.int64]) -> Marks:
         """The free units with the highest scores, ties to the lower position."""
-        return best_slots(score, self.free, count)
+        return best_of(score, self.free, count)
 
-    def slots(self, units: Bool[Tensor, "layer unit"]) -> Bool[Tensor, "layer column"]:
-        """All live slots of some units."""
+    def slots(self, units: Marks) -> Marks:
+        """[layer, column] all live slots of some units."""
         live = self.live[:, self.columns]
-        if self.piece_tokens == 1:
-            return units & live
-        return units.repeat_interleave(self.piece_tokens, dim=1)[:, : live.shape[1]] & live
+        if self.piece_tokens > 1:
+            units = units.repeat(self.piece_tokens, axis=1)[:, : live.shape[1]]
+        return units & live
 
-    def spread(self, stays: Bool[Tensor, "layer unit"], heads: int) -> Bool[Tensor, "lane slot"]:
+    def spread(self, stays: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
         """What stays of the free units beside what must, for all heads of the layers."""
-        kept = self.live.clone()
+        kept = self.live.copy()
         kept[:, self.columns] = self.slots(stays | ~self.free)
-        return kept.repeat_interleave(heads, dim=0)
+        return torch.from_numpy(kept.repeat(heads, axis=0))
 
 
-def _between(marks: Bool[Tensor, "layer slot"], piece_tokens: int) -> slice:
+def _between(marks: Marks, piece_tokens: int) -> slice:
     """Columns from the first to the last that is marked anywhere, pieces whole."""
-    marked = marks.any(dim=0).nonzero()[:, 0]
+    marked = np.flatnonzero(marks.any(axis=0))
     if not len(marked):
         return slice(0, 0)
     first, last = int(marked[0]) // piece_tokens, int(marked[-1]) // piece_tokens
     return slice(first * piece_tokens, (last + 1) * piece_tokens)
+
+
+def _cut(numbers: NDArray[Any], piece_tokens: int) -> NDArray[Any]:
+    """[..., piece, token] neighbouring columns; the last piece is filled up with zeros."""
+    pieces = -(-numbers.shape[-1] // piece_tokens)
+    missing = pieces * piece_tokens - numbers.shape[-1]
+    padded = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, missing)])
+    return padded.reshape(*numbers.shape[:-1], pieces, piece_tokens)

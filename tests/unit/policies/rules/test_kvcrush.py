@@ -13,8 +13,9 @@ from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
 from quire.policies.lots import lots_of
 from quire.policies.recent import Recent
+from quire.policies.roco import RoCo
 from quire.policies.signatures import anchors, bits
-from quire.policies.signatures.query_heads import by_query_head
+from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
 from quire.spec.statistics import AttentionSum
@@ -252,17 +253,43 @@ def test_a_view_by_query_heads_scores_each_as_if_it_were_alone():
                 torch.testing.assert_close(scores[lane * 3 + head], expected)
 
 
+@pytest.mark.parametrize("base", [*BASES, RoCo(sinks=1, recent=2)], ids=str)
+def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
+    """Also where a rule does more than rank its scores, as RoCo does."""
+    view = history_of(group=3).view(KVCrush(base=base).statistics)
+    keep = torch.full((len(view.positions),), 30)
+    asked = KVCrush(base=base).ask(view, keep, 1)
+
+    alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
+
+    assert torch.equal(asked.all_bits.flatten(0, 1), alone)
+
+
+def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
+    history = history_of(group=3)
+    base = SnapKV(window=4)
+    view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
+    found = first_heads(view)
+
+    first = torch.arange(len(history.layers)) * history.heads
+    assert torch.equal(found.positions, view.positions[first])
+    assert torch.equal(found.keys, view.keys[first])
+    for statistic in (*base.statistics, AttentionSum()):
+        assert torch.equal(found.remembered(statistic), view.remembered(statistic)[first])
+    heads = (first[:, None] * 3 + torch.arange(3)).flatten()
+    each = AttentionSum().each()
+    assert torch.equal(found.remembered(each), view.remembered(each)[heads])
+
+
 def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
-    torch.manual_seed(0)
-    for width in (1, 31, 32, 63, 64, 65, 200):
-        made = torch.rand(3, 9, width) < 0.5
-        anchor = torch.rand(3, width) < 0.5
+    rng = np.random.default_rng(0)
+    for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
+        made, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5
         words = bits.pack(made)
 
         assert words.shape == (3, 9, ceil(width / 64))
-        assert torch.equal(bits.unpack(words, width), made)
-        expected = (made ^ anchor[:, None]).sum(dim=-1)
-        assert torch.equal(bits.hamming(words, bits.pack(anchor)[:, None]), expected)
+        assert (bits.unpack(words, width) == made.transpose(0, 2, 1)).all()
+        assert (bits.hamming(words, bits.pack(anchor)) == (made ^ anchor).sum(axis=1)).all()
 
 
 def test_kept_signatures_are_those_of_the_first_time():
