@@ -51,6 +51,10 @@ class CrushedShare(Crushed, ABC):
         """The part of what is left after protection, what comes on top included."""
         return self.share if self.representatives == INSIDE else self.share / (1 + self.share)
 
+    @property
+    def more_room(self) -> str:
+        return "raise cap or share (0 is without representatives), or lower every"
+
     def least_free(self, piece_tokens: int) -> int:
         return piece_tokens * (ceil(round(1 / self.share_of_all, 9)) if self.share else 1)
 

@@ -22,9 +22,10 @@ Differs from the paper: with one anchor there are no more distances than heads +
 buckets, and the paper does not say what happens then. Here tokens are sorted by (distance,
 position) and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); by
 default the slice's middle is taken, which needs no seed. Grouped are the tokens that are not
-important: those that would leave. `anchors` above 1 measures from several, each token from the
-nearest, and representatives in proportion; `dynamic` takes a part of the share, by layer: both
-answer what the paper leaves for later.
+important: those that would leave. A rule that does more than rank its scores (RoCo) gives bits by
+its own choice; what is important goes by its scores. `anchors` above 1 measures from several, each
+token from the nearest, and representatives in proportion; `dynamic` takes a part of the share, by
+layer: both answer what the paper leaves for later.
 
 `dynamic`: with p = the layer's scores above the least one, as parts of their sum over the n tokens
 that may leave, m = what the R best have of it, and R / n what they would have were all alike:

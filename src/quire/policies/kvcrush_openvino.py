@@ -63,6 +63,10 @@ class KVCrushOpenVINO(Crushed):
     def needs_pieces(self) -> bool:
         return True
 
+    @property
+    def more_room(self) -> str:
+        return "raise cap, or lower blocks or every"
+
     def least_free(self, piece_tokens: int) -> int:
         return self.blocks * piece_tokens
 

@@ -53,7 +53,7 @@ def first_heads(view: KVView) -> KVView:
 def _of_first(view: KVView, numbers: Tensor) -> Tensor:
     """Of some statistics each query head has numbers of its own: those of a first lane stay."""
     rows = len(numbers) * view.heads_per_layer // len(view.positions)
-    of_layer = numbers.view(-1, rows, *numbers.shape[1:])
+    of_layer = numbers.reshape(-1, rows, *numbers.shape[1:])
     return of_layer[:, : rows // view.heads_per_layer].flatten(0, 1)
 
 
