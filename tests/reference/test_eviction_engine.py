@@ -185,6 +185,20 @@ def test_what_stays_does_not_depend_on_the_page_size(apart, page_tokens):
     assert other.traces() == {name: expected[name] for name in jobs}
 
 
+@pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
+def test_whole_pages_leave_also_where_lanes_have_no_holes(store):
+    """There the tokens of other pages close the gap: the same ones stay."""
+    jobs = jobs_of({"crushed pages": RULES["crushed pages"]})
+    options = {"evict": RULES["crushed pages"], "evict_allow": ""}
+
+    paged = run(jobs, kv=options)
+    reserved = run(jobs, kv={**options, "store": store, "store_tokens": 160})
+
+    assert paged.usages["crushed pages 0"].evicted_tokens
+    assert reserved.traces() == paged.traces()
+    assert largest_difference(reserved.logits, paged.logits) <= 1e-5
+
+
 def test_what_stays_does_not_depend_on_chunks(apart):
     chunked = run(jobs_of(RULES), chunk_tokens=5, step_tokens=40)
 

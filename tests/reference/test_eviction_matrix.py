@@ -1,13 +1,15 @@
 """Every rule x granularity x schedule, and every budget: nothing but the rule decides what stays.
 
 The matrix is made from the registries: a new rule or budget is in it by being there, with small
-numbers for options of the usual names. What is declared unsound is left out. Each case, with
-prompts of several lengths:
+numbers for options of the usual names. KVCrush stands around every base rule, and OpenVINO's form
+of it: there each request of a run has an anchor of its own. What is declared unsound is left out.
+Each case, with prompts of several lengths:
 
     a cap that nothing reaches      the logits of `full`
     other pages, companions, chunks the same kept sets after every eviction, logits within 1e-4
     preemption by swap, by replay   likewise; what lies in the lanes is what the trace says
-    rows of a padded batch          likewise, of Transformers' generate with a QuireCache
+    rows of a padded batch          likewise, of Transformers' generate with a QuireCache; an anchor
+                                    a batch, where requests have their own
 
 Kept sets may differ where scores are equal within 1e-6: `pytest -s` says at the end in how many
 runs of which cases they did.
@@ -16,6 +18,7 @@ runs of which cases they did.
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -28,8 +31,10 @@ from quire.engine.eviction_trace import kept_sets
 from quire.errors import UnsoundCombination
 from quire.hf import QuireCache
 from quire.kv.lane_reader import LaneReader
-from quire.policies.eviction import GRANULARITIES, PAGE, make_eviction
+from quire.policies.base import ScorePolicy
+from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered, registered_budgets
+from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
 from quire.spec.eviction import PRESSURE, SCHEDULES
 from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
 
@@ -46,26 +51,55 @@ NEAR_TIE, NEAR_TIES = 1e-6, Counter[str]()
 PROMPTS = dict(zip("ab", ([*p, *[7] * 9] for p in make_prompts(2, 60, seed=3)), strict=True))
 PROMPTS["long"] = [3 + i * i % 60 for i in range(95)]
 
+ONE_ANCHOR = {anchor: f"anchor={anchor}" for anchor in ANCHORS if anchor != FARTHEST}
+SEVERAL_ANCHORS = {f"2 {anchor}": f"anchor={anchor},anchors=2" for anchor in SEVERAL}
+
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix."""
+    """One cell of the matrix.
+
+    Attributes:
+        base: of KVCrush and its relatives; "" for others, and for their default.
+        piece: tokens of a chunk.
+    """
 
     policy: str
     granularity: str
     when: str
     budget: str = "uniform"
+    base: str = ""
+    piece: int = PIECE
 
     @property
     def text(self) -> str:
+        """The rule of the engine."""
         return self.with_cap(CAP)
 
-    def with_cap(self, cap: int) -> str:
+    @property
+    def anchors(self) -> dict[str, str]:
+        """Label to options, where requests have anchors of their own."""
+        if not self.base:
+            return {}
+        return ONE_ANCHOR | SEVERAL_ANCHORS if self.policy == "kvcrush" else ONE_ANCHOR
+
+    @property
+    def requests(self) -> dict[str, tuple[list[int], str]]:
+        """Name to prompt and what is in front of the numbers of its rule."""
+        if not self.anchors:
+            return {name: (prompt, "") for name, prompt in PROMPTS.items()}
+        turns = zip(self.anchors.items(), cycle(PROMPTS.items()))
+        return {f"{n} {anchor}": (p, option) for (anchor, option), (n, p) in turns}
+
+    def with_cap(self, cap: int, option: str = "") -> str:
         own = _small(registered()[self.policy])
+        if self.base:
+            share = ["share=0.5"] * (self.policy == "kvcrush")
+            own = [f"base={_with_options(self.base, registered()[self.base])}", *share]
         budget = self.budget if cap == CAP else self.budget.replace(HIGH_AND_LOW, f"{cap}/{cap}")
         every = f"cap={cap},every={EVERY},when={self.when},budget={budget}"
-        pieces = f"granularity={self.granularity},chunk_tokens={PIECE}"
-        return f"{self.policy}:{','.join((*own, every, pieces))}"
+        pieces = f"granularity={self.granularity},chunk_tokens={self.piece}"
+        return f"{self.policy}:{','.join(filter(None, (*own, option, every, pieces)))}"
 
     @property
     def is_sound(self) -> bool:
@@ -77,25 +111,44 @@ class Case:
 
     def __str__(self) -> str:
         budget = self.budget.strip("()").partition(":")[0]
-        return f"{self.policy}-{self.granularity}-{self.when}-{budget}"
+        last = f"around {self.base}" if self.base else budget
+        return f"{self.policy}-{self.granularity}-{self.when}-{last}"
 
 
 def _small(made: type) -> list[str]:
     return [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
 
 
-def _budget(name: str) -> str:
-    options = _small(registered_budgets()[name])
+def _with_options(name: str, made: type) -> str:
+    options = _small(made)
     return f"({name}:{','.join(options)})" if options else name
 
 
+def _bases() -> list[str]:
+    """Rules around which KVCrush can stand: they tell heads apart."""
+    made = {name: rule() for name, rule in registered().items()}
+    return [n for n, rule in made.items() if isinstance(rule, ScorePolicy) and rule.scores_heads]
+
+
+def _around() -> list[Case]:
+    """KVCrush around every base, anchors among the requests, schedules taking turns."""
+    forms = [("kvcrush", TOKEN), ("kvcrush", CHUNK), ("kvcrush", PAGE), ("kvcrush_openvino", PAGE)]
+    made = []
+    for number, base in enumerate(_bases()):
+        for turn, (policy, granularity) in enumerate(forms, start=number):
+            when = SCHEDULES[turn % len(SCHEDULES)]
+            # pieces of two: some bases protect so much that larger ones leave no representative
+            made.append(Case(policy, granularity, when, base=base, piece=2))
+    return made
+
+
 def _cases() -> list[Case]:
-    split = [_budget(name) for name in registered_budgets()]
+    split = [_with_options(name, made) for name, made in registered_budgets().items()]
     made = [
         *(Case(p, g, w) for p in registered() for g in GRANULARITIES for w in SCHEDULES),
         *(Case("h2o", g, w, b) for b in split for g in GRANULARITIES for w in SCHEDULES),
     ]
-    return [case for case in dict.fromkeys(made) if case.is_sound]
+    return [*(case for case in dict.fromkeys(made) if case.is_sound), *_around()]
 
 
 CASES = _cases()
@@ -141,11 +194,11 @@ def and_all_since(lanes: list[list[int]], start: int, end: int) -> list[list[int
 
 
 def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **options) -> Run:
-    """Answer all prompts under a case's rule.
+    """Answer all prompts under a case's rules.
 
     Args:
         case: whose pages the engine has.
-        evict: other rules than the case's, by the prompts' names.
+        evict: other rules than the case's, by the requests' names.
         traced: compare lanes with traces before every step.
         options: of `run`.
     """
@@ -156,7 +209,10 @@ def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **o
         if case.when == PRESSURE:
             press(engine)
 
-    jobs = {n: (prompt, evict[n] if evict else case.text) for n, prompt in PROMPTS.items()}
+    jobs = {
+        name: (prompt, evict[name] if evict else case.with_cap(CAP, option))
+        for name, (prompt, option) in case.requests.items()
+    }
     kv = {"evict": case.text, "prefix_cache": False, "evict_allow": ""}
     return run(jobs, kv=kv, before_step=before_step, **({"page_tokens": PAGE_TOKENS} | options))
 
@@ -221,10 +277,11 @@ def _say_near_ties():
 
 @cases
 def test_a_budget_of_all_tokens_gives_the_answers_of_no_eviction(case):
-    evict = {name: case.with_cap(NEVER_REACHED) for name in PROMPTS}
+    asked = case.requests.items()
+    evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in asked}
     if case.budget == "uniform":  # the last answer is never processed
-        evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1) for n, p in PROMPTS.items()}
-    full, capped = run_case(case, dict.fromkeys(PROMPTS, "full")), run_case(case, evict)
+        evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1, o) for n, (p, o) in asked}
+    full, capped = run_case(case, dict.fromkeys(case.requests, "full")), run_case(case, evict)
 
     assert not any(usage.evicted_tokens for usage in capped.usages.values())
     assert largest_difference(full.logits, capped.logits) == 0
@@ -239,7 +296,8 @@ def test_what_stays_does_not_depend_on_pages_companions_or_chunks(case):
     for options in others:
         assert_as_together(case, run_case(case, **options))
     if make_eviction(case.text).budget.keeps_total:
-        assert together(case).usages["long"].evicted_tokens
+        usages = together(case).usages
+        assert all(usages[name].evicted_tokens for name in usages if name.startswith("long"))
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
@@ -258,18 +316,24 @@ def test_a_preempted_request_holds_the_same_tokens_again(case, preempt):
 def test_rows_of_a_padded_batch_in_transformers_hold_what_the_engine_holds(case):
     if make_eviction(case.text).policy.renumbers or case.when == PRESSURE:
         pytest.skip("keys of generate are rotated; what its memory presses for is its own")
-    model, longest = zoo.build("llama"), max(map(len, PROMPTS.values()))
+    model = zoo.build("llama")
     model.generation_config.eos_token_id = None
-    pads = [longest - len(prompt) for prompt in PROMPTS.values()]
-    rows = [[0] * n + prompt for n, prompt in zip(pads, PROMPTS.values(), strict=True)]
-    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
-    with QuireCache(model, case.text, page_tokens=PAGE_TOKENS, verify=False) as cache:
-        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-        ids = torch.tensor(rows)
-        model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-        for row, (name, prompt) in enumerate(PROMPTS.items()):
-            held = [lane for layer in (0, 1) for lane in cache.kept_positions(row, layer)]
-            start, kept = [(0, [[]]), *together(case).traces()[name]][-1]
-            every_head = [lane for lane in kept for _ in range(4 // len(kept))]
+    asked, traces = case.requests, together(case).traces()
+    for option in {option for _, option in asked.values()}:
+        names = [name for name, (_, own) in asked.items() if own == option]
+        longest = max(len(asked[name][0]) for name in names)
+        pads = [longest - len(asked[name][0]) for name in names]
+        rows = [[0] * n + asked[name][0] for n, name in zip(pads, names, strict=True)]
+        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
+        evict = case.with_cap(CAP, option)
+        with QuireCache(model, evict, page_tokens=PAGE_TOKENS, verify=False) as cache:
+            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+            ids = torch.tensor(rows)
+            model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+            for row, name in enumerate(names):
+                held = [lane for layer in (0, 1) for lane in cache.kept_positions(row, layer)]
+                start, kept = [(0, [[]]), *traces[name]][-1]
+                every_head = [lane for lane in kept for _ in range(4 // len(kept))]
+                tokens = len(asked[name][0]) + NEW_TOKENS - 1
 
-            assert held == and_all_since(every_head, start, len(prompt) + NEW_TOKENS - 1)
+                assert held == and_all_since(every_head, start, tokens)

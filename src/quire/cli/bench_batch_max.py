@@ -58,7 +58,7 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
         ),
     ] = STANDARD,
     task: Annotated[
-        str, typer.Option(help="Of the paper's protocol: cnndm, narrativeqa or gsm8k.")
+        str, typer.Option(help="Of the paper's protocol: cnndm, narrativeqa, gsm8k or xsum.")
     ] = "",
     data: Annotated[
         Path | None, typer.Option(help="Examples of the task, JSON or JSON lines.")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from quire.cli.bench_cells import parts_of_budgets, running_text, show_cell
 from quire.cli.bench_parts import finish, show_parts
 from quire.cli.bench_questions import asking_for, load
+from quire.cli.bench_recorded import files_of_tasks, recorded
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
@@ -26,7 +28,11 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[
-        str, typer.Option(help="Only these, with commas: quality, fidelity, overhead, bytes.")
+        str,
+        typer.Option(
+            help="Only these, with commas: quality, sweeps, fidelity, long, prompts, overhead, "
+            "bytes. Without it, all for which there is data."
+        ),
     ] = "",
     bases: Annotated[
         str,
@@ -35,19 +41,37 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
             "'h2o; snapkv:window=16'. The first is also the one whose options are changed."
         ),
     ] = "",
-    tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
+    tasks: Annotated[str, typer.Option(help="Of the parts quality and sweeps, with commas.")] = "",
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            help="Of the longest prompt of quality and sweeps; 512 if not said. The paper's caps "
+            "and pages are divided for prompts below 2,048.",
+        ),
+    ] = None,
     budget: Annotated[
         str, typer.Option(help="Cap in per cent of the longest prompt; 25 if not said.")
     ] = "",
-    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 200,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each cell; 100 if not said, 50 of the part sweeps."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Recorded examples for the part prompts, as TASK=FILE, JSON or JSON lines: gsm8k, "
+            "xsum, cnndm, narrativeqa. May be repeated."
+        ),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, pictures and the result. Cells of the part quality are kept "
-            "there as they finish: a run that was stopped goes on."
+            help="Folder for tables, pictures and the result. Cells of quality and sweeps are "
+            "kept there as they finish: a run that was stopped goes on."
         ),
     ] = None,
     quick: Annotated[
@@ -61,9 +85,13 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     from quire.bench.named_parts import names_of, run_named
     from quire.evals.rouge import rouge_l
 
+    files = files_of_tasks(data or ())
     config = _config(settings.model, quick=quick)
-    quality = _quality(config.quality, tasks, budget, None if quick else prompts)
-    config = _with_bases(replace(config, quality=quality), bases)
+    quality, sweeps = (
+        _quality(part, tasks, budget, tokens, None if quick else prompts)
+        for part in (config.quality, config.sweeps)
+    )
+    config = _with_bases(replace(config, quality=quality, sweeps=sweeps), bases)
     if settings.loading.dtype != "auto":
         overhead = replace(config.overhead, dtype=settings.loading.dtype)
         config = replace(config, overhead=overhead)
@@ -75,13 +103,17 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
         load=lambda: load(settings),
         asking_for=asking_for,
         running_for=lambda model: running_text(model, text),
+        recorded_for=partial(recorded, files),
         rouge_l=rouge_l,
         kept=CellFile(None if out is None else out / "cells.jsonl"),
         commit=commit(),
         show=show_cell,
     )
     made = make_parts(material)
-    results, claims = show_parts(run_named(names_of(parts, made), made, config))
+    names = names_of(parts, made)
+    if not parts.strip() and not files:
+        names = tuple(name for name in names if name != "prompts")
+    results, claims = show_parts(run_named(names, made, config))
     run = finish("kvcrush", results, claims, _used(config, settings), out)
     if as_json:
         typer.echo(json.dumps(run))
@@ -94,7 +126,7 @@ def _config(model: str, *, quick: bool) -> "KVCrushBenchConfig":
 
 
 def _quality(
-    config: "QualityConfig", tasks: str, budget: str, prompts: int | None
+    config: "QualityConfig", tasks: str, budget: str, tokens: int | None, prompts: int | None
 ) -> "QualityConfig":
     """What was asked for; what was not said stays as it is.
 
@@ -102,9 +134,12 @@ def _quality(
         UnknownName: no such task.
         ConfigError: a budget that is none, or more than one.
     """
+    from quire.bench.kvcrush.config import PaperConfig
     from quire.bench.named_parts import names_of
     from quire.evals.tasks import FAMILIES
 
+    if tokens is not None:
+        config = replace(config, tokens=tokens, paper=PaperConfig.for_prompts(tokens))
     if tasks.strip():
         config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))
     if budget.strip():
@@ -126,7 +161,9 @@ def _with_bases(config: "KVCrushBenchConfig", bases: str) -> "KVCrushBenchConfig
     return replace(
         config,
         quality=replace(config.quality, bases=chosen, swept=(first,), pyramid=first),
+        sweeps=replace(config.sweeps, bases=chosen, swept=(first,), pyramid=first),
         fidelity=replace(config.fidelity, bases=chosen),
+        long=replace(config.long, bases=chosen, pyramid=first),
         overhead=replace(config.overhead, base=first),
     )
 

@@ -1,14 +1,15 @@
-"""Few-shot prompts from files of recorded examples, as Batch-Max was measured with.
+"""Few-shot prompts from files of recorded examples, as Batch-Max and KVCrush were measured with.
 
 cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 against the highlights
 narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
 gsm8k         {"question", "answer": "... #### number"}    16 shots  share of right numbers
+xsum          {"document", "summary"}                      3 shots   ROUGE-2 against the summary
 
 NarrativeQA's may also have LongBench's names ("input" for the question), or Hugging Face's nested
 ones. Nothing is brought along: the data has licences of its own.
 
-Source: Metel et al. 2025 (Batch-Max), section 4, which prints neither its prompts nor its shots:
-these wordings are ours.
+Source: Metel et al. 2025 (Batch-Max), section 4, and Jha et al. 2025 (KVCrush), table I, which
+print neither prompts nor shots: these wordings are ours.
 """
 
 import re
@@ -114,6 +115,15 @@ TASKS: Mapping[str, FewShotTask] = MappingProxyType(
             grade=_same_number,
             score="accuracy",
             stop="\nQuestion:",
+        ),
+        "xsum": FewShotTask(
+            name="xsum",
+            shots=3,
+            ask=lambda record: f"Article: {record['document']}\n\nIn one sentence:",
+            answers=lambda record: (str(record["summary"]),),
+            grade=best_rouge_2,
+            score="rouge-2",
+            stop="\nArticle:",
         ),
     }
 )

@@ -68,6 +68,11 @@ class EvictionPolicy(ABC):
         return 1
 
     @property
+    def more_room(self) -> str:
+        """What to change where a cap leaves less than that; for errors."""
+        return "raise cap or lower every"
+
+    @property
     def needs_pieces(self) -> bool:
         """Whether it knows pages or chunks only, and no single tokens."""
         return False

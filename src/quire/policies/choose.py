@@ -1,11 +1,11 @@
 """From scores to a kept set: protected slots first, then the best, ties to the lower position."""
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.policies.best import best_slots
 
 
 def choose_slots(
@@ -27,45 +27,7 @@ def choose_slots(
     """
     must = protected & live
     wanted = (keep - must.sum(dim=1)).clamp_min(0)
-    above, tied, left = best_and_tied(score, live & ~must, wanted)
-    if bool((tied.sum(dim=1) > left).any()):
-        tied &= tied.cumsum(dim=1) <= left[:, None]
-    return must | above | tied
-
-
-def best_and_tied(
-    score: Float[Tensor, "lane slot"],
-    free: Bool[Tensor, "lane slot"],
-    wanted: Int[Tensor, " lane"],
-) -> tuple[Bool[Tensor, "lane slot"], Bool[Tensor, "lane slot"], Int[Tensor, " lane"]]:
-    """The best `wanted` of the free slots, but for the choice among equals.
-
-    Returns:
-        Slots above the border, slots that score the border itself, and how many of the latter
-        belong to the best.
-    """
-    ranked = torch.where(free, score, float("-inf"))
-    if not ranked.shape[1]:
-        return free, free.clone(), wanted
-    place = (ranked.shape[1] - wanted).clamp(0, ranked.shape[1] - 1)
-    border = _ranked_at(ranked, place)
-    some = free & (wanted > 0)[:, None]
-    above = some & (ranked > border)
-    return above, some & (ranked == border), wanted - above.sum(dim=1)
-
-
-def _ranked_at(
-    numbers: Shaped[Tensor, "lane slot"], place: Int[Tensor, " lane"]
-) -> Shaped[Tensor, "lane 1"]:
-    """Of each lane the number that has `place` smaller ones.
-
-    NumPy sorts rows some forty times faster than torch on CPUs, and finds one place faster still.
-    """
-    if numbers.device.type != "cpu" or numbers.dtype not in (torch.float32, torch.float64):
-        return numbers.sort(dim=1).values.gather(1, place[:, None])
-    rows, places = numbers.detach().numpy(), np.unique(place.numpy())
-    ordered = np.partition(rows, places, axis=1) if len(places) == 1 else np.sort(rows, axis=1)
-    return torch.from_numpy(ordered).gather(1, place[:, None])
+    return must | best_slots(score, live & ~must, wanted)
 
 
 def choose_pieces(

@@ -10,18 +10,21 @@ The signature spans the heads of a layer, so a layer has one kept set.
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
-from quire.policies.choose import choose_slots
+from quire.policies.best import Floats, best_slots
 from quire.policies.h2o import H2O
 from quire.policies.signatures.anchors import Signatures
-from quire.policies.signatures.query_heads import apart, by_query_head
-from quire.policies.signatures.units import Units
+from quire.policies.signatures.query_heads import apart, by_query_head, first_heads
+from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 from quire.spec.statistics import Statistic
 
@@ -71,21 +74,23 @@ class Crushed(ScorePolicy):
         """Tokens beside the protected ones of which some are a representative."""
 
     @abstractmethod
-    def num_representatives(
-        self, units: Units, sums: Float[Tensor, "layer unit"]
-    ) -> Int[Tensor, " layer"]:
-        """How many of the free units that stay stand for others.
+    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
+        """[layer] how many of the free units that stay stand for others.
 
         Args:
             units: of some layers.
-            sums: what they score.
+            sums: [layer, unit] what they score.
         """
 
     @abstractmethod
-    def represent(
-        self, asked: "Asked", grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
-        """Choose `count` of the grouped units of each layer, or all where there are no more."""
+    def represent(self, asked: "Asked", grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        """Choose `count` of the grouped units of each layer, or all where there are no more.
+
+        Args:
+            asked: what the base rule says.
+            grouped: [layer, unit] those that are not important.
+            count: [layer].
+        """
 
     def least_kept(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
@@ -117,23 +122,22 @@ class Crushed(ScorePolicy):
     def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> "Asked":
         """What the base rule says."""
         base, heads = self._base, by_query_head(view, self._base.statistics)
-        score = base.checked_score(heads)
+        score = heads.by_layer(base.checked_score(heads))
+        layers, keep = first_heads(view), view.first_heads(keep)
         # each end of what is protected may widen to a whole piece
-        protected = self.checked_protected(view, keep - 2 * (piece_tokens - 1))
-        units = Units.of(view, protected, keep, piece_tokens)
-        mean = _mean_over_layer(score, heads)
-        return Asked(view, heads, score, mean, protected, keep, units)
+        protected = base.checked_protected(layers, keep - 2 * (piece_tokens - 1))
+        return Asked(base, view, layers, heads, score, protected, keep, piece_tokens)
 
     def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:
         """What is important, and what stands for the rest."""
         units = asked.units
         sums = units.sums(asked.mean_score)
         count = self.num_representatives(units, sums)
-        important = units.best(sums, units.room - count)
-        grouped = units.free & ~important
-        return units.spread(
-            important | self.represent(asked, grouped, count), asked.view.heads_per_layer
-        )
+        stays = units.best(sums, units.room - count)
+        if count.any():
+            stays |= self.represent(asked, units.free & ~stays, count)
+        kept = units.spread(stays, asked.view.heads_per_layer)
+        return kept.to(asked.score.device)
 
     @property
     def _base(self) -> ScorePolicy:
@@ -146,58 +150,89 @@ class Asked:
     """What is known of some layers when representatives are chosen.
 
     Attributes:
+        base: the rule.
         view: the sequence.
+        layers: the same, a lane for each layer.
         heads: the same, a lane for each query head.
         score: the base rule's, of every query head.
-        mean_score: its mean over the query heads of a layer.
-        protected: slots that stay.
-        keep: of each lane.
-        units: what stays or goes together.
+        protected: slots that stay, the same for all heads of a layer.
+        keep: of each layer.
+        piece_tokens: neighbouring slots that stay or go together.
         known: bits that were written down before, and where; None: nothing was.
     """
 
+    base: ScorePolicy
     view: KVView
+    layers: KVView
     heads: KVView
-    score: Float[Tensor, "head slot"]
-    mean_score: Float[Tensor, "layer slot"]
-    protected: Bool[Tensor, "lane slot"]
-    keep: Int[Tensor, " lane"]
-    units: Units
-    known: tuple[Bool[Tensor, "head slot"], Bool[Tensor, "head slot"]] | None = None
+    score: Float[Tensor, "layer head slot"]
+    protected: Bool[Tensor, "layer slot"]
+    keep: Int[Tensor, " layer"]
+    piece_tokens: int = 1
+    known: tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]] | None = None
 
     @cached_property
-    def bits(self) -> Bool[Tensor, "head slot"]:
-        """Would this query head alone, with the whole budget, keep the token?"""
-        group = self.view.group
-        protected = self.protected.repeat_interleave(group, dim=0)
-        keep = self.keep.repeat_interleave(group)
-        fresh = choose_slots(self.score, self.heads.live, protected, keep)
+    def units(self) -> Units:
+        """What stays or goes together."""
+        live, protected, keep = map(on_host, (self.layers.live, self.protected, self.keep))
+        return Units.of(live, protected & live, keep, self.piece_tokens)
+
+    @cached_property
+    def mean_score(self) -> Floats:
+        """[layer, column] the mean of the scores over the query heads of a layer."""
+        mean: Floats = on_host(self.score[:, :, self.units.columns].mean(dim=1))
+        return mean
+
+    @cached_property
+    def bits(self) -> Bool[Tensor, "layer head column"]:
+        """Would this query head alone, with the whole budget, keep the token? Of what may leave."""
+        columns = self.units.columns
+        if type(self.base).choose is ScorePolicy.choose:
+            fresh = self._best_of_heads()
+        else:
+            fresh = self._chosen_by_heads()[:, :, columns]
         if self.known is None:
             return fresh
         bits, signed = self.known
-        return torch.where(signed, bits, fresh)
-
-    def signatures(self, grouped: Bool[Tensor, "layer unit"]) -> Signatures:
-        """The bits of a layer's query heads, of each unit."""
-        bits = self.heads.by_layer(self.bits).transpose(1, 2)
-        return Signatures(self.units.side_by_side(bits), grouped, self.layers)
+        return torch.where(signed[:, :, columns], bits[:, :, columns], fresh)
 
     @property
-    def layers(self) -> Int[Tensor, " layer"]:
-        """Numbers of the layers."""
-        return self.view.lane_layers[:: self.view.heads_per_layer]
+    def all_bits(self) -> Bool[Tensor, "layer head slot"]:
+        """The same of all slots; what is protected every head would keep."""
+        must = self.protected & self.layers.live
+        bits = must[:, None].repeat(1, self.score.shape[1], 1)
+        bits[:, :, self.units.columns] |= self.bits
+        return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
+
+    def _best_of_heads(self) -> Bool[Tensor, "layer head column"]:
+        """Each head's best beside what is protected: what may leave is the same for all of them."""
+        units = self.units
+        shared = (units.free_slots[:, None], units.wanted_slots[:, None])
+        free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
+        return best_slots(self.score[:, :, units.columns], free, wanted)
+
+    def _chosen_by_heads(self) -> Bool[Tensor, "layer head slot"]:
+        """What each head keeps by a rule that chooses in a way of its own."""
+        heads = self.score.shape[1]
+        protected = self.protected.repeat_interleave(heads, dim=0)
+        keep = self.keep.repeat_interleave(heads)
+        chosen = self.base.choose(self.heads, self.score.flatten(0, 1), protected, keep)
+        return self.heads.by_layer(chosen)
+
+    def signatures(self, grouped: Marks) -> Signatures:
+        """The bits of a layer's query heads, of each unit."""
+        return Signatures(self.units.side_by_side(on_host(self.bits)), grouped, self.numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the layers in the model; counted from 0 where the view names none."""
+        return self.view.layers or tuple(range(len(self.score)))
 
 
-def would_keep(
-    score: Float[Tensor, "head slot"],
-    live: Bool[Tensor, "head slot"],
-    protected: Bool[Tensor, "head slot"],
-    keep: Int[Tensor, " head"],
-) -> Bool[Tensor, "head slot"]:
-    """Slots that heads would keep if each decided alone."""
-    from quire.policies.choose import choose_slots
-
-    return choose_slots(score, live, protected, keep)
+def on_host(numbers: Tensor) -> NDArray[Any]:
+    """A tensor as an array, on CPUs the same memory."""
+    array: NDArray[Any] = numbers.cpu().numpy()
+    return array
 
 
 def _mean_over_layer(

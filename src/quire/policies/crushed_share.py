@@ -10,10 +10,11 @@ from abc import ABC
 from dataclasses import dataclass
 from math import ceil
 
-from jaxtyping import Float, Int
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
+from quire.policies.best import Floats
 from quire.policies.crushed import Crushed
 from quire.policies.signatures.units import Units
 
@@ -50,6 +51,10 @@ class CrushedShare(Crushed, ABC):
         """The part of what is left after protection, what comes on top included."""
         return self.share if self.representatives == INSIDE else self.share / (1 + self.share)
 
+    @property
+    def more_room(self) -> str:
+        return "raise cap or share (0 is without representatives), or lower every"
+
     def least_free(self, piece_tokens: int) -> int:
         return piece_tokens * (ceil(round(1 / self.share_of_all, 9)) if self.share else 1)
 
@@ -59,9 +64,11 @@ class CrushedShare(Crushed, ABC):
         left = max(0, cap - (self.base.least_cap - 1))
         return int(round(self.share * left, 9)) // piece_tokens * piece_tokens
 
-    def num_representatives(
-        self, units: Units, sums: Float[Tensor, "layer unit"]
-    ) -> Int[Tensor, " layer"]:
+    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         del sums
-        # 0.3 * 10 must be 3: what should be whole, is
-        return (units.room.double() * self.share_of_all).round(decimals=9).floor().long()
+        return whole(units.room * self.share_of_all)
+
+
+def whole(numbers: Floats) -> NDArray[np.int64]:
+    """Rounded down; 0.3 * 10 must be 3: what should be whole, is."""
+    return np.floor(numbers.round(9)).astype(np.int64)

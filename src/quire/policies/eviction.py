@@ -154,7 +154,7 @@ class EvictionRule:
             raise ConfigError(
                 f"{self.text!r} leaves {least_cap - self.leaving} tokens in a lane after an "
                 f"eviction (cap {least_cap}, {self.leaving} leave), but the rule needs "
-                f"{shape.least - self.leaving}; raise cap or lower every"
+                f"{shape.least - self.leaving}; {self.policy.more_room}"
             )
         return Eviction(
             policy=self.policy,
@@ -279,8 +279,7 @@ def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:
     if cap - rule.leaving < policy.least_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - rule.leaving} tokens after an eviction (cap {cap}, "
-            f"{rule.leaving} leave), but the rule needs {policy.least_cap}; raise cap or lower "
-            "every"
+            f"{rule.leaving} leave), but the rule needs {policy.least_cap}; {policy.more_room}"
         )
 
 

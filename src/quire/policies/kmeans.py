@@ -12,18 +12,17 @@ its tokens keeps its mean.
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.crushed import Asked
+from quire.policies.crushed import Asked, on_host
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
+from quire.policies.signatures.units import Marks
 
 SIGNATURES, KEYS = "signatures", "keys"
 FEATURES = (SIGNATURES, KEYS)
@@ -54,24 +53,21 @@ class KMeans(CrushedShare):
         if self.on not in FEATURES:
             raise UnknownName("what is clustered", self.on, FEATURES)
 
-    def represent(
-        self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
-        features, chosen = self._features(asked, grouped), torch.zeros_like(grouped)
+    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        features, chosen = self._features(asked, grouped), np.zeros_like(grouped)
         for layer, wanted in enumerate(count.tolist()):
-            units = grouped[layer].nonzero()[:, 0]
-            own = features[layer, units].double().cpu().numpy()
+            units = np.flatnonzero(grouped[layer])
+            own = features[layer].T[units].astype(np.float64)
             near = _nearest_means(own, min(wanted, len(units)), self.rounds)
-            chosen[layer, units[torch.from_numpy(near)]] = True
+            chosen[layer, units[near]] = True
         return chosen
 
-    def _features(
-        self, asked: Asked, grouped: Bool[Tensor, "layer unit"]
-    ) -> Float[Tensor, "layer unit feature"]:
+    def _features(self, asked: Asked, grouped: Marks) -> NDArray[Any]:
+        """[layer, feature, unit]."""
         if self.on == SIGNATURES:
-            return asked.signatures(grouped).bits.float()
-        keys = asked.view.by_layer(asked.view.keys).transpose(1, 2).flatten(2)
-        return asked.units.side_by_side(keys)
+            return asked.signatures(grouped).bits
+        keys = asked.view.by_layer(asked.view.keys.transpose(1, 2)).flatten(1, 2)
+        return asked.units.side_by_side(on_host(keys[:, :, asked.units.columns]))
 
 
 def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> NDArray[np.int64]:

@@ -22,9 +22,10 @@ Differs from the paper: with one anchor there are no more distances than heads +
 buckets, and the paper does not say what happens then. Here tokens are sorted by (distance,
 position) and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); by
 default the slice's middle is taken, which needs no seed. Grouped are the tokens that are not
-important: those that would leave. `anchors` above 1 measures from several, each token from the
-nearest, and representatives in proportion; `dynamic` takes a part of the share, by layer: both
-answer what the paper leaves for later.
+important: those that would leave. A rule that does more than rank its scores (RoCo) gives bits by
+its own choice; what is important goes by its scores. `anchors` above 1 measures from several, each
+token from the nearest, and representatives in proportion; `dynamic` takes a part of the share, by
+layer: both answer what the paper leaves for later.
 
 `dynamic`: with p = the layer's scores above the least one, as parts of their sum over the n tokens
 that may leave, m = what the R best have of it, and R / n what they would have were all alike:
@@ -34,14 +35,16 @@ that may leave, m = what the R best have of it, and R / n what they would have w
 
 from dataclasses import dataclass, replace
 
-import torch
-from jaxtyping import Bool, Float, Int
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
 from quire.policies.base import Decision
+from quire.policies.best import Floats, count_of
 from quire.policies.crushed import Asked
-from quire.policies.crushed_share import CrushedShare
+from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import MEAN, check_anchor, nearest_anchor
 from quire.policies.signatures.query_heads import apart
@@ -53,7 +56,7 @@ from quire.policies.signatures.representatives import (
     of_each_anchor,
 )
 from quire.policies.signatures.stored import BITS, UNTIL, notes_of, stored_bits
-from quire.policies.signatures.units import Units
+from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 from quire.spec.statistics import Statistic
 
@@ -109,37 +112,31 @@ class KVCrush(CrushedShare):
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
         asked = self.ask(view, keep, piece_tokens)
         stays = self.stays(asked)
-        return Decision(stays, notes_of(view, asked.bits) if self.takes_notes else {})
+        return Decision(stays, notes_of(view, asked.all_bits) if self.takes_notes else {})
 
-    def represent(
-        self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
+    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
         signatures = asked.signatures(grouped)
         distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
-        seeds = (self.seed, asked.layers) if self.pick == RANDOM else None
-        chosen = torch.zeros_like(grouped)
+        seeds = (self.seed, asked.numbers) if self.pick == RANDOM else None
         counts = of_each_anchor(which, grouped, count, self.anchors)
+        chosen = np.zeros_like(grouped)
         for number in range(self.anchors):
-            near = grouped & (which == number)
+            near = grouped & (which == number) if self.anchors > 1 else grouped
             chosen |= choose_representatives(distance, near, counts[:, number], seeds)
         return chosen
 
-    def num_representatives(
-        self, units: Units, sums: Float[Tensor, "layer unit"]
-    ) -> Int[Tensor, " layer"]:
+    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         count = CrushedShare.num_representatives(self, units, sums)
-        if not self.dynamic:
-            return count
-        return (count.double() * _spread(units, sums)).round(decimals=9).floor().long()
+        return whole(count * _spread(units, sums)) if self.dynamic else count
 
 
-def _spread(units: Units, sums: Float[Tensor, "layer unit"]) -> Float[Tensor, " layer"]:
-    """How evenly a layer's scores are spread over what may leave: 0 all on a few, 1 all alike."""
+def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
+    """[layer] how evenly scores are spread over what may leave: 0 all on a few, 1 all alike."""
     free = units.free
-    least = torch.where(free, sums, torch.inf).amin(dim=1, keepdim=True)
-    above = torch.where(free, (sums - least).double(), 0.0)
-    mass = above.sum(dim=1)
-    best = (above * units.best(sums, units.room)).sum(dim=1)
-    outside = 1 - units.room / free.sum(dim=1).clamp_min(1)
-    missed = torch.where(mass > 0, 1 - best / mass.clamp_min(1e-300), outside)
-    return (missed / outside.clamp_min(1e-12)).clamp(0, 1)
+    least = np.where(free, sums, np.inf).min(axis=1, keepdims=True, initial=np.inf)
+    above = np.where(free, sums - least, 0.0).astype(np.float64)
+    mass = above.sum(axis=1)
+    best = (above * units.best(sums, units.room)).sum(axis=1)
+    outside = 1 - units.room / np.maximum(count_of(free), 1)
+    missed = np.where(mass > 0, 1 - best / np.maximum(mass, 1e-300), outside)
+    return np.clip(missed / np.maximum(outside, 1e-12), 0, 1)

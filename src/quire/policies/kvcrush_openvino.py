@@ -17,12 +17,11 @@ and not at each call.
 
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError
-from quire.policies.choose import choose_slots
+from quire.policies.best import Floats, best_of, count_of
 from quire.policies.crushed import Asked, Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
@@ -33,7 +32,7 @@ from quire.policies.signatures.anchors import (
     check_anchor,
     nearest_anchor,
 )
-from quire.policies.signatures.units import Units
+from quire.policies.signatures.units import Marks, Units
 
 
 @register("kvcrush_openvino")
@@ -64,6 +63,10 @@ class KVCrushOpenVINO(Crushed):
     def needs_pieces(self) -> bool:
         return True
 
+    @property
+    def more_room(self) -> str:
+        return "raise cap, or lower blocks or every"
+
     def least_free(self, piece_tokens: int) -> int:
         return self.blocks * piece_tokens
 
@@ -71,42 +74,35 @@ class KVCrushOpenVINO(Crushed):
         del cap
         return self.blocks * piece_tokens
 
-    def num_representatives(
-        self, units: Units, sums: Float[Tensor, "layer unit"]
-    ) -> Int[Tensor, " layer"]:
+    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
         del sums
-        return units.room.clamp_max(self.blocks)
+        return np.minimum(units.room, self.blocks)
 
-    def represent(
-        self, asked: Asked, grouped: Bool[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
-        free = asked.units.free
-        bits = asked.units.side_by_side(_better_half(asked)[:, :, None])
+    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        units = asked.units
+        bits = units.side_by_side(_better_half(asked)[:, None])
         # the anchor is what most of all pages that may leave say
         distance, _ = nearest_anchor(
-            Signatures(bits, free, asked.layers), self.anchor, 1, self.seed
+            Signatures(bits, units.free, asked.numbers), self.anchor, 1, self.seed
         )
         return _evenly_spaced(distance, grouped, count)
 
 
-def _better_half(asked: Asked) -> Bool[Tensor, "layer slot"]:
-    """The better half of the slots that may leave, by the mean over query heads."""
+def _better_half(asked: Asked) -> Marks:
+    """[layer, column] the better half of what may leave, by the mean over query heads."""
     units = asked.units
     may = units.slots(units.free)
-    half = may.sum(dim=1) // 2
-    return choose_slots(asked.mean_score, may, torch.zeros_like(may), half)
+    return best_of(asked.mean_score, may, count_of(may) // 2)
 
 
-def _evenly_spaced(
-    distance: Int[Tensor, "layer unit"],
-    grouped: Bool[Tensor, "layer unit"],
-    count: Int[Tensor, " layer"],
-) -> Bool[Tensor, "layer unit"]:
+def _evenly_spaced(distance: NDArray[np.int64], grouped: Marks, count: NDArray[np.int64]) -> Marks:
     """Every (n // count)-th of the n grouped units, in the order of (distance, position)."""
-    units = distance.shape[1]
-    places = torch.arange(units, device=distance.device)
-    last = torch.iinfo(torch.int64).max
-    order = torch.where(grouped, distance * units + places, last).argsort(dim=1)
-    step = grouped.sum(dim=1) // count.clamp_min(1)
-    taken = (places % step.clamp_min(1)[:, None] == 0) & (places < (step * count)[:, None])
-    return torch.zeros_like(grouped).scatter(1, order, taken & (step > 0)[:, None]) & grouped
+    chosen = np.zeros_like(grouped)
+    units = grouped.shape[1]
+    places = np.arange(units)
+    order = np.where(grouped, distance * units + places, np.iinfo(np.int64).max).argsort(axis=1)
+    step = count_of(grouped) // np.maximum(count, 1)
+    taken = (places % np.maximum(step, 1)[:, None] == 0) & (places < (step * count)[:, None])
+    layer, place = np.nonzero(taken)
+    chosen[layer, order[layer, place]] = True
+    return chosen

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.spec.statistics import Statistic
+
+Rows = TypeVar("Rows", Tensor, NDArray[Any])
 
 
 @runtime_checkable
@@ -137,6 +140,15 @@ class KVView:
     def by_layer(self, numbers: Shaped[Tensor, "lane ..."]) -> Shaped[Tensor, "layer head ..."]:
         """[lane, ...] as [layer, KV head, ...], the same memory."""
         return numbers.view(-1, self.heads_per_layer, *numbers.shape[1:])
+
+    def first_heads(self, numbers: Rows) -> Rows:
+        """Those of each layer's first KV head: of all, where heads hold and ask the same.
+
+        Args:
+            numbers: a tensor or an array, [lane, ...].
+        """
+        of_layer: Rows = numbers[:: self.heads_per_layer]
+        return of_layer
 
     def newest(self, tokens: int | Int[Tensor, "lane 1"]) -> Bool[Tensor, "lane slot"]:
         """The last `tokens` cached tokens of each lane, or of each its own number."""

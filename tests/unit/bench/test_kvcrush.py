@@ -5,17 +5,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from quire.bench.asked import Asked
 from quire.bench.eviction.cells import FULL, Cell, CellFile, CellKey
 from quire.bench.eviction.quality import Judge
 from quire.bench.eviction.rules import Rule
-from quire.bench.eviction.texts import RunningText
+from quire.bench.eviction.texts import RunningText, pieces
 from quire.bench.intervals import bootstrap_mean
 from quire.bench.kvcrush import overhead, signature_bytes
-from quire.bench.kvcrush.arm_tables import keys, tables
+from quire.bench.kvcrush.arm_tables import TABLES, keys, tables
 from quire.bench.kvcrush.arms import around, by_page, by_token, crushed, full_key, with_options
 from quire.bench.kvcrush.config import (
     QUICK_KVCRUSH,
@@ -23,11 +25,14 @@ from quire.bench.kvcrush.config import (
     KVCrushBenchConfig,
     OverheadConfig,
     PaperConfig,
+    PromptsConfig,
     QualityConfig,
 )
-from quire.bench.kvcrush.fidelity import divergence, run_fidelity
+from quire.bench.kvcrush.fidelity import compared, divergence, run_fidelity
 from quire.bench.kvcrush.gains import gain_of
+from quire.bench.kvcrush.judging import ManyRules
 from quire.bench.kvcrush.overhead import KMEANS, KVCRUSH, Run
+from quire.bench.kvcrush.prompts import Recorded, run_prompts
 from quire.bench.kvcrush.quality import Answers, claims, run_quality
 from quire.bench.kvcrush.stopwatch import (
     COMPACTION,
@@ -39,6 +44,8 @@ from quire.bench.kvcrush.stopwatch import (
     Stopwatch,
     watched_rules,
 )
+from quire.cli.bench_questions import asking_for
+from quire.cli.bench_recorded import recorded
 from quire.errors import ConfigError, InvariantError
 from quire.evals.haystack import book_text
 from quire.evals.rouge import rouge_l
@@ -67,16 +74,21 @@ def test_rules_are_written_around_rules():
     assert around("kmeans", base, "on=keys").text == "kmeans:base=(snapkv:window=16),on=keys"
 
 
-@pytest.mark.parametrize("config", [QualityConfig(), QUICK_KVCRUSH.quality])
+FULL_RUN = KVCrushBenchConfig()
+
+
+@pytest.mark.parametrize(
+    "config", [FULL_RUN.quality, FULL_RUN.sweeps, QUICK_KVCRUSH.quality, QUICK_KVCRUSH.sweeps]
+)
 def test_every_cell_is_asked_once_and_every_rule_can_be_served(config: QualityConfig):
-    """One thing at a time: fewer than a hundred arms, where all products would be thousands."""
+    """One thing at a time: some dozens of arms, where all products would be thousands."""
     found = keys(config, "m", None)
 
     assert len(found) == len(set(found))
     assert Counter(key.task for key in found) == dict.fromkeys(
         config.tasks, len(found) // len(config.tasks)
     )
-    assert len(found) / len(config.tasks) < 110
+    assert 5 < len(found) / len(config.tasks) < 95
     assert [key.rule for key in found].count(FULL) == len(config.tasks)
     for key in found[: len(found) // len(config.tasks)]:
         lanes = LaneShape(num_layers=8, heads=4, page_tokens=key.page_tokens, page_bytes=1)
@@ -95,7 +107,7 @@ def test_all_compared_arms_hold_as_many_tokens():
 
     caps = []
     for arm in arms:
-        lanes = LaneShape(num_layers=8, heads=4, page_tokens=arm.page_tokens, page_bytes=1)
+        lanes = LaneShape(num_layers=8, heads=4, page_tokens=config.page_tokens, page_bytes=1)
         rule = make_eviction(arm.rule.evict(arm.cap, config.every, arm.when))
         caps.append(rule.for_request(500, lanes).spec.cap)
 
@@ -108,22 +120,55 @@ def test_the_papers_table_is_divided():
 
     assert (paper.cap, paper.scaled(paper.page_tokens)) == (168, 8)
     assert PaperConfig(divisor=1).cap == 672
-    [table] = [one for one in tables(QualityConfig()) if one.name == "paper"]
-    assert len(table.rows) == 1 + 2 * 3
+    assert [PaperConfig.for_prompts(n).divisor for n in (9_999, 2_048, 2_047, 512, 1)] == [
+        *(1, 1, 2, 4, 32)
+    ]
+    [table] = tables(QualityConfig(tables=("paper",)))
+    assert len(table.rows) == 2 + 2 * 3
     assert {row.arm.cap for row in table.rows} == {168}
     with pytest.raises(ConfigError, match="divisor of 32"):
         PaperConfig(divisor=5)
 
 
+def test_what_comes_on_top_is_compared_with_a_cap_so_much_larger():
+    """h2o protects half of what stays; 128 and a quarter of the 128 left above its least cap."""
+    config = QualityConfig(tables=("additive",), swept=(Rule("h2o"),))
+    [table] = tables(config)
+    small, large, shared, inside, added = (row.arm for row in table.rows)
+
+    assert (small.cap, small.tokens, added.cap, added.tokens) == (128, 128, 128, 160)
+    assert {arm.cap for arm in (large, shared, inside)} == {160}
+    assert (table.rows[-1].against, table.rows[-1].one_set) == (large, shared)
+
+
+def test_every_gain_has_the_same_rule_with_heads_apart_and_with_one_set():
+    """What a row is compared with differs from it in nothing but KVCrush."""
+    for table in tables(KVCrushBenchConfig().sweeps):
+        for row in table.rows:
+            if row.one_set is not None:
+                assert row.against is not None
+                assert "share=0" in row.one_set.rule.text
+                assert row.against.cap == row.one_set.cap == row.arm.tokens
+                assert row.against.when == row.one_set.when == row.arm.when
+
+
 def test_the_full_run_is_that_of_the_issue():
     config = KVCrushBenchConfig()
-    quality, cost = config.quality, config.overhead
+    quality, sweeps, cost = config.quality, config.sweeps, config.overhead
 
     assert {base.text for base in quality.bases} == {
         *("h2o", "average", "snapkv", "expected_attention")
     }
-    assert (quality.shares[0], quality.shares[-1], quality.share) == (0.0, 0.9, 0.25)
-    assert (quality.several, quality.chunk_tokens, quality.budget) == ((2, 4, 8), 8, 0.25)
+    assert (sweeps.shares[0], sweeps.shares[-1], sweeps.share) == (0.0, 0.9, 0.25)
+    assert (sweeps.several, sweeps.chunk_tokens, sweeps.budget) == ((2, 4, 8), 8, 0.25)
+    assert set(quality.tables) | set(sweeps.tables) == set(TABLES)
+    assert (config.long.cap, config.long.share, config.long.pyramid) == (2048, 0.25, Rule("snapkv"))
+    assert [one.crushing.rule.text for one in compared(config.long)] == [
+        "kvcrush:base=(h2o),share=0.25",
+        "kvcrush:base=(snapkv),share=0.25",
+        "kvcrush:base=(snapkv),share=0.25,budget=pyramid",
+    ]
+    assert (config.prompts.paper.cap, config.prompts.paper.page_tokens) == (672, 32)
     assert (cost.model, cost.rows, cost.prompt_tokens, cost.new_tokens) == ("125m", 16, 1024, 512)
     assert (cost.cap, cost.every, cost.dtype) == (672, 64, "bfloat16")
     assert json.dumps(asdict(config))
@@ -199,7 +244,10 @@ def test_claims_by_hand():
     assert found["full_quality"] == 1.0
     assert found["quality_gain_mean"] == found["page_gain_mean"] == 0.25
     assert found["openvino_gain_mean"] == found["openvino_over_tokens_gain_mean"] == 0.25
-    assert found["shared_gain_mean"] == found["openvino_shared_gain_mean"] == 0.5
+    assert found["quality_gain_one_set_mean"] == found["openvino_gain_one_set_mean"] == 0.5
+    assert found["one_set_gain_mean"] == -0.25
+    assert found["quality_gain_h2o_mean"] == 0.25
+    assert found["quality_gain_one_set_snapkv_budget_pyramid_mean"] == 0.5
     assert found["quality_gain_low"] <= 0.25 <= found["quality_gain_high"]
     assert found["quality_over_full_h2o"] == 0.5
     assert found["quality_over_full_best"] == 0.75
@@ -221,34 +269,57 @@ SMALL = QualityConfig(
     several=(2,),
     several_kinds=("farthest",),
     chunk_tokens=4,
-    page_tokens=4,
     paper=PaperConfig(divisor=8),
     every=4,
     rows=2,
 )
+ALL_TABLES = tuple(TABLES)
 
 
-def test_cells_are_asked_in_pages_of_their_own_and_kept_with_outcomes(tiny: LoadedModel):
-    from quire.cli.bench_questions import asking_for
+def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
+    rules = [key.rule for key in keys(config, "m", None)]
+    return ManyRules(model, config, asking_for(model), rules)
 
-    judge = Judge(tiny, SMALL.cells, asking_for(tiny))
+
+def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: LoadedModel):
+    """Answers are those of rules asked one by one; the second of a kind reads a block or two."""
+    config = replace(SMALL, tables=("shares", "schedule"), prompts=3)
+    once, apart = many_rules(tiny, config), Judge(tiny, config.cells, asking_for(tiny))
+    read: dict[str, int] = {}
+
+    for key in keys(config, "m", None):
+        cell = once.cell(key)
+        assert cell.outcomes == apart.cell(key).outcomes
+        assert once._task is not None
+        engine = once._task.llm.engine
+        read[key.evict] = engine.num_processed_tokens - sum(read.values())
+
+    crushed_ = [tokens for evict, tokens in read.items() if "kvcrush" in evict and "end" in evict]
+    assert max(crushed_) > 3 * 60
+    assert sum(crushed_) < 2 * max(crushed_)
+    assert read["full"] > 3 * 60
+
+
+def test_cells_are_asked_in_pages_of_the_paper_and_kept_with_outcomes(tiny: LoadedModel):
+    config = replace(SMALL, tables=ALL_TABLES)
+    judge = many_rules(tiny, config)
     shown: list[Cell] = []
 
     result = run_quality(
-        judge.cell, SMALL, model="m", commit=None, kept=CellFile(None), show=shown.append
+        judge.cell, config, model="m", commit=None, kept=CellFile(None), show=shown.append
     )
 
     assert {len(one.outcomes) for one in shown} == {2}
     assert all(one.outcomes.count("1") == one.hits for one in shown)
-    assert {one.key.page_tokens for one in shown} == {4, 16}
+    assert {one.key.page_tokens for one in shown} == {4}
     assert shown == [Cell.from_json(json.loads(json.dumps(one))) for one in result.raw["cells"]]
-    assert [table.name for table in result.tables] == [
-        *("kvcrush-bases", "kvcrush-pages", "kvcrush-paper", "kvcrush-shares", "kvcrush-anchors"),
-        *("kvcrush-granularity", "kvcrush-forms", "kvcrush-schedule", "kvcrush-budgets"),
-    ]
+    assert [table.name for table in result.tables] == [f"kvcrush-{name}" for name in ALL_TABLES]
     assert {"quality_gain_mean", "openvino_gain_low", "quality_over_full_best"} <= set(
         result.claims
     )
+    assert {"dynamic_share_gain_mean", "kmeans_gain_low"} <= set(result.claims)
+    for table in result.tables:
+        assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 # ---- fidelity ------------------------------------------------------------------------------------
@@ -267,11 +338,11 @@ def test_divergence_by_hand():
 
 def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
     config = FidelityConfig(
-        bases=(Rule("h2o"),), tokens=128, texts=2, new_tokens=8, every=4, page_tokens=4
+        bases=(Rule("h2o"),), tokens=128, texts=2, new_tokens=8, cap=32, every=4, page_tokens=4
     )
 
     little = run_fidelity(tiny, config, BOOKS, rouge_l)
-    nearly = run_fidelity(tiny, replace(config, budget=0.9), BOOKS, rouge_l)
+    nearly = run_fidelity(tiny, replace(config, cap=115), BOOKS, rouge_l)
 
     rules = little.raw["rules"]
     assert [len(one["kl"]) for one in rules] == [2] * 4
@@ -283,7 +354,90 @@ def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
         assert 0 <= little.claims[f"{name}_rouge_l"] <= 1
     kl = [little.claims[f"fidelity_{Rule(one['rule']).name}_kl"] for one in rules[:3]]
     assert little.claims["fidelity_kl_gain_mean"] == pytest.approx(kl[0] - kl[2])
-    assert little.claims["fidelity_kl_shared_gain_mean"] == pytest.approx(kl[1] - kl[2])
+    assert little.claims["fidelity_kl_gain_one_set_mean"] == pytest.approx(kl[1] - kl[2])
+    [table] = little.tables
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    less = table.columns.index("KL less")
+    assert table.rows[2][less] == pytest.approx(kl[0] - kl[2])
+    assert table.rows[2][less + 1] == pytest.approx(kl[1] - kl[2])
+
+
+def test_a_pyramid_stands_beside_the_other_rules(tiny: LoadedModel):
+    config = FidelityConfig(
+        name="long",
+        bases=(Rule("h2o"),),
+        pyramid=Rule("h2o"),
+        tokens=96,
+        texts=1,
+        new_tokens=4,
+        cap=40,
+        every=4,
+        page_tokens=4,
+        blocks=0,
+    )
+
+    result = run_fidelity(tiny, config, BOOKS, rouge_l)
+
+    assert [row[0] for row in result.tables[0].rows] == [
+        *("h2o", "kvcrush:base=(h2o),share=0", "kvcrush:base=(h2o),share=0.25"),
+        "h2o:budget=pyramid",
+        "kvcrush:base=(h2o),share=0,budget=pyramid",
+        "kvcrush:base=(h2o),share=0.25,budget=pyramid",
+    ]
+    assert {"long_kl_gain_mean", "long_h2o_budget_pyramid_kl"} <= set(result.claims)
+
+
+# ---- recorded prompts ----------------------------------------------------------------------------
+
+SUMS = [{"question": f"What is {i} and {i}?", "answer": f"#### {i + i}"} for i in range(60)]
+
+
+def test_recorded_prompts_have_as_many_shots_as_fit(tiny: LoadedModel, tmp_path: Path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in SUMS))
+    config = PromptsConfig(tokens=160, prompts=3, new_tokens=4, paper=PaperConfig(divisor=8))
+
+    [found] = recorded({"gsm8k": path}, tiny, config)
+
+    assert len(found.prompts) == len(found.asked) == 3
+    shots = [one.prompt.count("####") for one in found.asked]
+    assert all(config.least_tokens < len(prompt) <= 160 for prompt in found.prompts)
+    assert 2 < min(shots) <= max(shots) < 16
+    assert found.asked[0].grade("nothing") == 0.0
+
+
+def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_path: Path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in SUMS))
+
+    with pytest.raises(ConfigError, match=r"0 examples of gsm8k .* more than 1008 tokens, 8"):
+        recorded({"gsm8k": path}, tiny, PromptsConfig())
+    with pytest.raises(ConfigError, match="--data gsm8k="):
+        recorded({}, tiny, PromptsConfig())
+
+
+def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
+    """A page is 4, a cap 84 of 160 tokens; judges give 1 to who writes as full KV does."""
+    config = PromptsConfig(
+        tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
+    )
+    prompts = tuple(pieces(tiny, BOOKS, 160, 2))
+    asked = tuple(Asked(prompt="", grade=lambda text: float(bool(text))) for _ in prompts)
+    own = Recorded(name="books", score="accuracy", prompts=prompts, asked=asked)
+
+    result = run_prompts(tiny, config, [own], rouge_l)
+
+    [table] = result.tables
+    assert [row[0] for row in table.rows] == [
+        *("H2O, each head its own", "H2O, one set a layer (the paper's)"),
+        *("KVCrush 25/75, mean", "KVCrush 75/25, mean"),
+    ]
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert {row[-1] for row in table.rows} == {1.0} == {result.claims["books_full_score"]}
+    kl = [row[table.columns.index("KL")] for row in table.rows]
+    assert len(set(kl)) == 4
+    assert result.claims["books_kl_gain_mean"] == pytest.approx(kl[0] - (kl[2] + kl[3]) / 2)
+    assert result.claims["books_kl_gain_one_set_mean"] == pytest.approx(kl[1] - (kl[2] + kl[3]) / 2)
 
 
 # ---- overhead ------------------------------------------------------------------------------------

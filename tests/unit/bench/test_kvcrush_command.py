@@ -1,6 +1,7 @@
 """`quire bench kvcrush` as a user calls it, at tiny sizes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from typer.testing import CliRunner, Result
 from quire.bench.eviction.rules import Rule
 from quire.bench.kvcrush import config as kvcrush_config
 from quire.bench.kvcrush.config import (
+    SWEEPS,
     FidelityConfig,
     KVCrushBenchConfig,
     OverheadConfig,
     PaperConfig,
+    PromptsConfig,
     QualityConfig,
 )
 from quire.cli.main import app
@@ -32,26 +35,37 @@ def last_object(result: Result) -> dict:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = QualityConfig(
+        bases=BASE,
+        pyramid=BASE[0],
+        swept=BASE,
+        tasks=("lines",),
+        tokens=128,
+        prompts=1,
+        budget=0.5,
+        other_budgets=(),
+        shares=(0.0, 0.25),
+        anchors=("mean",),
+        several=(),
+        chunk_tokens=4,
+        paper=PaperConfig(divisor=8),
+        every=4,
+    )
+    fidelity = FidelityConfig(
+        bases=BASE, tokens=96, texts=1, new_tokens=4, cap=24, every=4, page_tokens=2
+    )
     small = KVCrushBenchConfig(
-        quality=QualityConfig(
-            bases=BASE,
-            pyramid=BASE[0],
-            swept=BASE,
-            tasks=("lines",),
+        quality=quality,
+        sweeps=replace(quality, tables=SWEEPS),
+        fidelity=fidelity,
+        long=replace(fidelity, name="long", blocks=0, pyramid=BASE[0], cap=40),
+        prompts=PromptsConfig(
             tokens=128,
             prompts=1,
-            budget=0.5,
-            other_budgets=(),
-            shares=(0.0, 0.25),
-            anchors=("mean",),
-            several=(),
-            chunk_tokens=4,
-            page_tokens=4,
+            new_tokens=4,
             paper=PaperConfig(divisor=8),
-            every=4,
-        ),
-        fidelity=FidelityConfig(
-            bases=BASE, tokens=96, texts=1, new_tokens=4, every=4, page_tokens=2
+            shares=(0.25,),
+            anchors=("mean",),
         ),
         overhead=OverheadConfig(
             model="tiny", rows=1, prompt_tokens=48, new_tokens=4, cap=32, every=4
@@ -67,20 +81,40 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
 
     run = last_object(quire("--out", str(out)))
     cells = (out / "cells.jsonl").read_text()
-    again = last_object(quire("--parts", "quality", "--out", str(out)))
+    again = last_object(quire("--parts", "quality,sweeps", "--out", str(out)))
 
     assert run["name"] == "bench kvcrush"
-    assert list(run["arms"]) == ["quality", "fidelity", "overhead", "bytes"]
+    assert list(run["arms"]) == [
+        *("quality", "sweeps", "fidelity", "long", "overhead", "bytes"),
+    ]
     assert {
         *("quality_gain_mean", "quality_gain_low", "quality_gain_high", "openvino_gain_mean"),
         *("quality_over_full_best", "overhead_fraction", "kmeans_overhead_fraction"),
         *("fidelity_kl_gain_mean", "key_bits_over_signature_bits"),
     } <= set(run["claims"])
-    assert {"kvcrush.json", "kvcrush.md", "kvcrush-bases.csv", "kvcrush-shares.svg"} <= {
+    assert {"kvcrush.json", "kvcrush-long.csv", "kvcrush-bases.csv", "kvcrush-shares.svg"} <= {
         path.name for path in out.iterdir()
     }
     assert (out / "cells.jsonl").read_text() == cells
     assert again["claims"]["quality_gain_mean"] == run["claims"]["quality_gain_mean"]
+
+
+@pytest.mark.slow
+def test_recorded_examples_and_lengths_are_chosen(tmp_path: Path):
+    examples = [{"question": f"What is {i} and 1?", "answer": f"#### {i + 1}"} for i in range(40)]
+    path = tmp_path / "sums.json"
+    path.write_text(json.dumps(examples))
+
+    run = last_object(
+        quire("--parts", "prompts", "--data", f"gsm8k={path}", "--tokens", "1024", "--budget", "12")
+    )
+
+    assert {"gsm8k_kl_gain_mean", "gsm8k_kl_gain_one_set_low", "gsm8k_full_score"} <= set(
+        run["claims"]
+    )
+    for part in ("quality", "sweeps"):
+        config = run["config"][part]
+        assert (config["tokens"], config["budget"], config["paper"]["divisor"]) == (1024, 0.12, 2)
 
 
 def test_bases_and_types_are_chosen():
@@ -103,6 +137,12 @@ def test_bases_and_types_are_chosen():
         (("--tasks", "lined"), "lines"),
         (("--budget", "50,25"), "one budget"),
         (("--budget", "150"), "below 100 %"),
+        (("--tokens", "8"), "64"),
+        (("--data", "gsm9k=x.json"), "gsm8k"),
+        (("--data", "gsm8k"), "gsm8k=FILE"),
+        (("--data", "gsm8k=a", "--data", "gsm8k=b"), "each task once"),
+        (("--data", "gsm8k=no.json", "--parts", "prompts"), "no.json"),
+        (("--parts", "prompts"), "--data gsm8k="),
         (("--parts", "quantity"), "quality"),
         (("--parts", "fidelity", "--text", "no.txt"), "no.txt"),
     ],

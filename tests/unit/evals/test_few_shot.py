@@ -34,8 +34,9 @@ def test_sums_are_judged_by_their_number_before_the_next_question():
     assert task.judge(" dunno", ["x\n#### 7"]) == 0.0
 
 
-def test_a_summary_ends_where_the_next_article_begins():
-    task = task_named("cnndm")
+@pytest.mark.parametrize("name", ["cnndm", "xsum"])
+def test_a_summary_ends_where_the_next_article_begins(name):
+    task = task_named(name)
 
     assert task.judge(" the cat sat\n\nArticle: more words", ["the cat sat"]) == 1.0
 

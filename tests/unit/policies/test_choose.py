@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from quire.errors import PolicyError
 from quire.policies.base import LAYER, ScorePolicy
-from quire.policies.choose import best_and_tied, choose_pieces, choose_slots, in_whole_pieces
+from quire.policies.best import best_and_tied, best_of, best_slots, best_with_torch
+from quire.policies.choose import choose_pieces, choose_slots, in_whole_pieces
 from quire.policies.view import KVView
 
 FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # so that many are equal
@@ -56,6 +57,27 @@ def test_the_kept_set_is_that_of_a_plain_sort(data, lanes) -> None:
     assert kept.tolist() == [
         plainly_chosen(*lane, number) for *lane, number in zip(*lanes, keep, strict=True)
     ]
+
+
+@given(st.data(), lanes())
+def test_torch_and_numpy_choose_alike(data, lanes) -> None:
+    """Wanted may be more than are free, or none."""
+    score, free, _ = tensors(lanes)
+    wanted = torch.tensor([data.draw(st.integers(0, free.shape[1])) for _ in free])
+
+    best = best_of(score.numpy(), free.numpy(), wanted.numpy())
+
+    assert best.tolist() == best_with_torch(score, free, wanted).tolist()
+    assert best.sum(axis=1).tolist() == torch.minimum(wanted, free.sum(dim=1)).tolist()
+
+
+def test_several_lanes_may_share_what_is_free() -> None:
+    score = torch.tensor([[[1.0, 5.0, 3.0, 4.0], [5.0, 1.0, 4.0, 4.0]]])
+    free, wanted = torch.tensor([[[True, False, True, True]]]), torch.tensor([[2]])
+
+    expected = [[[False, False, True, True], [True, False, True, False]]]
+    assert best_slots(score, free, wanted).tolist() == expected
+    assert best_with_torch(score, free, wanted).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

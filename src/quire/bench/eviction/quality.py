@@ -43,17 +43,7 @@ class Judge:
         most = max(len(llm.encode(found.answer)) for found in asked)
         options = SamplingParams(max_tokens=most, temperature=0.0)
         answers = llm.generate([found.prompt for found in asked], options)
-        hits = [_is_hit(found, answer) for found, answer in zip(asked, answers, strict=True)]
-        old = [hit for hit, found in zip(hits, asked, strict=True) if _is_old(found)]
-        return Cell(
-            key=key,
-            hits=sum(hits),
-            old_hits=sum(old),
-            old_prompts=len(old),
-            request_bytes=sum(a.usage.kv_peak_bytes for a in answers) / len(answers),
-            seconds=time.perf_counter() - started_s,
-            outcomes="".join("1" if hit else "0" for hit in hits),
-        )
+        return judged(key, asked, answers, time.perf_counter() - started_s)
 
     def _prompts(self, key: CellKey) -> list[Asked]:
         if key.task not in self._asked:
@@ -70,6 +60,25 @@ class Judge:
             prefix_cache=False,
         )
         return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
+
+
+def judged(key: CellKey, asked: Sequence[Asked], answers: Sequence[Answer], seconds: float) -> Cell:
+    """A cell of answers to all of its prompts.
+
+    Raises:
+        InvariantError: a request failed.
+    """
+    hits = [_is_hit(found, answer) for found, answer in zip(asked, answers, strict=True)]
+    old = [hit for hit, found in zip(hits, asked, strict=True) if _is_old(found)]
+    return Cell(
+        key=key,
+        hits=sum(hits),
+        old_hits=sum(old),
+        old_prompts=len(old),
+        request_bytes=sum(a.usage.kv_peak_bytes for a in answers) / len(answers),
+        seconds=seconds,
+        outcomes="".join("1" if hit else "0" for hit in hits),
+    )
 
 
 def _is_hit(asked: Asked, answer: Answer) -> bool:

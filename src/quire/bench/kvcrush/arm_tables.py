@@ -1,10 +1,12 @@
 """Which arms stand in which table: one base configuration, one thing at a time changed.
 
-Every arm stands beside the one it is compared with; no table is a product of more than two lists.
+Every arm stands beside the two it is compared with, the rule as it is and the rule with one set for
+the heads of a layer; no table is a product of more than two lists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from quire.bench.eviction.cells import CellKey
 from quire.bench.eviction.rules import Rule
@@ -22,26 +24,17 @@ from quire.bench.kvcrush.arms import (
     crushed,
     full_key,
     key_of,
-    page_arm,
+    one_set,
+    paper_rows,
     with_options,
 )
-from quire.bench.kvcrush.config import PaperConfig, QualityConfig
+from quire.bench.kvcrush.config import QualityConfig
 from quire.policies.signatures.anchors import ALTERNATING, MEAN, RANDOM
 
 
 def tables(config: QualityConfig) -> tuple[ArmTable, ...]:
-    """All of them; those that would have no arm are left out."""
-    made = (
-        _bases(config),
-        _pages(config),
-        _paper(config),
-        _shares(config),
-        _anchors(config),
-        _granularity(config),
-        _forms(config),
-        _schedule(config),
-        _budgets(config),
-    )
+    """Those that are asked for; those that would have no arm are left out."""
+    made = (TABLES[name](config) for name in config.tables)
     return tuple(table for table in made if table.rows)
 
 
@@ -51,7 +44,7 @@ def keys(config: QualityConfig, model: str, commit: str | None) -> list[CellKey]
     Raises:
         ConfigError: a budget is too small for a rule.
     """
-    arms = [arm for table in tables(config) for row in table.rows for arm in _both(row)]
+    arms = [arm for table in tables(config) for row in table.rows for arm in row.arms]
     unique = dict.fromkeys(arms)
     return [
         key
@@ -63,34 +56,32 @@ def keys(config: QualityConfig, model: str, commit: str | None) -> list[CellKey]
     ]
 
 
-def _both(row: Row) -> Iterator[Arm]:
-    if row.against is not None:
-        yield row.against
-    yield row.arm
+def _three(label: str, alone: Arm, shared: Arm, crushing: Arm) -> Iterator[Row]:
+    yield Row(label=label, arm=alone)
+    yield Row(label=f"{label}, one set a layer", arm=shared, against=alone)
+    yield Row(label=f"{label} + KVCrush", arm=crushing, against=alone, one_set=shared)
 
 
-def _pair(label: str, without: Arm, crushing: Arm) -> Iterator[Row]:
-    yield Row(label=label, arm=without)
-    yield Row(label=f"{label} + KVCrush", arm=crushing, against=without)
+def _compared(
+    config: QualityConfig, base: Rule, label: str, made: Callable[[Rule], Arm]
+) -> Iterator[Row]:
+    rules = (base, one_set(base), crushed(base, config.share))
+    return _three(label, *map(made, rules))
 
 
 def _rows(compared: Compared) -> Iterator[Row]:
-    alone, label = compared.alone, compared.alone.rule.text.removesuffix(f",{PAGES}")
-    label = label.removesuffix(f":{PAGES}")
-    yield Row(label=label, arm=alone)
-    yield Row(label=f"{label}, one set a layer", arm=compared.one_set, against=alone)
-    yield Row(label=f"{label} + KVCrush", arm=compared.crushing, against=alone)
+    alone, shared = compared.alone, compared.one_set
+    label = alone.rule.text.removesuffix(f",{PAGES}").removesuffix(f":{PAGES}")
+    yield from _three(label, alone, shared, compared.crushing)
     if compared.openvino is not None:
-        yield Row(label=f"{label} + OpenVINO's form", arm=compared.openvino, against=alone)
+        form = compared.openvino
+        yield Row(label=f"{label} + OpenVINO's form", arm=form, against=alone, one_set=shared)
 
 
 def _bases(config: QualityConfig) -> ArmTable:
     return ArmTable(
         name="bases",
-        caption=(
-            f"Rules without KVCrush and with it, share {config.share:g}, at equal caps; KVCrush "
-            "has one kept set for the heads of a layer, so the rule with one set stands beside it"
-        ),
+        caption=f"Rules without KVCrush and with it, share {config.share:g}, at equal caps",
         rows=tuple(row for compared in by_token(config) for row in _rows(compared)),
     )
 
@@ -106,35 +97,16 @@ def _pages(config: QualityConfig) -> ArmTable:
     )
 
 
-def paper_base(paper: PaperConfig) -> Rule:
-    """H2O with the first and the newest tokens protected, a page's tokens in sum."""
-    sinks, recent = paper.scaled(paper.initial), paper.scaled(paper.recent)
-    return Rule(f"h2o:sinks={sinks},recent={recent}")
-
-
 def _paper(config: QualityConfig) -> ArmTable:
-    paper, base = config.paper, paper_base(config.paper)
-
-    def made(rule: Rule) -> Arm:
-        page_tokens = paper.scaled(paper.page_tokens)
-        rule = with_options(rule, PAGES)
-        return Arm(rule=rule, cap=paper.cap, when=config.when, page_tokens=page_tokens)
-
-    without = made(base)
-    rows = [Row(label="H2O", arm=without)]
-    for share in (0.75, 0.25):
-        for anchor in (RANDOM, MEAN, ALTERNATING):
-            label = f"KVCrush {100 * (1 - share):.0f}/{100 * share:.0f}, {anchor}"
-            arm = made(crushed(base, share, f"anchor={anchor}"))
-            rows.append(Row(label=label, arm=arm, against=without))
+    paper = config.paper
     sizes = [paper.scaled(n) for n in (paper.initial, paper.middle, paper.recent)]
     return ArmTable(
         name="paper",
         caption=(
             f"The paper's table I, divided by {paper.divisor}: {sizes[0]} initial, {sizes[1]} "
-            f"middle and {sizes[2]} recent tokens in pages of {paper.scaled(paper.page_tokens)}"
+            f"middle and {sizes[2]} recent tokens in pages of {config.page_tokens}"
         ),
-        rows=tuple(rows),
+        rows=paper_rows(paper, config.when, (0.75, 0.25), (RANDOM, MEAN, ALTERNATING)),
     )
 
 
@@ -149,17 +121,38 @@ def _sweep(config: QualityConfig, name: str, caption: str, *changes: tuple[str, 
     """
     rows = []
     for base in config.swept:
-        without = base_arm(config, base)
-        rows.append(Row(label=base.text, arm=without))
+        alone, shared = base_arm(config, base), base_arm(config, one_set(base))
+        rows.append(Row(label=base.text, arm=alone))
         for label, options in changes:
             arm = base_arm(config, around(CRUSH, base, options))
-            rows.append(Row(label=f"{base.text}, {label}", arm=arm, against=without))
+            shown = f"{base.text}, {label}"
+            none = None if arm == shared else shared
+            rows.append(Row(label=shown, arm=arm, against=alone, one_set=none))
     return ArmTable(name=name, caption=caption, rows=tuple(rows))
 
 
 def _shares(config: QualityConfig) -> ArmTable:
     changes = [(f"share {share:g}", f"share={share:g}") for share in config.shares]
     return _sweep(config, "shares", "Share of representatives", *changes)
+
+
+def _additive(config: QualityConfig) -> ArmTable:
+    rows: list[Row] = []
+    for base in config.swept:
+        added = base_arm(config, crushed(base, config.share, "representatives=additive"))
+
+        def made(rule: Rule, cap: int = added.tokens) -> Arm:
+            return replace(base_arm(config, rule), cap=cap)
+
+        rows.append(Row(label=f"{base.text}, cap {added.cap}", arm=base_arm(config, base)))
+        rows += _compared(config, base, f"{base.text}, cap {added.tokens}", made)
+        label = f"{base.text} + KVCrush, {added.cap} and {added.tokens - added.cap} more"
+        rows.append(replace(rows[-1], label=label, arm=added))
+    return ArmTable(
+        name="additive",
+        caption="Representatives on top of the cap, beside rules with a cap so much larger",
+        rows=tuple(rows),
+    )
 
 
 def _anchors(config: QualityConfig) -> ArmTable:
@@ -176,16 +169,19 @@ def _anchors(config: QualityConfig) -> ArmTable:
 
 
 def _granularity(config: QualityConfig) -> ArmTable:
-    chunk = f"granularity=chunk,chunk_tokens={config.chunk_tokens}"
     rows: list[Row] = []
-    for base in config.swept:
-        crushing = crushed(base, config.share)
-        rows += _pair(f"{base.text}, token", base_arm(config, base), base_arm(config, crushing))
-        without = base_arm(config, with_options(base, chunk))
-        label = f"{base.text}, chunk {config.chunk_tokens}"
-        rows += _pair(label, without, base_arm(config, with_options(crushing, chunk)))
-        label = f"{base.text}, page {config.page_tokens}"
-        rows += _pair(label, page_arm(config, base), page_arm(config, crushing))
+    chunk = f"granularity=chunk,chunk_tokens={config.chunk_tokens}"
+    for label, pieces in (
+        ("token", ""),
+        (f"chunk {config.chunk_tokens}", chunk),
+        (f"page {config.page_tokens}", PAGES),
+    ):
+
+        def made(rule: Rule, pieces: str = pieces) -> Arm:
+            return base_arm(config, with_options(rule, pieces))
+
+        for base in config.swept:
+            rows += _compared(config, base, f"{base.text}, {label}", made)
     return ArmTable(name="granularity", caption="What stays or goes together", rows=tuple(rows))
 
 
@@ -196,35 +192,59 @@ def _forms(config: QualityConfig) -> ArmTable:
         static = base_arm(config, crushed(base, config.share))
         rows.append(Row(label=f"{base.text} + KVCrush", arm=static))
         for label, rule in (
-            ("dynamic share", crushed(base, config.share, "dynamic=true")),
+            (DYNAMIC, crushed(base, config.share, "dynamic=true")),
             ("random pick", crushed(base, config.share, "pick=random")),
             ("kept signatures", crushed(base, config.share, "signatures=kept")),
-            ("k-means on signatures", around("kmeans", base, share)),
+            (KMEANS, around("kmeans", base, share)),
             ("k-means on keys", around("kmeans", base, share, "on=keys")),
         ):
             arm = base_arm(config, rule)
             rows.append(Row(label=f"{base.text}, {label}", arm=arm, against=static))
-    return ArmTable(name="forms", caption="Other ways to choose representatives", rows=tuple(rows))
+    return ArmTable(
+        name="forms",
+        caption="Other ways to choose representatives; gains are over KVCrush as it is",
+        rows=tuple(rows),
+    )
+
+
+DYNAMIC, KMEANS = "dynamic share", "k-means on signatures"
 
 
 def _schedule(config: QualityConfig) -> ArmTable:
-    rows: list[Row] = []
-    for base in config.swept:
-        without = replace(base_arm(config, base), when=config.other_when)
-        crushing = replace(without, rule=crushed(base, config.share))
-        rows += _pair(base.text, without, crushing)
+    def made(rule: Rule) -> Arm:
+        return replace(base_arm(config, rule), when=config.other_when)
+
+    rows = (_compared(config, base, base.text, made) for base in config.swept[:1])
     return ArmTable(
         name="schedule",
         caption=f"The same with when={config.other_when}, {config.every} leave at a time",
-        rows=tuple(rows),
+        rows=tuple(row for each in rows for row in each),
     )
 
 
 def _budgets(config: QualityConfig) -> ArmTable:
     rows: list[Row] = []
     for budget in config.other_budgets:
+
+        def made(rule: Rule, budget: float = budget) -> Arm:
+            return replace(base_arm(config, rule), cap=config.cap(budget))
+
         for base in config.swept:
-            without = replace(base_arm(config, base), cap=config.cap(budget))
-            crushing = replace(without, rule=crushed(base, config.share))
-            rows += _pair(f"{base.text}, {100 * budget:g} %", without, crushing)
+            rows += _compared(config, base, f"{base.text}, {100 * budget:g} %", made)
     return ArmTable(name="budgets", caption="Other budgets", rows=tuple(rows))
+
+
+TABLES: Mapping[str, Callable[[QualityConfig], ArmTable]] = MappingProxyType(
+    {
+        "bases": _bases,
+        "pages": _pages,
+        "paper": _paper,
+        "shares": _shares,
+        "additive": _additive,
+        "anchors": _anchors,
+        "granularity": _granularity,
+        "forms": _forms,
+        "schedule": _schedule,
+        "budgets": _budgets,
+    }
+)

@@ -1,10 +1,12 @@
 """Arms of the KVCrush bench: rules with their numbers, with KVCrush around them and without."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quire.bench.eviction.cells import FULL, CellKey
 from quire.bench.eviction.rules import Rule
-from quire.bench.kvcrush.config import QualityConfig
+from quire.bench.kvcrush.config import PaperConfig, QualityConfig
+from quire.policies.eviction import make_eviction
 
 PAGES = "granularity=page"
 CRUSH, OPENVINO = "kvcrush", "kvcrush_openvino"
@@ -18,13 +20,17 @@ class Arm:
         rule: without cap and schedule.
         cap: tokens that are written; what a rule adds comes on top.
         when: the schedule.
-        page_tokens: slots in a page.
     """
 
     rule: Rule
     cap: int
     when: str
-    page_tokens: int = 16
+
+    @property
+    def tokens(self) -> int:
+        """That a lane may hold, what a rule adds among them; by tokens."""
+        policy = make_eviction(self.rule.evict(self.cap, 1, self.when)).policy
+        return self.cap + (0 if policy is None else policy.added_tokens(self.cap))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +40,20 @@ class Row:
     Attributes:
         label: for people.
         arm: what is asked.
-        against: what it is compared with; None: others are compared with it.
+        against: the rule without it, heads keeping what each wants; None: others are compared
+            with this one.
+        one_set: the rule without it, one kept set for the heads of a layer, as KVCrush has.
     """
 
     label: str
     arm: Arm
     against: Arm | None = None
+    one_set: Arm | None = None
+
+    @property
+    def arms(self) -> Iterator[Arm]:
+        """All that it needs."""
+        yield from (arm for arm in (self.against, self.one_set, self.arm) if arm is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +97,12 @@ def page_arm(config: QualityConfig, rule: Rule) -> Arm:
     """The same by pages; the cap is lower by what OpenVINO's form adds."""
     added = config.blocks * config.page_tokens if rule.text.startswith(OPENVINO) else 0
     arm = base_arm(config, with_options(rule, PAGES))
-    return replace(arm, cap=arm.cap - added, page_tokens=config.page_tokens)
+    return replace(arm, cap=arm.cap - added)
 
 
 def one_set(base: Rule, *options: str) -> Rule:
     """A rule whose heads share one kept set: KVCrush without representatives."""
-    return crushed(base, 0, *options)
+    return crushed(base, 0.0, *options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +129,7 @@ def by_token(config: QualityConfig) -> tuple[Compared, ...]:
     return tuple(
         Compared(
             alone=base_arm(config, with_options(base, budget)),
-            one_set=base_arm(config, crushed(base, 0.0, budget)),
+            one_set=base_arm(config, one_set(base, budget)),
             crushing=base_arm(config, crushed(base, config.share, budget)),
         )
         for base, budget in asked
@@ -127,12 +141,40 @@ def by_page(config: QualityConfig) -> tuple[Compared, ...]:
     return tuple(
         Compared(
             alone=page_arm(config, base),
-            one_set=page_arm(config, crushed(base, 0.0)),
+            one_set=page_arm(config, one_set(base)),
             crushing=page_arm(config, crushed(base, config.share)),
             openvino=page_arm(config, around(OPENVINO, base, f"blocks={config.blocks}")),
         )
         for base in config.bases
     )
+
+
+def paper_base(paper: PaperConfig) -> Rule:
+    """H2O with the first and the newest tokens protected, a page's tokens in sum."""
+    sinks, recent = paper.scaled(paper.initial), paper.scaled(paper.recent)
+    return Rule(f"h2o:sinks={sinks},recent={recent}")
+
+
+def paper_rows(
+    paper: PaperConfig, when: str, shares: Sequence[float], anchors: Sequence[str]
+) -> tuple[Row, ...]:
+    """H2O and KVCrush as in the paper's tables I and II: pages, its splits and anchors."""
+    base = paper_base(paper)
+
+    def made(rule: Rule) -> Arm:
+        return Arm(rule=with_options(rule, PAGES), cap=paper.cap, when=when)
+
+    alone, shared = made(base), made(one_set(base))
+    rows = [
+        Row(label="H2O, each head its own", arm=alone),
+        Row(label="H2O, one set a layer (the paper's)", arm=shared, against=alone),
+    ]
+    for share in shares:
+        for anchor in anchors:
+            label = f"KVCrush {100 * (1 - share):.0f}/{100 * share:.0f}, {anchor}"
+            arm = made(crushed(base, share, f"anchor={anchor}"))
+            rows.append(Row(label=label, arm=arm, against=alone, one_set=shared))
+    return tuple(rows)
 
 
 def full_key(config: QualityConfig, task: str, model: str, commit: str | None) -> CellKey:
@@ -147,6 +189,7 @@ def full_key(config: QualityConfig, task: str, model: str, commit: str | None) -
         budget=1.0,
         evict=FULL,
         commit=commit,
+        page_tokens=config.page_tokens,
     )
 
 
@@ -158,5 +201,4 @@ def key_of(config: QualityConfig, arm: Arm, task: str, model: str, commit: str |
         when=arm.when,
         budget=arm.cap / config.tokens,
         evict=arm.rule.evict(arm.cap, config.every, arm.when),
-        page_tokens=arm.page_tokens,
     )

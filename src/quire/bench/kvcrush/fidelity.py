@@ -1,6 +1,7 @@
-"""Part `fidelity`: how far a model under a cap is from itself with full KV, on real text.
+"""Parts `fidelity` and `long`: how far a model under a cap is from itself with full KV, on text.
 
 Texts are read on in blocks, as in part `perplexity` of the eviction bench, then continued greedily.
+Part `long` does so in the paper's budget of 2,048 tokens.
 
 KL        sum over the vocabulary of p_full log(p_full / p_rule), nats, mean over tokens that are
           predicted from what an eviction has left
@@ -9,7 +10,7 @@ ROUGE-L   of the continuation, against the one with full KV
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -20,7 +21,16 @@ from quire.bench.eviction.cells import FULL
 from quire.bench.eviction.rules import Rule
 from quire.bench.eviction.texts import RunningText, pieces
 from quire.bench.intervals import bootstrap_mean
-from quire.bench.kvcrush.arms import OPENVINO, PAGES, Arm, Compared, around, crushed, with_options
+from quire.bench.kvcrush.arms import (
+    OPENVINO,
+    PAGES,
+    Arm,
+    Compared,
+    around,
+    crushed,
+    one_set,
+    with_options,
+)
 from quire.bench.kvcrush.config import FidelityConfig
 from quire.bench.kvcrush.listening import Listening
 from quire.bench.result import Numbers, PartResult, Table
@@ -45,6 +55,7 @@ class Fidelity:
         top_1: share of each text.
         rouge_l: of each continuation.
         request_bytes: most KV of a text.
+        continuations: of each text.
     """
 
     rule: str
@@ -52,6 +63,7 @@ class Fidelity:
     top_1: tuple[float, ...]
     rouge_l: tuple[float, ...]
     request_bytes: int
+    continuations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +95,9 @@ class Reader:
         length = config.tokens + config.new_tokens
         memory = 2 * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
         evict = FULL if arm is None else arm.rule.evict(arm.cap, config.every, arm.when)
-        page_tokens = 16 if arm is None else arm.page_tokens
-        kv = KVConfig(memory=memory, page_tokens=page_tokens, evict=evict, prefix_cache=False)
+        kv = KVConfig(
+            memory=memory, page_tokens=config.page_tokens, evict=evict, prefix_cache=False
+        )
         self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
 
     def read(self, text: list[int]) -> Read:
@@ -117,27 +130,28 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
     def arm(rule: Rule) -> Arm:
         return Arm(rule=rule, cap=config.cap, when=PREFILL_AND_DECODE)
 
-    def form(base: Rule) -> Arm:
-        rule = around(OPENVINO, base, f"blocks={config.blocks}")
-        cap = config.cap - config.blocks * config.page_tokens
-        by_page = with_options(rule, PAGES)
-        return replace(arm(by_page), cap=cap, page_tokens=config.page_tokens)
+    def form(base: Rule) -> Arm | None:
+        rule = around(OPENVINO, base, f"blocks={config.blocks}", PAGES)
+        added = config.blocks * config.page_tokens
+        return replace(arm(rule), cap=config.cap - added) if added else None
 
+    asked = [(base, "") for base in config.bases]
+    asked += [] if config.pyramid is None else [(config.pyramid, "budget=pyramid")]
     return tuple(
         Compared(
-            alone=arm(base),
-            one_set=arm(crushed(base, 0.0)),
-            crushing=arm(crushed(base, config.share)),
-            openvino=form(base),
+            alone=arm(with_options(base, budget)),
+            one_set=arm(one_set(base, budget)),
+            crushing=arm(crushed(base, config.share, budget)),
+            openvino=None if budget else form(base),
         )
-        for base in config.bases
+        for base, budget in asked
     )
 
 
 def run_fidelity(
     model: LoadedModel, config: FidelityConfig, running: RunningText, rouge_l: JudgeText
 ) -> PartResult:
-    """The part.
+    """Either part.
 
     Args:
         model: reads.
@@ -146,7 +160,8 @@ def run_fidelity(
         rouge_l: judges continuations.
     """
     texts = pieces(model, running, config.tokens, config.texts)
-    found = measure(model, config, texts, rouge_l)
+    arms = [arm for one in compared(config) for arm in _arms(one)]
+    _, found = measure(model, config, arms, texts, rouge_l)
     return PartResult(
         claims=claims(config, found),
         tables=(_table(config, running.name, found),),
@@ -155,29 +170,45 @@ def run_fidelity(
 
 
 def measure(
-    model: LoadedModel, config: FidelityConfig, texts: Sequence[list[int]], rouge_l: JudgeText
-) -> dict[Arm, Fidelity]:
-    """Every arm, text by text: no more than two texts' distributions are held at a time."""
-    arms = [arm for one in compared(config) for arm in _arms(one)]
+    model: LoadedModel,
+    config: FidelityConfig,
+    arms: Iterable[Arm],
+    texts: Sequence[list[int]],
+    rouge_l: JudgeText,
+) -> tuple[tuple[str, ...], dict[Arm, Fidelity]]:
+    """Every arm, text by text: no more than two texts' distributions are held at a time.
+
+    Returns:
+        Continuations with full KV, and what came of each arm.
+    """
     full = Reader(model, config, None)
     readers = {arm: Reader(model, config, arm) for arm in arms}
-    scores: dict[Arm, list[tuple[float, float, float, int]]] = {arm: [] for arm in arms}
+    scores: dict[Arm, list[_Scored]] = {arm: [] for arm in readers}
+    continued = []
     for text in texts:
         wanted = full.read(text)
+        continued.append(wanted.text)
         for arm, reader in readers.items():
             scores[arm].append(_scored(reader.read(text), wanted, rouge_l))
-    return {arm: _joined(arm, rows) for arm, rows in scores.items()}
+    return tuple(continued), {arm: _joined(arm, rows) for arm, rows in scores.items()}
+
+
+_Scored = tuple[float, float, float, int, str]
 
 
 def _arms(one: Compared) -> Iterator[Arm]:
-    yield from (one.alone, one.one_set, one.crushing)
+    yield from (one.alone, one.one_set, *_crushing(one))
+
+
+def _crushing(one: Compared) -> Iterator[Arm]:
+    yield one.crushing
     if one.openvino is not None:
         yield one.openvino
 
 
-def _scored(found: Read, full: Read, rouge_l: JudgeText) -> tuple[float, float, float, int]:
+def _scored(found: Read, full: Read, rouge_l: JudgeText) -> _Scored:
     kl, top_1 = divergence(full.logprobs, found.logprobs)
-    return kl, top_1, rouge_l(found.text, full.text), found.request_bytes
+    return kl, top_1, rouge_l(found.text, full.text), found.request_bytes, found.text
 
 
 def divergence(
@@ -193,37 +224,44 @@ def divergence(
     return float(kl), float((full.argmax(dim=1) == found.argmax(dim=1)).double().mean())
 
 
-def _joined(arm: Arm, rows: Sequence[tuple[float, float, float, int]]) -> Fidelity:
-    kl, top_1, rouge_l, request_bytes = zip(*rows, strict=True)
+def _joined(arm: Arm, rows: Sequence[_Scored]) -> Fidelity:
+    kl, top_1, rouge_l, request_bytes, continuations = zip(*rows, strict=True)
     return Fidelity(
-        rule=arm.rule.text, kl=kl, top_1=top_1, rouge_l=rouge_l, request_bytes=max(request_bytes)
+        rule=arm.rule.text,
+        kl=kl,
+        top_1=top_1,
+        rouge_l=rouge_l,
+        request_bytes=max(request_bytes),
+        continuations=continuations,
     )
 
 
 def claims(config: FidelityConfig, found: dict[Arm, Fidelity]) -> Numbers:
     """Means of every rule; and of KVCrush, what it takes off the KL of the rules without it.
 
-    fidelity_kl_gain: nats less than the rules alone; fidelity_kl_shared_gain: than the rules with
-    one set for a layer's heads. Mean over rules; intervals of 95 % by bootstrap over texts.
+    fidelity_kl_gain: nats less than the rules alone; fidelity_kl_gain_one_set: than the rules with
+    one set for a layer's heads. Mean over rules; intervals of 95 % by bootstrap over texts. Those
+    of the part `long` begin with its name.
     """
     made: Numbers = {}
     for one in found.values():
-        name = f"fidelity_{_name(one)}"
-        made[f"{name}_kl"] = statistics.mean(one.kl)
-        made[f"{name}_top_1"] = statistics.mean(one.top_1)
-        made[f"{name}_rouge_l"] = statistics.mean(one.rouge_l)
-    arms = compared(config)
-    made |= _gain("fidelity_kl_gain", [(found[a.alone], found[a.crushing]) for a in arms])
-    return made | _gain(
-        "fidelity_kl_shared_gain", [(found[a.one_set], found[a.crushing]) for a in arms]
-    )
+        made |= means(f"{config.name}_{Rule(one.rule).name}", one)
+    arms, name = compared(config), f"{config.name}_kl_gain"
+    made |= kl_gain(name, [(found[a.alone], found[a.crushing]) for a in arms])
+    return made | kl_gain(f"{name}_one_set", [(found[a.one_set], found[a.crushing]) for a in arms])
 
 
-def _name(one: Fidelity) -> str:
-    return Rule(one.rule).name
+def means(name: str, one: Fidelity) -> Numbers:
+    """Over texts, under names that begin so."""
+    return {
+        f"{name}_kl": statistics.mean(one.kl),
+        f"{name}_top_1": statistics.mean(one.top_1),
+        f"{name}_rouge_l": statistics.mean(one.rouge_l),
+    }
 
 
-def _gain(name: str, pairs: Sequence[tuple[Fidelity, Fidelity]]) -> Numbers:
+def kl_gain(name: str, pairs: Sequence[tuple[Fidelity, Fidelity]]) -> Numbers:
+    """How much less KL the second of each pair has, mean over pairs, with its interval."""
     by_pair = [_less(without, crushing) for without, crushing in pairs]
     by_text = [statistics.mean(differences) for differences in zip(*by_pair, strict=True)]
     low, high = bootstrap_mean([by_text], groups_too=False)
@@ -234,23 +272,34 @@ def _less(without: Fidelity, crushing: Fidelity) -> list[float]:
     return [a - b for a, b in zip(without.kl, crushing.kl, strict=True)]
 
 
+COLUMNS = ("rule", "cap", "KL", "top-1", "ROUGE-L", "KL less", "than one set", "KV KiB")
+
+
+def row_of(
+    found: Mapping[Arm, Fidelity], arm: Arm, *others: Arm | None
+) -> tuple[str | int | float | None, ...]:
+    """Numbers of an arm as in COLUMNS; by how much its KL is below that of others, or None."""
+    one = found[arm]
+    shown = [statistics.mean(n) for n in (one.kl, one.top_1, one.rouge_l)]
+    less = (o if o is None else statistics.mean(_less(found[o], one)) for o in others)
+    return (one.rule, arm.cap, *shown, *less, one.request_bytes / 1024)
+
+
 def _table(config: FidelityConfig, name: str, found: dict[Arm, Fidelity]) -> Table:
     rows = []
     for one in compared(config):
-        for arm in _arms(one):
-            scores = found[arm]
-            means = [statistics.mean(n) for n in (scores.kl, scores.top_1, scores.rouge_l)]
-            less = statistics.mean(_less(found[one.alone], scores))
-            kib = scores.request_bytes / 1024
-            rows.append((scores.rule, arm.cap, *means, None if arm == one.alone else less, kib))
+        rows.append(row_of(found, one.alone, None, None))
+        rows.append(row_of(found, one.one_set, one.alone, None))
+        rows += (row_of(found, arm, one.alone, one.one_set) for arm in _crushing(one))
     return Table(
-        name="kvcrush-fidelity",
+        name=f"kvcrush-{config.name}",
         caption=(
             f"{config.texts} texts of {config.tokens:,} tokens from {name}, read on in blocks of "
-            f"{config.every} under a cap of {config.cap} ({100 * config.budget:g} %), then "
-            f"continued by {config.new_tokens} tokens, against full KV. KL in nats, of tokens "
-            "behind the cap; less: KL of the rule alone less this one's; KV: most bytes of a text."
+            f"{config.every} under a cap of {config.cap:,} ({100 * config.cap / config.tokens:.0f} "
+            f"%), then continued by {config.new_tokens} tokens, against full KV. KL in nats, of "
+            "tokens behind the cap; less: KL of the rule alone less this one's, and of the rule "
+            "with one set for a layer's heads; KV: most bytes of a text."
         ),
-        columns=("rule", "cap", "KL", "top-1", "ROUGE-L", "KL less", "KV KiB"),
+        columns=COLUMNS,
         rows=tuple(rows),
     )

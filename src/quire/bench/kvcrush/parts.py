@@ -1,16 +1,23 @@
 """The parts of the KVCrush bench by name, in the order in which they run and are read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from quire.bench.asked import AskingFor
 from quire.bench.eviction.cells import Cell, CellFile
-from quire.bench.eviction.quality import Judge
 from quire.bench.eviction.texts import RunningText
-from quire.bench.kvcrush.config import KVCrushBenchConfig
+from quire.bench.kvcrush.arm_tables import keys
+from quire.bench.kvcrush.config import (
+    FidelityConfig,
+    KVCrushBenchConfig,
+    PromptsConfig,
+    QualityConfig,
+)
 from quire.bench.kvcrush.fidelity import JudgeText, run_fidelity
+from quire.bench.kvcrush.judging import ManyRules
 from quire.bench.kvcrush.overhead import run_overhead
+from quire.bench.kvcrush.prompts import Recorded, run_prompts
 from quire.bench.kvcrush.quality import run_quality
 from quire.bench.kvcrush.signature_bytes import run_bytes
 from quire.bench.result import PartResult
@@ -27,6 +34,7 @@ class Material:
         load: the model that reads and answers; loaded when the first part needs it.
         asking_for: makes prompts for it.
         running_for: what its long texts are cut from.
+        recorded_for: prompts of files of examples.
         rouge_l: judges continuations of texts.
         kept: where finished cells are, and go.
         commit: of this code.
@@ -36,6 +44,7 @@ class Material:
     load: Callable[[], LoadedModel]
     asking_for: AskingFor
     running_for: Callable[[LoadedModel], RunningText]
+    recorded_for: Callable[[LoadedModel, PromptsConfig], Sequence[Recorded]]
     rouge_l: JudgeText
     kept: CellFile
     commit: str | None
@@ -50,25 +59,33 @@ class Material:
 def make_parts(material: Material) -> Mapping[str, Part]:
     """All parts."""
 
-    def quality(config: KVCrushBenchConfig) -> PartResult:
+    def quality(config: KVCrushBenchConfig, part: QualityConfig) -> PartResult:
         model = material.model
-        judge = Judge(model, config.quality.cells, material.asking_for(model))
+        rules = [key.rule for key in keys(part, config.model, None)]
+        judge = ManyRules(model, part, material.asking_for(model), rules)
         return run_quality(
             judge.cell,
-            config.quality,
+            part,
             model=config.model,
             commit=material.commit,
             kept=material.kept,
             show=material.show,
         )
 
-    def fidelity(config: KVCrushBenchConfig) -> PartResult:
+    def fidelity(part: FidelityConfig) -> PartResult:
         running = material.running_for(material.model)
-        return run_fidelity(material.model, config.fidelity, running, material.rouge_l)
+        return run_fidelity(material.model, part, running, material.rouge_l)
+
+    def prompts(part: PromptsConfig) -> PartResult:
+        recorded = material.recorded_for(material.model, part)
+        return run_prompts(material.model, part, recorded, material.rouge_l)
 
     return {
-        "quality": quality,
-        "fidelity": fidelity,
+        "quality": lambda c: quality(c, c.quality),
+        "sweeps": lambda c: quality(c, c.sweeps),
+        "fidelity": lambda c: fidelity(c.fidelity),
+        "long": lambda c: fidelity(c.long),
+        "prompts": lambda c: prompts(c.prompts),
         "overhead": lambda c: run_overhead(c.overhead),
         "bytes": lambda c: run_bytes(),
     }

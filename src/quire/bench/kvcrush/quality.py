@@ -1,16 +1,23 @@
-"""Part `quality`: right answers with and without KVCrush, one thing changed at a time."""
+"""Parts `quality` and `sweeps`: right answers with KVCrush and without it.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+quality   every base rule, by token and by page, OpenVINO's form beside them: the claims
+sweeps    some of them, one thing changed at a time
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from quire.bench.eviction.cells import Cell, CellFile, CellKey
 from quire.bench.eviction.quality import mean_share, measure_cells
 from quire.bench.kvcrush import arms
-from quire.bench.kvcrush.arm_tables import keys, tables
+from quire.bench.kvcrush.arm_tables import DYNAMIC, KMEANS, keys, tables
 from quire.bench.kvcrush.arms import Arm, ArmTable, Row, by_page, by_token
-from quire.bench.kvcrush.config import QualityConfig
+from quire.bench.kvcrush.config import CLAIMED, QualityConfig
 from quire.bench.kvcrush.gains import ByTask, Gain, gain_of
 from quire.bench.result import Chart, Numbers, PartResult, Table
+
+Groups = dict[str, list[tuple[Arm, Arm]]]
+"""Name of a claim to pairs of arms: without, and with."""
 
 
 class Answers:
@@ -63,7 +70,7 @@ def run_quality(
     kept: CellFile,
     show: Callable[[Cell], None],
 ) -> PartResult:
-    """The part.
+    """Either part.
 
     Args:
         ask: gives a cell.
@@ -78,7 +85,7 @@ def run_quality(
     return PartResult(
         claims=claims(answers),
         tables=tuple(_table(answers, table) for table in tables(config)),
-        charts=(_shares_chart(answers),),
+        charts=(_shares_chart(answers),) if "shares" in config.tables else (),
         raw={
             "cells": [cell.to_json() for cell in cells],
             "gains": {name: asdict(gain) for name, gain in gains(answers).items()},
@@ -87,40 +94,73 @@ def run_quality(
 
 
 def gains(answers: Answers) -> dict[str, Gain]:
-    """Over all base rules together.
-
-    quality_gain, page_gain: KVCrush by token and by page over the rules alone, whose heads keep
-    what each wants. shared_gain, shared_page_gain: over the rules with one set for a layer's heads,
-    as KVCrush has. openvino_gain, openvino_shared_gain: OpenVINO's form over the same, by page;
-    openvino_over_tokens_gain: over the rules by token.
-    """
-    tokens, pages = by_token(answers.config), by_page(answers.config)
-    openvino = [(one, one.openvino) for one in pages if one.openvino is not None]
-    by_base = zip(tokens, openvino, strict=False)  # a pyramid comes behind the bases
-    groups = {
-        "quality_gain": [(one.alone, one.crushing) for one in tokens],
-        "shared_gain": [(one.one_set, one.crushing) for one in tokens],
-        "page_gain": [(one.alone, one.crushing) for one in pages],
-        "shared_page_gain": [(one.one_set, one.crushing) for one in pages],
-        "openvino_gain": [(one.alone, form) for one, form in openvino],
-        "openvino_shared_gain": [(one.one_set, form) for one, form in openvino],
-        "openvino_over_tokens_gain": [(one.alone, form) for one, (_, form) in by_base],
-    }
+    """Of the tables there are, over all their base rules together; see `claims`."""
+    groups: Groups = {}
+    if set(CLAIMED) <= set(answers.config.tables):
+        groups |= _claimed(answers.config)
+    if "forms" in answers.config.tables:
+        groups |= _of_forms(answers.config)
     return {name: answers.gain(pairs) for name, pairs in groups.items()}
 
 
+def _claimed(config: QualityConfig) -> Groups:
+    tokens, pages = by_token(config), by_page(config)
+    openvino = [(one, one.openvino) for one in pages if one.openvino is not None]
+    by_base = zip(tokens, openvino, strict=False)  # a pyramid comes behind the bases
+    groups: Groups = {
+        "quality_gain": [(one.alone, one.crushing) for one in tokens],
+        "quality_gain_one_set": [(one.one_set, one.crushing) for one in tokens],
+        "one_set_gain": [(one.alone, one.one_set) for one in tokens],
+        "page_gain": [(one.alone, one.crushing) for one in pages],
+        "page_gain_one_set": [(one.one_set, one.crushing) for one in pages],
+        "openvino_gain": [(one.alone, form) for one, form in openvino],
+        "openvino_gain_one_set": [(one.one_set, form) for one, form in openvino],
+        "openvino_over_tokens_gain": [(one.alone, form) for one, (_, form) in by_base],
+    }
+    for one in tokens:
+        groups[f"quality_gain_{one.alone.rule.name}"] = [(one.alone, one.crushing)]
+        groups[f"quality_gain_one_set_{one.alone.rule.name}"] = [(one.one_set, one.crushing)]
+    return groups
+
+
+def _of_forms(config: QualityConfig) -> Groups:
+    [table] = [table for table in tables(config) if table.name == "forms"]
+    return {
+        name: [
+            (row.against, row.arm)
+            for row in table.rows
+            if row.against is not None and row.label.endswith(form)
+        ]
+        for name, form in (("dynamic_share_gain", DYNAMIC), ("kmeans_gain", KMEANS))
+    }
+
+
 def claims(answers: Answers) -> Numbers:
-    """Gains with their intervals, and right answers over full KV's of every rule at the budget."""
-    made: Numbers = {"full_quality": mean_share(answers.full)}
+    """Gains with their intervals, and right answers over full KV's of every rule at the budget.
+
+    quality_gain, page_gain, openvino_gain: KVCrush by token and by page, and OpenVINO's form, over
+    the rules alone, whose heads keep what each wants; openvino_over_tokens_gain: over the rules by
+    token. With _one_set: over the rules with one set for the heads of a layer, as KVCrush (and the
+    paper's H2O) has it: what the representatives are worth. one_set_gain: those over the rules
+    alone: what sharing costs. With a rule's name: of that rule. dynamic_share_gain, kmeans_gain:
+    over KVCrush with a static share.
+    """
+    made: Numbers = {}
     for name, gain in gains(answers).items():
         made |= gain.claims(name)
+    if not set(CLAIMED) <= set(answers.config.tables):
+        return made
     over = {
         row.arm.rule.name: answers.over_full(row.arm)
-        for table in tables(answers.config)[:2]
+        for table in tables(answers.config)
+        if table.name in CLAIMED
         for row in table.rows
     }
     made |= {f"quality_over_full_{name}": share for name, share in over.items()}
-    return made | {"quality_over_full_best": max(over.values())}
+    return made | {
+        "full_quality": mean_share(answers.full),
+        "quality_over_full_best": max(over.values()),
+    }
 
 
 def _table(answers: Answers, table: ArmTable) -> Table:
@@ -131,10 +171,10 @@ def _table(answers: Answers, table: ArmTable) -> Table:
             f"{table.caption}. Right answers, {config.prompts} prompts of at most "
             f"{config.tokens} tokens a cell, cap {100 * config.budget:g} % and when={first.when} "
             "where nothing else is said. Gain: over the rule without, or the first row of its "
-            "group; the same prompts, 95 % by bootstrap over tasks and prompts. KV: most bytes of "
-            "a request, mean over prompts and tasks."
+            "group; over one set: over the rule whose heads share one kept set, as with KVCrush. "
+            "The same prompts, 95 % by bootstrap over tasks and prompts."
         ),
-        columns=("rule", "cap", *config.tasks, "mean", "over full", "gain", "KV KiB"),
+        columns=("rule", "cap", *config.tasks, "mean", "over full", "gain", "over one set"),
         rows=(_full_row(answers), *(_row(answers, row) for row in table.rows)),
     )
 
@@ -142,23 +182,22 @@ def _table(answers: Answers, table: ArmTable) -> Table:
 def _full_row(answers: Answers) -> tuple[str | int | float | None, ...]:
     full, tokens = answers.full, answers.config.tokens
     shares = (cell.share for cell in full.values())
-    return ("full", tokens, *shares, mean_share(full), 1.0, None, _kib(full))
+    return ("full", tokens, *shares, mean_share(full), 1.0, None, None)
 
 
 def _row(answers: Answers, row: Row) -> tuple[str | int | float | None, ...]:
     found = answers.of(row.arm)
     shares = (cell.share for cell in found.values())
     over = answers.over_full(row.arm)
-    won = None if row.against is None else _shown(answers.gain([(row.against, row.arm)]))
-    return (row.label, row.arm.cap, *shares, mean_share(found), over, won, _kib(found))
+    won = (_shown(answers, other, row.arm) for other in (row.against, row.one_set))
+    return (row.label, row.arm.cap, *shares, mean_share(found), over, *won)
 
 
-def _shown(gain: Gain) -> str:
+def _shown(answers: Answers, without: Arm | None, arm: Arm) -> str | None:
+    if without is None:
+        return None
+    gain = answers.gain([(without, arm)])
     return f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
-
-
-def _kib(found: Mapping[str, Cell]) -> float:
-    return sum(cell.request_bytes for cell in found.values()) / len(found) / 1024
 
 
 def _shares_chart(answers: Answers) -> Chart:

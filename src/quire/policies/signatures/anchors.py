@@ -10,14 +10,16 @@ Source: KVCrush (Jha et al. 2025), section 3.2; `zeros` and `ones` are OpenVINO'
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
+from quire.policies.best import count_of
 from quire.policies.lots import lots_of
-from quire.policies.signatures.bits import hamming, pack
+from quire.policies.signatures.bits import Words, hamming, pack
 
 RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros", "ones"
 FARTHEST = "farthest"
@@ -42,41 +44,48 @@ def check_anchor(kind: str, count: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signatures:
     """Of the tokens, or pieces, of some layers.
 
     Attributes:
-        bits: what they are made of.
-        grouped: those that others may stand for.
+        bits: [layer, bit, unit] what they are made of.
+        grouped: [layer, unit] those that others may stand for.
         layers: numbers of the layers.
     """
 
-    bits: Bool[Tensor, "layer unit bit"]
-    grouped: Bool[Tensor, "layer unit"]
-    layers: Int[Tensor, " layer"]
+    bits: NDArray[np.bool_]
+    grouped: NDArray[np.bool_]
+    layers: tuple[int, ...]
 
-    @property
-    def words(self) -> Int[Tensor, "layer unit word"]:
-        """The same, packed."""
+    @cached_property
+    def words(self) -> Words:
+        """[layer, unit, word] the same, packed."""
         return pack(self.bits)
+
+    def majority(self, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[layer, bit] what more than half of some signatures say.
+
+        Args:
+            among: [layer, unit] those that are asked.
+        """
+        return 2 * count_of(self.bits & among[:, None]) > count_of(among)[:, None]
 
 
 def nearest_anchor(
     signatures: Signatures, kind: str, count: int, seed: int
-) -> tuple[Int[Tensor, "layer unit"], Int[Tensor, "layer unit"]]:
-    """How far each signature is from the nearest of `count` anchors, and which that is.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[layer, unit] how far each signature is from the nearest of `count` anchors, and which it is.
 
     One distance for each token and anchor, no more. Of equally near ones the first.
     """
     words = signatures.words
-    nearest = which = torch.zeros(words.shape[:2], dtype=torch.int64, device=words.device)
-    for number in range(count):
-        bits = _anchor(signatures, kind, number, count, seed, nearest)
-        distance = hamming(words, pack(bits)[:, None])
-        closer = distance < nearest if number else torch.ones_like(distance, dtype=torch.bool)
-        nearest = torch.where(closer, distance, nearest)
-        which = torch.where(closer, number, which)
+    nearest = hamming(words, _anchor(signatures, kind, 0, count, seed))
+    which = np.zeros_like(nearest)
+    for number in range(1, count):
+        distance = hamming(words, _anchor(signatures, kind, number, count, seed, nearest))
+        which[distance < nearest] = number
+        np.minimum(distance, nearest, out=nearest)
     return nearest, which
 
 
@@ -86,34 +95,40 @@ def _anchor(
     number: int,
     count: int,
     seed: int,
-    nearest: Int[Tensor, "layer unit"],
-) -> Bool[Tensor, "layer bit"]:
-    layers, _, width = signatures.bits.shape
-    places = torch.arange(width, device=signatures.bits.device)
-    if kind == MEAN or (kind == FARTHEST and not number):
-        slices = count if kind == MEAN else 1
-        return majority(signatures.bits, _slice_of(signatures.grouped, number, slices))
-    if kind == FARTHEST:
-        far = torch.where(signatures.grouped, nearest, -1).argmax(dim=1)
-        return signatures.bits[torch.arange(layers, device=far.device), far]
+    nearest: NDArray[np.int64] | None = None,
+) -> Words:
+    """[layer, 1, word] an anchor of each layer, packed."""
+    if kind == FARTHEST and number:
+        assert nearest is not None, "the first one is the mean"
+        far = np.where(signatures.grouped, nearest, -1).argmax(axis=1)
+        return np.take_along_axis(signatures.words, far[:, None, None], axis=1)
+    bits = _made(signatures, kind, number, 1 if kind == FARTHEST else count, seed)
+    return pack(bits[:, :, None])
+
+
+def _made(
+    signatures: Signatures, kind: str, number: int, count: int, seed: int
+) -> NDArray[np.bool_]:
+    """[layer, bit]."""
+    layers, width, _ = signatures.bits.shape
+    places = np.arange(width)
+    if kind in (MEAN, FARTHEST):
+        return signatures.majority(_slice_of(signatures.grouped, number, count))
     if kind == RANDOM:
-        lots = lots_of(seed, signatures.layers[:, None], number * width + places)
-        return lots % 2 == 1
+        numbers = torch.tensor(signatures.layers)[:, None]
+        lots = lots_of(seed, numbers, torch.from_numpy(number * width + places))
+        drawn: NDArray[np.bool_] = (lots % 2 == 1).numpy()
+        return drawn
     made = {ALTERNATING: places % 2 == 1, ZEROS: places < 0, ONES: places >= 0}
-    return made[kind].expand(layers, width)
+    same: NDArray[np.bool_] = made[kind][None].repeat(layers, axis=0)
+    return same
 
 
-def majority(
-    bits: Bool[Tensor, "layer unit bit"], among: Bool[Tensor, "layer unit"]
-) -> Bool[Tensor, "layer bit"]:
-    """What more than half of some signatures say."""
-    votes = (bits & among[:, :, None]).sum(dim=1)
-    return 2 * votes > among.sum(dim=1)[:, None]
-
-
-def _slice_of(
-    among: Bool[Tensor, "layer unit"], number: int, count: int
-) -> Bool[Tensor, "layer unit"]:
+def _slice_of(among: NDArray[np.bool_], number: int, count: int) -> NDArray[np.bool_]:
     """The `number`-th of `count` equal runs, in the order of positions."""
-    place, total = among.cumsum(dim=1) - 1, among.sum(dim=1, keepdim=True)
-    return among & (place >= number * total // count) & (place < (number + 1) * total // count)
+    if count == 1:
+        return among
+    place, total = among.cumsum(axis=1) - 1, count_of(among)[:, None]
+    first, end = number * total // count, (number + 1) * total // count
+    run: NDArray[np.bool_] = among & (place >= first) & (place < end)
+    return run

@@ -39,6 +39,24 @@ def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
     )
 
 
+def first_heads(view: KVView) -> KVView:
+    """A lane for each layer, its first one: for what is the same for all heads of a layer."""
+    return replace(
+        view,
+        positions=view.first_heads(view.positions),
+        heads_per_layer=1,
+        statistics={n: _of_first(view, numbers) for n, numbers in view.statistics.items()},
+        slots=None if view.slots is None else _First(view.slots, view.heads_per_layer),
+    )
+
+
+def _of_first(view: KVView, numbers: Tensor) -> Tensor:
+    """Of some statistics each query head has numbers of its own: those of a first lane stay."""
+    rows = len(numbers) * view.heads_per_layer // len(view.positions)
+    of_layer = numbers.reshape(-1, rows, *numbers.shape[1:])
+    return of_layer[:, : rows // view.heads_per_layer].flatten(0, 1)
+
+
 def _of_heads(view: KVView, statistic: Statistic) -> Tensor:
     [kept] = apart((statistic,))
     numbers = view.remembered(kept)
@@ -82,3 +100,17 @@ class _Repeated:
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         return self.slots.values().repeat_interleave(self.group, dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """Keys and values of the first head of each layer."""
+
+    slots: SlotReader
+    heads: int
+
+    def keys(self) -> Float[Tensor, "lane slot head_dim"]:
+        return self.slots.keys()[:: self.heads]
+
+    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+        return self.slots.values()[:: self.heads]

@@ -6,11 +6,10 @@ distance   0 1 1 1 | 2 2 2 3 | 3 4 4 4       12 tokens, 3 stand for them: one of
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
+from numpy.typing import NDArray
 
 from quire.errors import UnknownName
-from quire.policies.choose import choose_slots
+from quire.policies.best import best_of, count_of
 from quire.policies.lots import lots_of
 
 MIDDLE, RANDOM = "middle", "random"
@@ -28,75 +27,75 @@ def check_pick(pick: str) -> None:
 
 
 def choose_representatives(
-    distance: Int[Tensor, "layer unit"],
-    grouped: Bool[Tensor, "layer unit"],
-    count: Int[Tensor, " layer"],
-    seeds: tuple[int, Int[Tensor, " layer"]] | None = None,
-) -> Bool[Tensor, "layer unit"]:
+    distance: NDArray[np.int64],
+    grouped: NDArray[np.bool_],
+    count: NDArray[np.int64],
+    seeds: tuple[int, tuple[int, ...]] | None = None,
+) -> NDArray[np.bool_]:
     """Sort by (distance, position), cut into `count` equal slices, take one of each.
 
     Slice i of m tokens in B slices is [i m // B, (i + 1) m // B).
 
     Args:
-        distance: of each token or piece; units in the order of positions.
-        grouped: those that are sorted.
-        count: representatives; all where there are no more tokens.
+        distance: [layer, unit] of each token or piece; units in the order of positions.
+        grouped: [layer, unit] those that are sorted.
+        count: [layer] representatives; all where there are no more tokens.
         seeds: where one of a slice is drawn by lot, the seed and the layers' numbers; else its
             middle is taken.
     """
+    chosen = np.zeros(grouped.shape, dtype=bool)
+    units = grouped.shape[1]
+    if not units or not count.any():
+        return chosen
+    total = count_of(grouped)[:, None]
+    slices = np.minimum(count[:, None], total)
+    cuts = np.arange(slices.max() + 1) * total // np.maximum(slices, 1)
+    first, length = cuts[:, :-1], np.diff(cuts)
+    picked = np.minimum(first + _inside(length, first, seeds), units - 1)
+    places = np.take_along_axis(_ranked(distance, grouped), picked, axis=1) % units
+    layer, number = np.nonzero(np.arange(slices.max()) < slices)
+    chosen[layer, places[layer, number]] = True
+    return chosen
+
+
+def _ranked(distance: NDArray[np.int64], grouped: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Distance and place as one number, in order in each layer; the largest behind the others."""
     units = distance.shape[1]
-    most = int(count.max()) if count.numel() else 0
-    if not units or most < 1:
-        return torch.zeros_like(grouped)
-    places = torch.arange(units, device=distance.device)
-    last = torch.iinfo(torch.int64).max
-    ranked = _ascending(torch.where(grouped, distance * units + places, last))
-    total = grouped.sum(dim=1, keepdim=True)
-    slices = torch.minimum(count[:, None], total).clamp_min(1)
-    number = torch.arange(most, device=distance.device)
-    first, end = number * total // slices, (number + 1) * total // slices
-    picked = first + _inside(end - first, first, seeds)
-    there = number < torch.minimum(count[:, None], total)
-    chosen = ranked.gather(1, picked.clamp(0, units - 1)) % units  # the place, off the distance
-    # a layer with fewer slices than the others writes True nowhere
-    return torch.zeros_like(grouped).scatter_reduce_(1, chosen, there, "amax")
-
-
-def _ascending(numbers: Int[Tensor, "layer unit"]) -> Int[Tensor, "layer unit"]:
-    """Each layer's numbers in order. NumPy sorts rows many times faster than torch on CPUs."""
-    if numbers.device.type != "cpu":
-        return numbers.sort(dim=1).values
-    return torch.from_numpy(np.sort(numbers.numpy(), axis=1))
+    numbers = np.where(grouped, distance * units + np.arange(units), np.iinfo(np.int64).max)
+    return np.sort(numbers, axis=1)
 
 
 def _inside(
-    length: Int[Tensor, "layer slice"],
-    first: Int[Tensor, "layer slice"],
-    seeds: tuple[int, Int[Tensor, " layer"]] | None,
-) -> Int[Tensor, "layer slice"]:
+    length: NDArray[np.int64],
+    first: NDArray[np.int64],
+    seeds: tuple[int, tuple[int, ...]] | None,
+) -> NDArray[np.int64]:
+    """Which of each slice is taken, counted from its first."""
     if seeds is None:
         return (length - 1) // 2
     seed, layers = seeds
-    return lots_of(seed, layers[:, None], first) % length.clamp_min(1)
+    lots = lots_of(seed, torch.tensor(layers)[:, None], torch.from_numpy(first))
+    drawn: NDArray[np.int64] = lots.numpy() % np.maximum(length, 1)
+    return drawn
 
 
 def of_each_anchor(
-    which: Int[Tensor, "layer unit"],
-    grouped: Bool[Tensor, "layer unit"],
-    count: Int[Tensor, " layer"],
+    which: NDArray[np.int64],
+    grouped: NDArray[np.bool_],
+    count: NDArray[np.int64],
     anchors: int,
-) -> Int[Tensor, "layer anchor"]:
-    """Representatives of each anchor's tokens, in proportion to how many they are.
+) -> NDArray[np.int64]:
+    """[layer, anchor] representatives of each anchor's tokens, in proportion to how many they are.
 
     The largest fractions are rounded up (ties to the lower anchor), the total is kept.
     """
     if anchors == 1:
-        return torch.minimum(count, grouped.sum(dim=1))[:, None]
-    near = torch.stack([(grouped & (which == n)).sum(dim=1) for n in range(anchors)], dim=1)
-    total = near.sum(dim=1, keepdim=True)
-    wanted = torch.minimum(count[:, None], total)
-    down = wanted * near // total.clamp_min(1)
+        return np.minimum(count, count_of(grouped))[:, None]
+    near = np.stack([count_of(grouped & (which == n)) for n in range(anchors)], axis=1)
+    total = near.sum(axis=1, keepdims=True)
+    wanted = np.minimum(count[:, None], total)
+    down = wanted * near // np.maximum(total, 1)
     rest = wanted * near - down * total  # integers: equal fractions are equal
-    open_ = down < near
-    left = (wanted - down.sum(dim=1, keepdim=True))[:, 0]
-    return down + choose_slots(rest.double(), open_, torch.zeros_like(open_), left)
+    left = (wanted - down.sum(axis=1, keepdims=True))[:, 0]
+    shares: NDArray[np.int64] = down + best_of(rest.astype(np.float64), down < near, left)
+    return shares

@@ -1,13 +1,25 @@
-"""Whole layers cut into what stays or goes together: slots, or pieces of neighbouring ones."""
+"""Whole layers cut into what stays or goes together: slots, or pieces of neighbouring ones.
+
+    slots      p p p . . . . . . . . p p p p      p protected
+    columns          |- - - - - - - -|            from the first to the last that may leave
+    pieces         [    ][    ][    ][    ]       of three: the first and the last hold a protected
+                    must  free  free  must        slot, or are not whole
+
+On the host, in NumPy: tables are there, so what stays is wanted there.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.policies.choose import choose_slots, cut_pieces, held_pieces, spread_pieces
-from quire.policies.view import KVView
+from quire.policies.best import Floats, best_of, count_of
+
+Marks = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,67 +28,100 @@ class Units:
 
     Attributes:
         live: [layer, slot] slots that hold a token.
-        must: units that stay.
-        free: units that may leave.
-        room: of the free ones, so many stay.
+        columns: slots among which some may leave, in whole units; all others stay. What follows is
+            about these.
+        free_slots: [layer, column] slots that are not protected.
+        wanted_slots: [layer] of them so many stay, were it slots that stay or go.
+        free: [layer, unit] units that may leave; whole ones.
+        room: [layer] of them, so many stay.
         piece_tokens: slots of a unit.
     """
 
-    live: Bool[Tensor, "layer slot"]
-    must: Bool[Tensor, "layer unit"]
-    free: Bool[Tensor, "layer unit"]
-    room: Int[Tensor, " layer"]
+    live: Marks
+    columns: slice
+    free_slots: Marks
+    wanted_slots: NDArray[np.int64]
+    free: Marks
+    room: NDArray[np.int64]
     piece_tokens: int
 
     @classmethod
     def of(
-        cls,
-        view: KVView,
-        protected: Bool[Tensor, "lane slot"],
-        keep: Int[Tensor, " lane"],
-        piece_tokens: int,
+        cls, live: Marks, protected: Marks, keep: NDArray[np.int64], piece_tokens: int
     ) -> "Units":
-        """Cut a view's layers.
+        """Cut layers.
 
         Args:
-            view: whole layers, all heads of one with the same tokens.
-            protected: slots that stay.
-            keep: slots to keep of each lane.
+            live: [layer, slot] slots that hold a token.
+            protected: [layer, slot] slots that stay, live ones.
+            keep: [layer] slots to keep.
             piece_tokens: slots of a unit.
         """
-        of_layer = slice(None, None, view.heads_per_layer)
-        live, keep = view.live[of_layer], keep[of_layer]
-        cut = cut_pieces(live, piece_tokens)
-        must = held_pieces(cut, cut_pieces(protected[of_layer] & live, piece_tokens))
-        must &= cut.any(dim=2)
-        free = cut.any(dim=2) & ~must
-        room = (keep - (cut.sum(dim=2) * must).sum(dim=1)) // piece_tokens
-        return cls(live, must, free, room.clamp_min(0).minimum(free.sum(dim=1)), piece_tokens)
+        open_: Marks = live & ~protected
+        columns = _between(open_, piece_tokens)
+        slots: Marks = open_[:, columns]
+        free = slots
+        if piece_tokens > 1:
+            # a piece that is not whole, or holds a protected slot, has slots that are not free
+            free = np.logical_and.reduce(_cut(slots, piece_tokens), axis=-1)
+        over, most = keep - count_of(live), count_of(free)
+        wanted = np.maximum(over + count_of(slots), 0)
+        room = (over // piece_tokens + most).clip(0, most)
+        return cls(live, columns, slots, wanted, free, room, piece_tokens)
 
-    def sums(self, score: Float[Tensor, "layer slot"]) -> Float[Tensor, "layer unit"]:
-        """What a unit's slots score together."""
-        return cut_pieces(torch.where(self.live, score, 0.0), self.piece_tokens).sum(dim=2)
+    def sums(self, score: Floats) -> Floats:
+        """What the slots of a unit score together; anything for those that are not free.
 
-    def side_by_side(
-        self, numbers: Shaped[Tensor, "layer slot number"]
-    ) -> Shaped[Tensor, "layer unit all_numbers"]:
-        """What a unit's slots have, one slot's behind the other's."""
-        layers, slots, width = numbers.shape
-        units = self.free.shape[1]
-        missing = units * self.piece_tokens - slots
-        padded = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
-        return padded.reshape(layers, units, self.piece_tokens * width)
+        Args:
+            score: [layer, column].
+        """
+        if self.piece_tokens == 1:
+            return score
+        sums: Floats = _cut(score, self.piece_tokens).sum(axis=-1)
+        return sums
 
-    def best(
-        self, score: Float[Tensor, "layer unit"], count: Int[Tensor, " layer"]
-    ) -> Bool[Tensor, "layer unit"]:
+    def side_by_side(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """[layer, all numbers, unit] what the slots of a unit have, one's behind the other's.
+
+        Args:
+            numbers: [layer, number, column].
+        """
+        if self.piece_tokens == 1:
+            return numbers
+        layers, width, _ = numbers.shape
+        cut = _cut(numbers, self.piece_tokens)
+        return cut.transpose(0, 3, 1, 2).reshape(layers, self.piece_tokens * width, -1)
+
+    def best(self, score: Floats, count: NDArray[np.int64]) -> Marks:
         """The free units with the highest scores, ties to the lower position."""
-        return choose_slots(score, self.free, torch.zeros_like(self.free), count)
+        return best_of(score, self.free, count)
 
-    def slots(self, units: Bool[Tensor, "layer unit"]) -> Bool[Tensor, "layer slot"]:
-        """All live slots of some units."""
-        return spread_pieces(units, self.live, self.piece_tokens)
+    def slots(self, units: Marks) -> Marks:
+        """[layer, column] all live slots of some units."""
+        live = self.live[:, self.columns]
+        if self.piece_tokens > 1:
+            units = units.repeat(self.piece_tokens, axis=1)[:, : live.shape[1]]
+        return units & live
 
-    def spread(self, stays: Bool[Tensor, "layer unit"], heads: int) -> Bool[Tensor, "lane slot"]:
-        """What stays beside what must, for all heads of the layers."""
-        return self.slots(stays | self.must).repeat_interleave(heads, dim=0)
+    def spread(self, stays: Marks, heads: int) -> Bool[Tensor, "lane slot"]:
+        """What stays of the free units beside what must, for all heads of the layers."""
+        kept = self.live.copy()
+        kept[:, self.columns] = self.slots(stays | ~self.free)
+        return torch.from_numpy(kept.repeat(heads, axis=0))
+
+
+def _between(marks: Marks, piece_tokens: int) -> slice:
+    """Columns from the first to the last that is marked anywhere, pieces whole."""
+    marked = np.flatnonzero(marks.any(axis=0))
+    if not len(marked):
+        return slice(0, 0)
+    first, last = int(marked[0]) // piece_tokens, int(marked[-1]) // piece_tokens
+    return slice(first * piece_tokens, (last + 1) * piece_tokens)
+
+
+def _cut(numbers: NDArray[Any], piece_tokens: int) -> NDArray[Any]:
+    """[..., piece, token] neighbouring columns; the last piece is filled up with zeros."""
+    pieces = -(-numbers.shape[-1] // piece_tokens)
+    missing = pieces * piece_tokens - numbers.shape[-1]
+    padded = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, missing)])
+    return padded.reshape(*numbers.shape[:-1], pieces, piece_tokens)

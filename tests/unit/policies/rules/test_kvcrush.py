@@ -13,8 +13,9 @@ from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
 from quire.policies.lots import lots_of
 from quire.policies.recent import Recent
+from quire.policies.roco import RoCo
 from quire.policies.signatures import anchors, bits
-from quire.policies.signatures.query_heads import by_query_head
+from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
 from quire.spec.statistics import AttentionSum
@@ -202,8 +203,8 @@ def test_several_anchors_share_the_representatives_in_proportion(anchor, count):
 
 
 def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
-    """Linear in tokens: counted, not timed."""
-    measured = []
+    """Linear in tokens: counted, not timed. Two layers; what is protected is not measured."""
+    measured, protected = [], BASE.sinks + BASE.recent
 
     def counted(words, anchor):
         measured.append(words.shape[0] * words.shape[1])
@@ -215,7 +216,7 @@ def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
         view = history_of(tokens=100).view(policy.statistics)
         measured.clear()
         policy.select(view, torch.full((len(view.positions),), 50))
-        assert sum(measured) == number * 2 * view.positions.shape[1]
+        assert sum(measured) == number * 2 * (view.positions.shape[1] - protected)
 
 
 def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_have_all():
@@ -252,17 +253,43 @@ def test_a_view_by_query_heads_scores_each_as_if_it_were_alone():
                 torch.testing.assert_close(scores[lane * 3 + head], expected)
 
 
+@pytest.mark.parametrize("base", [*BASES, RoCo(sinks=1, recent=2)], ids=str)
+def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
+    """Also where a rule does more than rank its scores, as RoCo does."""
+    view = history_of(group=3).view(KVCrush(base=base).statistics)
+    keep = torch.full((len(view.positions),), 30)
+    asked = KVCrush(base=base).ask(view, keep, 1)
+
+    alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
+
+    assert torch.equal(asked.all_bits.flatten(0, 1), alone)
+
+
+def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
+    history = history_of(group=3)
+    base = SnapKV(window=4)
+    view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
+    found = first_heads(view)
+
+    first = torch.arange(len(history.layers)) * history.heads
+    assert torch.equal(found.positions, view.positions[first])
+    assert torch.equal(found.keys, view.keys[first])
+    for statistic in (*base.statistics, AttentionSum()):
+        assert torch.equal(found.remembered(statistic), view.remembered(statistic)[first])
+    heads = (first[:, None] * 3 + torch.arange(3)).flatten()
+    each = AttentionSum().each()
+    assert torch.equal(found.remembered(each), view.remembered(each)[heads])
+
+
 def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
-    torch.manual_seed(0)
-    for width in (1, 31, 32, 63, 64, 65, 200):
-        made = torch.rand(3, 9, width) < 0.5
-        anchor = torch.rand(3, width) < 0.5
+    rng = np.random.default_rng(0)
+    for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
+        made, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5
         words = bits.pack(made)
 
         assert words.shape == (3, 9, ceil(width / 64))
-        assert torch.equal(bits.unpack(words, width), made)
-        expected = (made ^ anchor[:, None]).sum(dim=-1)
-        assert torch.equal(bits.hamming(words, bits.pack(anchor)[:, None]), expected)
+        assert (bits.unpack(words, width) == made.transpose(0, 2, 1)).all()
+        assert (bits.hamming(words, bits.pack(anchor)) == (made ^ anchor).sum(axis=1)).all()
 
 
 def test_kept_signatures_are_those_of_the_first_time():
@@ -272,19 +299,19 @@ def test_kept_signatures_are_those_of_the_first_time():
     view = history.view(policy.statistics)
     keep = torch.full((len(view.positions),), 30)
     asked = policy.ask(view, keep, 1)
-    before = asked.bits
+    before = asked.all_bits.flatten(0, 1)
 
     decision = policy.decide(view, keep)
     noted = {s.name: n for s, n in decision.notes.items()}
     until = noted["signed_until"]
     noted["signature_bits"] = torch.where(view.positions % 2 == 0, 7.0, 0.0)  # of all three heads
     noted["signed_until"] = torch.full_like(until, 40)
-    again = policy.ask(changed(view, statistics={**view.statistics, **noted}), keep, 1).bits
+    again = policy.ask(changed(view, statistics={**view.statistics, **noted}), keep, 1)
 
     assert torch.equal(decision.stays, KVCrush(base=BASE, share=0.5).select(view, keep))
     assert until.unique().tolist() == [history.tokens]
     positions = view.positions.repeat_interleave(3, dim=0)
-    old = positions < 40
+    old, again = positions < 40, again.all_bits.flatten(0, 1)
     assert torch.equal(again[old], positions[old] % 2 == 0)
     assert torch.equal(again[~old], before[~old])
 
@@ -336,7 +363,13 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
         ("kvcrush:cap=99,every=9,anchor=zeros,anchors=2", ConfigError, "are all one; use random"),
         ("kvcrush:cap=99,every=9,pick=first", UnknownName, "middle"),
         ("kvcrush:cap=99,every=9,representatives=outside", UnknownName, "inside"),
-        ("kvcrush:cap=14,every=8", ConfigError, "raise cap or lower every"),
+        ("kvcrush:cap=14,every=8", ConfigError, "needs 7; raise cap or share"),
+        ("kvcrush:cap=99,every=9,share=0.01", ConfigError, "needs 199; raise cap or share"),
+        (
+            "kvcrush_openvino:cap=2,when=prefill_end,granularity=page,blocks=1,base=(h2o:sinks=9)",
+            ConfigError,
+            "lower blocks or every",
+        ),
         ("kvcrush_openvino:cap=99,every=9", UnsoundCombination, "use granularity=page"),
         ("kvcrush:cap=99,every=9,budget=ada", UnsoundCombination, "one set for all heads"),
     ],
