@@ -28,12 +28,13 @@ from quire.bench.kvcrush.config import (
     PromptsConfig,
     QualityConfig,
 )
-from quire.bench.kvcrush.fidelity import compared, divergence, run_fidelity
+from quire.bench.kvcrush.fidelity import compared, run_fidelity
 from quire.bench.kvcrush.gains import gain_of
 from quire.bench.kvcrush.judging import ManyRules
 from quire.bench.kvcrush.overhead import KMEANS, KVCRUSH, Run
 from quire.bench.kvcrush.prompts import Recorded, run_prompts
 from quire.bench.kvcrush.quality import Answers, claims, run_quality
+from quire.bench.kvcrush.reading import divergence
 from quire.bench.kvcrush.stopwatch import (
     COMPACTION,
     PHASES,

@@ -14,11 +14,12 @@ from quire.bench.kvcrush.config import (
     PromptsConfig,
     QualityConfig,
 )
-from quire.bench.kvcrush.fidelity import JudgeText, run_fidelity
+from quire.bench.kvcrush.fidelity import run_fidelity
 from quire.bench.kvcrush.judging import ManyRules
 from quire.bench.kvcrush.overhead import run_overhead
 from quire.bench.kvcrush.prompts import Recorded, run_prompts
 from quire.bench.kvcrush.quality import run_quality
+from quire.bench.kvcrush.reading import JudgeText
 from quire.bench.kvcrush.signature_bytes import run_bytes
 from quire.bench.result import PartResult
 from quire.models.loader import LoadedModel

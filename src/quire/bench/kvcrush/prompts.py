@@ -13,15 +13,8 @@ from quire.bench.asked import Asked
 from quire.bench.eviction.rules import Rule
 from quire.bench.kvcrush.arms import Arm, Row, paper_rows
 from quire.bench.kvcrush.config import FidelityConfig, PromptsConfig
-from quire.bench.kvcrush.fidelity import (
-    COLUMNS,
-    Fidelity,
-    JudgeText,
-    kl_gain,
-    means,
-    measure,
-    row_of,
-)
+from quire.bench.kvcrush.fidelity import COLUMNS, kl_gain, means, row_of
+from quire.bench.kvcrush.reading import Fidelity, JudgeText, measure
 from quire.bench.result import Numbers, PartResult, Table
 from quire.models.loader import LoadedModel
 from quire.spec.eviction import PREFILL_AND_DECODE
