@@ -19,6 +19,7 @@ CONFIG = SoakConfig(tokens=1_000, max_running=16, prompt_tokens=24, new_tokens=3
 TESTS = Path(__file__).parents[2]
 TRACED = """
 import gc, json, tracemalloc
+from collections import deque
 import torch, engines
 from quire.bench.soak import Soak, SoakConfig
 from quire.kv.config import KVConfig
@@ -28,6 +29,7 @@ config = SoakConfig(max_running=16, prompt_tokens=24, new_tokens=32)
 found = []
 for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=2")):
     soak = Soak(engines.load("llama"), KVConfig(memory=memory, page_tokens=4, evict=evict), config)
+    soak.engine.events._newest = deque(maxlen=64)  # full at once, not after thousands of tokens
     tracemalloc.start()
     left = [(0, 0)]
     for _ in range(8):
