@@ -169,9 +169,10 @@ class ScorePolicy(EvictionPolicy):
         Raises:
             PolicyError: another shape, or more than may stay.
         """
-        # each end of what is protected may widen to a whole piece, in lanes that lose any
-        edges = 2 * (piece_tokens - 1)
-        keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
+        if piece_tokens > 1:
+            # each end of what is protected may widen to a whole piece, in lanes that lose any
+            edges = 2 * (piece_tokens - 1)
+            keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
         protected = self._shaped(self.protected(view, keep), view)
         over = protected.sum(dim=1) - keep
         if bool((over > 0).any()):

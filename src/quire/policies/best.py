@@ -37,7 +37,9 @@ def best_of(
     score: Floats, free: NDArray[np.bool_], wanted: NDArray[np.integer]
 ) -> NDArray[np.bool_]:
     """The same on the host."""
-    ranked: Floats = np.where(free, score, score.dtype.type(-np.inf))
+    # most often the oldest and newest slots are protected, and all that is asked about is free
+    ranked: Floats
+    ranked = score.copy() if free.all() else np.where(free, score, score.dtype.type(-np.inf))
     slots = ranked.shape[-1]
     if not slots:
         return np.zeros(ranked.shape, dtype=np.bool_)

@@ -125,7 +125,8 @@ class Crushed(ScorePolicy):
         score = heads.by_layer(base.checked_score(heads))
         layers, keep = first_heads(view), view.first_heads(keep)
         # each end of what is protected may widen to a whole piece
-        protected = base.checked_protected(layers, keep - 2 * (piece_tokens - 1))
+        least = keep - 2 * (piece_tokens - 1) if piece_tokens > 1 else keep
+        protected = base.checked_protected(layers, least)
         return Asked(base, view, layers, heads, score, protected, keep, piece_tokens)
 
     def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:

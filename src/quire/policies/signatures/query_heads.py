@@ -1,6 +1,6 @@
 """A view in which every query head is a lane of its own: what each would say by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
@@ -45,16 +45,9 @@ def first_heads(view: KVView) -> KVView:
         view,
         positions=view.first_heads(view.positions),
         heads_per_layer=1,
-        statistics={n: _of_first(view, numbers) for n, numbers in view.statistics.items()},
+        statistics=_OfFirst(view),
         slots=None if view.slots is None else _First(view.slots, view.heads_per_layer),
     )
-
-
-def _of_first(view: KVView, numbers: Tensor) -> Tensor:
-    """Of some statistics each query head has numbers of its own: those of a first lane stay."""
-    rows = len(numbers) * view.heads_per_layer // len(view.positions)
-    of_layer = numbers.reshape(-1, rows, *numbers.shape[1:])
-    return of_layer[:, : rows // view.heads_per_layer].flatten(0, 1)
 
 
 def _of_heads(view: KVView, statistic: Statistic) -> Tensor:
@@ -100,6 +93,26 @@ class _Repeated:
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         return self.slots.values().repeat_interleave(self.group, dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfFirst(Mapping[str, Tensor]):
+    """What is remembered of the first head of each layer, cut out when it is asked for."""
+
+    view: KVView
+
+    def __getitem__(self, name: str) -> Tensor:
+        numbers, heads = self.view.statistics[name], self.view.heads_per_layer
+        # of some statistics each query head has numbers of its own: those of a first lane stay
+        rows = len(numbers) * heads // len(self.view.positions)
+        of_layer = numbers.reshape(-1, rows, *numbers.shape[1:])
+        return of_layer[:, : rows // heads].flatten(0, 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.view.statistics)
+
+    def __len__(self) -> int:
+        return len(self.view.statistics)
 
 
 @dataclass(frozen=True, slots=True)

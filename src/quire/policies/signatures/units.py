@@ -64,8 +64,9 @@ class Units:
         if piece_tokens > 1:
             # a piece that is not whole, or holds a protected slot, has slots that are not free
             free = np.logical_and.reduce(_cut(slots, piece_tokens), axis=-1)
-        over, most = keep - count_of(live), count_of(free)
-        wanted = np.maximum(over + count_of(slots), 0)
+        over, open_slots = keep - count_of(live), count_of(slots)
+        wanted = np.maximum(over + open_slots, 0)
+        most = open_slots if piece_tokens == 1 else count_of(free)
         room = (over // piece_tokens + most).clip(0, most)
         return cls(live, columns, slots, wanted, free, room, piece_tokens)
 
