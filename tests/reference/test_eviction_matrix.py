@@ -32,6 +32,7 @@ from quire.errors import UnsoundCombination
 from quire.hf import QuireCache
 from quire.kv.lane_reader import LaneReader
 from quire.policies.base import ScorePolicy
+from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
@@ -92,10 +93,11 @@ class Case:
         return {f"{n} {anchor}": (p, option) for (anchor, option), (n, p) in turns}
 
     def with_cap(self, cap: int, option: str = "") -> str:
-        own = _small(registered()[self.policy])
-        if self.base:
-            share = ["share=0.5"] * (self.policy == "kvcrush")
-            own = [f"base={_with_options(self.base, registered()[self.base])}", *share]
+        made = registered()[self.policy]
+        # of a cap this small a quarter is less than a page
+        share = ["share=0.5"] * issubclass(made, CrushedShare)
+        based = [f"base={_with_options(name, registered()[name])}" for name in [self.base] if name]
+        own = [*(based or _small(made)), *share]
         budget = self.budget if cap == CAP else self.budget.replace(HIGH_AND_LOW, f"{cap}/{cap}")
         every = f"cap={cap},every={EVERY},when={self.when},budget={budget}"
         pieces = f"granularity={self.granularity},chunk_tokens={self.piece}"

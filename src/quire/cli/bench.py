@@ -13,6 +13,7 @@ from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_soak import soak
+from quire.cli.bench_stack import stack
 from quire.cli.bench_throughput import throughput
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
@@ -25,6 +26,7 @@ bench_app.command()(memory)
 bench_app.command("batch-max")(batch_max)
 bench_app.command()(eviction)
 bench_app.command()(kvcrush)
+bench_app.command()(stack)
 bench_app.command("batch-plan")(batch_plan)
 
 
