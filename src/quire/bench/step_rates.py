@@ -32,7 +32,7 @@ from quire.spec.eviction import (
 )
 
 # rows and prompt tokens
-SIZES = ((1, 256), (2, 1_024), (8, 256), (8, 512), (24, 64))
+SIZES = ((1, 64), (2, 64), (2, 2_048), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
 QUICK_SIZES = ((1, 64), (2, 128))
 _LEAST_SECONDS = 1e-12  # a fit may find none
 
@@ -155,13 +155,17 @@ def fit_steps(times: Sequence[StepTime]) -> StepRates:
     whole = _prefill([time for time in reading if not time.step.before])
     blocks = [time for time in reading if time.step.before]
     decoding = [time for time in times if time.step.decodes]
-    call_s, row_s, slot_s, evict_row_s, evict_slot_s = _fit(decoding, _decode_amounts)
+    batches = sorted({time.rows for time in decoding})
+    found = _fit(decoding, lambda time: _decode_amounts(time, batches))
+    slot_s, evict_row_s, evict_slot_s = found[len(batches) :]
     return StepRates(
         whole=whole,
         blocks=_prefill(blocks) if blocks else whole,
         decode=DecodeRates(
-            call_s=max(call_s, _LEAST_SECONDS),
-            row_s=row_s,
+            batch_s=tuple(
+                (rows, max(seconds, _LEAST_SECONDS))
+                for rows, seconds in zip(batches, found, strict=False)
+            ),
             slot_s=slot_s,
             evict_row_s=evict_row_s,
             evict_slot_s=evict_slot_s,
@@ -188,11 +192,12 @@ def _reading_amounts(time: StepTime) -> tuple[int, ...]:
     return 1, time.rows * time.step.new, time.rows * time.step.squares
 
 
-def _decode_amounts(time: StepTime) -> tuple[int, ...]:
+def _decode_amounts(time: StepTime, batches: Sequence[int]) -> tuple[int, ...]:
     step = time.step
     evicting = time.rows if step.evicted_from else 0
     slots = time.rows * (step.before + step.new)
-    return 1, time.rows, slots, evicting, evicting * step.evicted_from
+    of_batch = (int(time.rows == rows) for rows in batches)
+    return *of_batch, slots, evicting, evicting * step.evicted_from
 
 
 def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:

@@ -18,7 +18,7 @@ from quire.plan.rates import CopyRates, PrefillRates
 from quire.plan.step_rates import StepRates
 from quire.plan.stored_rates import copies_from, prefill_from, steps_from
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

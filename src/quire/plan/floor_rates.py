@@ -37,7 +37,7 @@ def floor_rates(
         whole=whole,
         blocks=whole if block_flops_per_s is None else assumed_prefill(model, block_flops_per_s),
         decode=DecodeRates(
-            call_s=weights_read_bytes(model, rows, bytes_per_value) / read_bytes_per_s,
+            batch_s=((rows, weights_read_bytes(model, rows, bytes_per_value) / read_bytes_per_s),),
             slot_s=model.kv_bytes_per_token(bytes_per_value) / read_bytes_per_s,
         ),
     )

@@ -8,12 +8,13 @@ With R rows, t tokens of each in a step, h slots of KV ahead of them (tokens of 
 and the measured seconds of `StepRates`:
 
     reading    call_s + token_s * R * t + square_s * R * ((h + t)^2 - h^2)
-    decoding   max(call_s + row_s * R, token_s * R) + slot_s * R * (h + 1)
+    decoding   max(batch_s(R), token_s * R) + slot_s * R * (h + 1)
     evicting   (evict_row_s + evict_slot_s * held) * R       before a decode step
 
 Reading from nothing (h = 0) and in blocks have rates of their own: blocks are smaller and each
-reads the cache again. A decode step's weights are read once (call_s); beyond some batch its
-products take longer than that, at the rate at which prompts are read (token_s).
+reads the cache again. How a decode step's products take longer with more rows is no straight line:
+libraries have other ways for few rows than for many. So `batch_s` is measured at some numbers of
+rows; no batch is faster than prompts are read (token_s).
 """
 
 from collections.abc import Iterable, Iterator
@@ -148,7 +149,7 @@ def reading_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
 def decode_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
     """Seconds of a decode step, with the eviction before it."""
     of: DecodeRates = rates.decode
-    products_s = max(of.call_s + of.row_s * rows, rates.whole.token_s * rows)
+    products_s = max(of.products_s(rows), rates.whole.token_s * rows)
     slots_s = of.slot_s * rows * (step.before + step.new)
     if step.evicted_from:
         slots_s += rows * (of.evict_row_s + of.evict_slot_s * step.evicted_from)

@@ -4,7 +4,10 @@ They hold for one model on one machine: `quire profile --model` measures and sto
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from quire.errors import ConfigError
 from quire.plan.rates import PrefillRates
@@ -15,29 +18,41 @@ class DecodeRates:
     """How long a decode step takes; see `quire.plan.static_run` for the formula.
 
     Attributes:
-        call_s: of a step: reading the weights once, and all that does not grow with the batch.
-        row_s: of each row.
+        batch_s: rows, and the seconds of a step of so many without its slots; rising rows. Between
+            two of them lies a straight line, which goes on behind the last two unless it falls;
+            fewer rows than the first take as long as those.
         slot_s: of each slot of KV that a row attends to, all layers.
         evict_row_s: of each row that evicts before the step.
         evict_slot_s: of each slot it then chooses among.
 
     Raises:
-        ConfigError: negative seconds, or a step that takes no time.
+        ConfigError: negative seconds, a step that takes no time, or rows that do not rise.
     """
 
-    call_s: int | float
-    row_s: int | float = 0.0
+    batch_s: tuple[tuple[int, int | float], ...]
     slot_s: int | float = 0.0
     evict_row_s: int | float = 0.0
     evict_slot_s: int | float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in ("slot_s", "evict_row_s", "evict_slot_s"):
+            value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
-        if not self.call_s + self.row_s > 0:
-            raise ConfigError("expected a decode step to take time: call_s and row_s are both 0")
+                raise ConfigError(f"expected {name} of 0 seconds or more, got {value}")
+        rows = [rows for rows, _ in self.batch_s]
+        if not rows or rows[0] < 1 or any(a >= b for a, b in pairwise(rows)):
+            raise ConfigError(f"expected batches of rising rows, 1 or more, got {rows}")
+        if not all(0 < seconds < math.inf for _, seconds in self.batch_s):
+            raise ConfigError(f"expected decode steps that take time, got {self.batch_s}")
+
+    def products_s(self, rows: int) -> float:
+        """Seconds of a step of so many rows, without its slots."""
+        measured, seconds = zip(*self.batch_s, strict=True)
+        slope = 0.0
+        if len(measured) > 1:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (measured[-1] - measured[-2]))
+        more_s = slope * max(0, rows - measured[-1])
+        return float(np.interp(rows, measured, seconds)) + more_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

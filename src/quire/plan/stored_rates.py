@@ -78,10 +78,15 @@ def steps_from(stored: object) -> dict[str, StepRates]:
         key: StepRates(
             whole=PrefillRates(**_table(rates["whole"])),
             blocks=PrefillRates(**_table(rates["blocks"])),
-            decode=DecodeRates(**_table(rates["decode"])),
+            decode=_decode_rates(_table(rates["decode"])),
         )
         for key, rates in ((name, _table(value)) for name, value in _table(stored).items())
     }
+
+
+def _decode_rates(stored: dict[str, Any]) -> DecodeRates:
+    batches = tuple((int(rows), float(seconds)) for rows, seconds in stored.pop("batch_s"))
+    return DecodeRates(batch_s=batches, **stored)
 
 
 def _table(value: object) -> dict[str, Any]:

@@ -41,7 +41,7 @@ LLAMA_125M: dict[str, Any] = {
 RATES = StepRates(
     whole=PrefillRates(token_s=1e-4),
     blocks=PrefillRates(token_s=2e-4),
-    decode=DecodeRates(call_s=0.01, slot_s=5e-7),
+    decode=DecodeRates(batch_s=((1, 0.01),), slot_s=5e-7),
 )
 ARMS = ("full", "decode", "decode_extreme", "prefill_and_decode")
 
@@ -257,7 +257,7 @@ def test_rules_differ_by_what_they_are_and_not_by_their_numbers():
 def test_stored_rates_come_back(cache: Path):
     from quire.plan.ceilings import read_ceilings
 
-    rates = replace(RATES, decode=DecodeRates(call_s=1.0, evict_slot_s=2.0))
+    rates = replace(RATES, decode=DecodeRates(batch_s=((1, 1.0), (8, 2.0)), evict_slot_s=2.0))
     store(cache, {"average": rates})
     found = read_ceilings(cache, this_machine(torch.get_num_threads()))
 

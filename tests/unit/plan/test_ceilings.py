@@ -8,6 +8,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.plan.ceilings import (
+    FORMAT,
     Ceilings,
     Machine,
     NotUsable,
@@ -112,7 +113,7 @@ def test_a_missing_file_is_a_reason_not_an_error(tmp_path: Path):
 
 def damaged(**changes: object) -> str:
     stored = {
-        "format": 1,
+        "format": FORMAT,
         "machine": {"cpu": "a processor", "threads": 2, "torch": "2.13.0"},
         "read_bytes_per_s": 1.0,
         "copy_bytes_per_s": 1.0,
@@ -138,7 +139,8 @@ def test_the_stored_object_as_such_is_fine(tmp_path: Path):
         "null",
         '"x"',
         "{",
-        damaged(format=2),
+        damaged(format=FORMAT - 1),
+        damaged(format=FORMAT + 1),
         damaged(read_bytes_per_s=0),
         damaged(read_bytes_per_s=-1.0),
         damaged(read_bytes_per_s=float("nan")),

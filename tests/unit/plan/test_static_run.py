@@ -104,7 +104,9 @@ def test_every_token_is_processed_once_and_lanes_hold_what_the_spec_says(lengths
 RATES = StepRates(
     whole=PrefillRates(call_s=1.0, token_s=0.1, square_s=0.01),
     blocks=PrefillRates(call_s=2.0, token_s=0.2, square_s=0.02),
-    decode=DecodeRates(call_s=0.3, row_s=0.05, slot_s=0.001, evict_row_s=4.0, evict_slot_s=0.5),
+    decode=DecodeRates(
+        batch_s=((1, 0.35), (3, 0.45)), slot_s=0.001, evict_row_s=4.0, evict_slot_s=0.5
+    ),
 )
 
 
@@ -113,8 +115,8 @@ def test_seconds_are_those_of_the_formula():
 
     whole block   1 + 3 * (0.1 * 6 + 0.01 * 36)                  3.88
     block         2 + 3 * (0.2 * 2 + 0.02 * (36 - 16))           4.40
-    decode        0.3 + 0.05 * 3 + 0.001 * 3 * 5 + 3 * (4 + 0.5 * 6)    21.465, behind an eviction
-    decode        0.3 + 0.05 * 3 + 0.001 * 3 * 6                 0.468
+    decode        0.45 + 0.001 * 3 * 5 + 3 * (4 + 0.5 * 6)    21.465, behind an eviction
+    decode        0.45 + 0.001 * 3 * 6                 0.468
     """
     spec = EvictionSpec(cap=6, every=2, when=PREFILL_AND_DECODE)
     run = run_seconds(RATES, row_steps(spec, 8, 3), 3)
@@ -126,7 +128,7 @@ def test_seconds_are_those_of_the_formula():
 
 
 def test_a_large_batch_decodes_no_faster_than_prompts_are_read():
-    """10 rows: 0.3 + 0.05 * 10 = 0.8 s, but reading 10 tokens takes 0.1 s each."""
+    """10 rows: 0.45 + 7 * 0.05 = 0.8 s behind 3, but reading 10 tokens takes 0.1 s each."""
     run = run_seconds(RATES, [RowStep(new=1, before=9, decodes=True)], 10)
 
     assert run.decode_s == pytest.approx(1.0 + 0.001 * 10 * 10)
@@ -137,7 +139,36 @@ def test_no_rows_take_no_steps():
         run_seconds(RATES, [], 0)
 
 
-@pytest.mark.parametrize("wrong", [{"call_s": -1.0}, {"call_s": 0.0}, {"call_s": float("nan")}])
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [(1, 66), (2, 66), (3, 76), (4, 86), (6, 78), (8, 70), (16, 110)]
+)
+def test_between_measured_batches_lies_a_straight_line(rows, seconds):
+    """2, 4, 8 and 12 rows: 6 take 86 - 16 * 2 / 4, and 16 take 90 + 4 * 20 / 4."""
+    rates = DecodeRates(batch_s=((2, 66), (4, 86), (8, 70), (12, 90)))
+
+    assert rates.products_s(rows) == pytest.approx(seconds)
+
+
+def test_no_line_falls_behind_the_last_batch():
+    assert DecodeRates(batch_s=((2, 86.0), (4, 70.0))).products_s(40) == 70
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 2.0), (4, 2.0), (9, 2.0)])
+def test_one_measured_batch_stands_for_all(rows, seconds):
+    assert DecodeRates(batch_s=((4, 2.0),)).products_s(rows) == seconds
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_s": ()},
+        {"batch_s": ((1, 0.0),)},
+        {"batch_s": ((1, float("nan")),)},
+        {"batch_s": ((2, 1.0), (2, 1.0))},
+        {"batch_s": ((0, 1.0),)},
+        {"batch_s": ((1, 1.0),), "slot_s": -1.0},
+    ],
+)
 def test_rates_that_are_none_are_refused(wrong):
     with pytest.raises(ConfigError):
         DecodeRates(**wrong)

@@ -1,0 +1,1 @@
+"""One optimization of KV memory on top of another, in the same bytes."""
