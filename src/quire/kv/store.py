@@ -15,7 +15,8 @@ from quire.kernels.backend import MovedSlots
 from quire.kernels.paging import move_slots
 from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CodecSpec, PageClass
+from quire.spec.codecs import CodecSpec
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES, PageClass
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

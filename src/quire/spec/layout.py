@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterator
 
+from quire.spec.codec_names import codec_pair, codec_spec
 from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 from quire.spec.statistics import Statistic
 
 STATISTICS_CODEC = "float32"
@@ -23,7 +24,7 @@ def layout_for(
 
     Args:
         model: heads, dims and windows.
-        codec: how keys and values are stored.
+        codec: how keys and values are stored, as `codec_pair` reads it.
         page_tokens: slots in a page.
         evicting: lanes of full attention will lose tokens one by one: they give up slot order and
             carry positions. Window lanes stay ordered; they are bounded by their window already.
@@ -64,12 +65,12 @@ def _kv_group(
     rotated: bool,
 ) -> LaneGroup:
     codec, page_tokens = page
-    numbers = codec_spec(codec)
+    key, value = codec_pair(codec)
     return LaneGroup(
         name="full" if window is None else f"window_{window}",
         page_class=PageClass(
-            key=numbers,
-            value=numbers,
+            key=key,
+            value=value,
             head_dim=model.head_dim,
             heads=model.num_kv_heads // lanes_per_layer,
             tokens=page_tokens,
