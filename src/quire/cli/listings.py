@@ -110,8 +110,8 @@ def codecs(*, as_json: AsJson = False) -> None:
     header = ("codec", "bits", "effective bits", f"bytes of {SHOWN_HEAD_DIM} numbers", "options")
     _print_table((*header, "stores"), shown)
     typer.echo(
-        "--kv-codec none, the default, stores KV in the model's own format; quantized codecs count "
-        "in `quire plan` only"
+        "--kv-codec none, the default, stores KV in the model's own format; --kv-codec int8/int4 "
+        "stores keys\nand values apart"
     )
 
 

@@ -15,7 +15,7 @@ from quire.plan.memory import (
 )
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
-from quire.spec.codec_names import codec_pair
+from quire.spec.codec_names import codec_pair, fill_plain
 from quire.spec.config import ConfigReader, read_config
 from quire.spec.dtypes import dtype_bytes
 from quire.spec.layout import layout_for
@@ -141,9 +141,9 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
     refuse_model_type(str(config.get("model_type")))
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
-    kv_codec = options.kv_codec or dtype
-    kv_bytes_per_value = _bytes_per_value(kv_codec, model, options.page_tokens)
+    kv_codec = fill_plain(options.kv_codec or dtype, dtype)
     layout = layout_for(model, page_tokens=options.page_tokens, codec=kv_codec)
+    kv_bytes_per_value = _bytes_per_value(kv_codec, model, options.page_tokens)
     memory = _divide(model, options, dtype_bytes(dtype))
     tokens = options.sequence_tokens
     if tokens is None:

@@ -35,4 +35,5 @@ def in_groups(
     numbers: Shaped[Tensor, "*batch head_dim"], codec: Codec
 ) -> Shaped[Tensor, "*batch group channel"]:
     """Numbers of vectors, those of a group on an axis of their own."""
-    return numbers.reshape(*numbers.shape[:-1], -1, codec.spec.group_of(codec.head_dim))
+    group = codec.spec.group_of(codec.head_dim)
+    return numbers.reshape(*numbers.shape[:-1], codec.head_dim // group, group)

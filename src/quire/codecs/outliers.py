@@ -67,5 +67,6 @@ def taken(
 def put_back(
     numbers: Float[Tensor, "*batch head_dim"], index: Tensor, values: Tensor
 ) -> Float[Tensor, "*batch head_dim"]:
-    """Write outliers over what was decoded in their channels."""
-    return numbers.scatter_(-1, index.long(), values.float())
+    """Write outliers over what was decoded in their channels; in no slot live, to any."""
+    channel = index.long().clamp(0, numbers.shape[-1] - 1)
+    return numbers.scatter_(-1, channel, values.float())

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.kernels.backend import MovedSlots, NewSlots
+from quire.kernels.coded import write_codes
 
 
 def write_slots(
@@ -17,6 +18,10 @@ def write_slots(
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
 ) -> None:
     """Write one vector per token and KV head into its slot, for keys and values."""
+    if slots.coded is not None:
+        write_codes(slots.coded.key, slots.pages, slots.offsets, key)
+        write_codes(slots.coded.value, slots.pages, slots.offsets, value)
+        return
     for plane, fresh in ((slots.key, key), (slots.value, value)):
         shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
         plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)

@@ -15,6 +15,7 @@ from quire.kernels.backend import (
     NewSlots,
     StepShape,
 )
+from quire.kernels.coded import decode_slots
 from quire.kernels.looks import tally_looks
 from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.reference import attend_reference
@@ -91,7 +92,12 @@ def _attend_lane(
     first = 0 if window is None else max(0, slots - len(query) + 1 - window)
     slot = torch.arange(first, slots, device=query.device)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane][slot // pages.page_tokens]
-    key, value = (x[numbers.long(), :, slot % pages.page_tokens] for x in (pages.key, pages.value))
+    offsets = slot % pages.page_tokens
+    if pages.coded is None:
+        key, value = (x[numbers.long(), :, offsets] for x in (pages.key, pages.value))
+    else:
+        sides = (pages.coded.key, pages.coded.value)
+        key, value = (decode_slots(side, numbers.long(), offsets) for side in sides)
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     return attend_reference(
         query,

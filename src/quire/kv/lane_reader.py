@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels.coded import CodedPlanes, decode_slots
 from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
@@ -102,13 +103,15 @@ class LaneReader:
             self._put(place, records, np.ones_like(records, dtype=bool), numbers)
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Keys as stored, float32; zeros where no slot is."""
-        return self._gather(self._views.key, self._table.pages)
+        """Keys as stored, decoded, float32; zeros where no slot is."""
+        views = self._views
+        return self._gather(views.key, None if views.coded is None else views.coded.key)
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, likewise."""
-        assert self._views.value is not None, "lanes that attend have a value plane"
-        return self._gather(self._views.value, self._table.pages)
+        views = self._views
+        assert views.value is not None, "lanes that attend have a value plane"
+        return self._gather(views.value, None if views.coded is None else views.coded.value)
 
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
         """A mask over the view as [lanes of the table, slots], slots as they lie.
@@ -188,11 +191,15 @@ class LaneReader:
         ]
         place.numbers[pages, :, self._tensor(offset)] = heads
 
-    def _gather(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
+    def _gather(self, plane: Tensor, coded: CodedPlanes | None) -> Tensor:
         """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""
         column, offset = np.divmod(self._order.slot, plane.shape[2])
-        numbers = np.take_along_axis(self._pages(pages), column, axis=1)
-        found = plane[self._tensor(numbers), :, self._tensor(offset)].float()
+        numbers = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
+        place = self._tensor(numbers), self._tensor(offset)
+        if coded is None:
+            found = plane[place[0], :, place[1]].float()
+        else:
+            found = decode_slots(coded, *place)
         found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
         return found.transpose(1, 2).flatten(0, 1)
 

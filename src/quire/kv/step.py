@@ -18,6 +18,7 @@ from quire.kernels.backend import (
     Moves,
     NewSlots,
 )
+from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
@@ -107,6 +108,7 @@ class PagedKV:
                     first_lane=index * group.lanes_per_layer,
                     num_lanes=group.lanes_per_layer,
                     positions=views.positions,
+                    coded=views.coded,
                 )
                 for index in range(len(group.layers))
             )
@@ -214,7 +216,10 @@ class StepAttention:
         return GroupStep(
             plans=self._plans(group, slots),
             pages=layers,
-            new_slots=tuple(NewSlots(layers[0].key, layers[0].value, *place) for place in places),
+            new_slots=tuple(
+                NewSlots(layers[0].key, layers[0].value, *place, coded=layers[0].coded)
+                for place in places
+            ),
             positions=self._kv.store.views(group.page_class).positions,
             watch=watch_group(
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._kv.memory.lengths
@@ -225,6 +230,8 @@ class StepAttention:
         """One for each layer; where all lanes of a group are equally full, one for all layers."""
         page_class, num_layers = group.page_class, len(group.layers)
         slot_bytes = page_class.page_bytes // page_class.tokens
+        if not page_class.is_plain:
+            slot_bytes = decoded_slot_bytes(page_class.heads, page_class.head_dim)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
         plans = [

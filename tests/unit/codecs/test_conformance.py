@@ -149,6 +149,17 @@ def test_nan_stays_nan_in_its_vector_and_reaches_no_other(name):
 
 
 @every_codec
+def test_no_vectors_are_no_planes(name):
+    codec = codec_of(name, 64)
+    if codec.spec.per_page:
+        pytest.skip("a page has tokens")
+
+    decoded = codec.decode(codec.encode(torch.empty(2, HEADS, 0, 64)))
+
+    assert decoded.shape == (2, HEADS, 0, 64)
+
+
+@every_codec
 def test_a_half_precision_vector_is_encoded_as_its_numbers_are(name):
     """The arithmetic is in float32 whatever the model computes in."""
     codec, vectors = codec_of(name, 64), vectors_of(1, HEADS, TOKENS, 64).bfloat16()
