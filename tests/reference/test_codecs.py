@@ -34,6 +34,7 @@ RULES = {
     "recent": "recent:cap=24,every=6,sinks=2",
     "h2o": "h2o:cap=24,every=6,recent=4",
     "keydiff": "keydiff:cap=24,every=6",
+    "looks": "roco:cap=24,every=6",
     "ragged": "h2o:cap=24,every=6,recent=4,budget=ada",
     "in order": "h2o:cap=24,every=6,recent=4,granularity=chunk,chunk_tokens=2",
     "by page": "h2o:cap=40,every=8,recent=4,granularity=page",

@@ -73,6 +73,13 @@ def decode_pages(
     return filled.flatten(2, 3)
 
 
+def decode_head(
+    coded: CodedPlanes, pages: Int[Tensor, " column"], head: int
+) -> Float[Tensor, "slot head_dim"]:
+    """Decode pages of one lane side by side, one of their heads, float32."""
+    return coded.codec.decode([plane[pages, head, None] for plane in coded.planes]).flatten(0, 2)
+
+
 def decode_slots(
     coded: CodedPlanes, pages: Int[Tensor, "*place"], offsets: Int[Tensor, "*place"]
 ) -> Float[Tensor, "*place head head_dim"]:

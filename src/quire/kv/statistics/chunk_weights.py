@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
+from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
@@ -72,4 +73,6 @@ def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tens
     """Float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
     columns = -(-slots // pages.page_tokens)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
-    return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    if pages.coded is None:
+        return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    return decode_head(pages.coded.key, numbers, head)[None, None, :slots]
