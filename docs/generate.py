@@ -53,7 +53,13 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
-    for name in ("architecture.md", "add-a-policy.md", "eviction.md", "stores.md"):
+    for name in (
+        "architecture.md",
+        "add-a-policy.md",
+        "eviction.md",
+        "quantization.md",
+        "stores.md",
+    ):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
 
 
@@ -64,6 +70,7 @@ def fill(text: str) -> str:
         "torch-free": torch_free,
         "stores": stores,
         "unsound": unsound,
+        "excluded": excluded,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
@@ -119,6 +126,14 @@ def unsound() -> str:
         (row.one, row.other, row.reason.format(budget="it", when="..."), row.instead)
         for row in UNSOUND
     ]
+    return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
+
+
+def excluded() -> str:
+    """What codecs exclude."""
+    from quire.spec.codec_refusals import EXCLUDED
+
+    rows = [(row.codecs, row.beside, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
 
 

@@ -15,20 +15,22 @@ from exact_products import use_exact_products
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombination
 from quire.kv.config import KVConfig
-from quire.spec.codec_names import CODECS, codec_pair, fill_plain
-from quire.spec.codec_refusals import EXCLUDED
+from quire.spec.codec_names import CODECS
+from quire.spec.kv_format import fill_plain, read_format
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 
 MODEL = "qwen3"  # heads of 16 numbers
-STORED = [
+BY_TOKEN = [
     name
     for name, codec in CODECS.items()
-    if not codec.is_plain and not any(row.meets(codec) for row in EXCLUDED)
+    if not (codec.is_plain or codec.constants or codec.per_page)
 ]
-CODECS_HERE = [*STORED, "int8/int4:group=8", "none/int4_outliers", "int4_hadamard/none"]
+PLAIN_BYTES = [*BY_TOKEN, "int8/int4:group=8", "none/int4_outliers", "int4_hadamard/none"]
+KEEPING = ["int4+sinks=2+residual=6", "int2_page/int2", "int4_page/int4+sinks=1+residual=9"]
+CODECS_HERE = [*PLAIN_BYTES, *KEEPING]
 RULES = {
     "full": "full",
     "recent": "recent:cap=24,every=6,sinks=2",
@@ -44,10 +46,13 @@ PROMPTS = [make_prompts(1, 60, seed=3)[0], [3 + i * i % 60 for i in range(60)]]
 
 
 def covering() -> list[tuple[str, str]]:
-    """Each codec with a rule, and the most usual one with all."""
-    rules = list(RULES)
-    pairs = [(codec, rules[(3 * i + 1) % len(rules)]) for i, codec in enumerate(CODECS_HERE)]
-    return list(dict.fromkeys([*pairs, *(("int8", rule) for rule in rules)]))
+    """Each codec with a rule, and all rules with one codec or another."""
+    rules, pairs = list(RULES), []
+    for i, codec in enumerate(CODECS_HERE):
+        own = ["full", "by page"] if "_page" in codec else rules
+        pairs.append((codec, own[(3 * i + 1) % len(own)]))
+    usual = cycle(("int8", "int4+sinks=2+residual=6", "int4_outliers"))
+    return list(dict.fromkeys([*pairs, *zip(usual, rules, strict=False)]))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +103,8 @@ def test_who_was_preempted_goes_on_as_if_nothing_had_been(codec, rule, preempt):
 )
 def test_every_store_holds_every_codec(codec, store):
     model = "mistral" if store == "ring" else MODEL
-    rule = "full" if store == "ring" else "recent"
+    evicts = store != "ring" and "_page" not in codec
+    rule = "recent" if evicts else "full"
 
     other = answer(codec, rule, model, kv={"store": store, "store_tokens": 96})
 
@@ -111,18 +117,23 @@ def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
     jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
     kv = {"codec": codec, "evict_allow": ""}
     alone = run(jobs, model=MODEL, kv=kv | {"prefix_cache": False})
-    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True})
+    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True}, max_running=1)
 
     assert sum(usage.cached_tokens for usage in shared.usages.values()) == 2 * 40
     assert largest_difference(shared.logits, alone.logits) <= 1e-4
-    assert list(shared.engine.ledger()["axes"]["exactness"]) == ["approximate"]
+    cached = shared.engine.ledger()["prefix_cache"]
+    assert "approximate" in {extent["exactness"] for extent in cached}
 
 
-def test_a_window_and_logit_caps_read_codes():
-    """Layers that take turns, as in Gemma 2: chunked and alone are the same."""
-    chunked = answer("int4", "full", "gemma2", chunk_tokens=7, step_tokens=20)
+@pytest.mark.parametrize(
+    "codec", ["int4", "int8+plain_layers=1", "int4_page/int4+sinks=1+residual=3"]
+)
+def test_a_window_and_logit_caps_read_codes(codec):
+    """Four layers that take turns, as in Gemma 2."""
+    chunked = answer(codec, "full", "gemma2", chunk_tokens=7, step_tokens=20)
 
-    assert largest_difference(answer("int4", "full", "gemma2").logits, chunked.logits) <= 1e-4
+    expected = undisturbed(codec, "full", "gemma2")
+    assert largest_difference(chunked.logits, expected.logits) <= 1e-4
 
 
 def test_answers_to_one_prompt_share_codes():
@@ -151,19 +162,44 @@ def answers_to(prompt, params, **kv) -> dict:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS_HERE)
+@pytest.mark.parametrize("codec", PLAIN_BYTES)
 def test_a_request_takes_the_bytes_that_its_codecs_say(codec):
     """A key and a value of 16 numbers in two heads and two layers, pages rounded up to 64 bytes."""
     prompt = PROMPTS[-1]
     done = run({"r": (prompt, "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
-    sides = codec_pair(fill_plain(codec, "float32"))
-    slot_bytes = sum(side.vector_bytes(16, 4) for side in sides)
+    form = read_format(fill_plain(codec, "float32"))
+    slot_bytes = sum(side.vector_bytes(16, 4) for side in (form.key, form.value))
     page_bytes = -(-4 * 2 * slot_bytes // 64) * 64
 
     pages = -(-(len(prompt) + len(done.logits["r"]) - 1) // 4)
     assert done.usages["r"].kv_peak_bytes == 2 * pages * page_bytes
     ledger = done.engine.ledger()
     assert ledger["used_bytes"] + ledger["free_bytes"] == ledger["total_bytes"]
+
+
+def test_tokens_kept_as_they_were_made_are_counted_too():
+    """2 sinks and 6 newest tokens, or a page but one: key and value of 16 floats in two heads."""
+    for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
+        done = run({"r": ([5, 6, 7], "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
+        layout = done.engine.pool.kv.memory.layout
+        coded, kept = (group.page_class.page_bytes for group in layout.groups)
+
+        assert kept == records * 2 * 2 * 16 * 4
+        pages = -(-(3 + len(done.logits["r"]) - 1) // 4)
+        assert done.usages["r"].kv_peak_bytes == 2 * (pages * coded + kept)
+
+
+def test_the_first_and_last_layers_may_hold_plain_numbers():
+    """Gemma 2: four layers, two of each kind; one at each end is plain."""
+    config = KVConfig(memory="1MiB", codec="int8+plain_layers=1")
+    groups = Engine(load("gemma2"), config, ScheduleConfig()).pool.kv.memory.layout.groups
+
+    assert {group.layers: group.page_class.is_plain for group in groups} == {
+        (0,): True,
+        (1,): False,
+        (2,): False,
+        (3,): True,
+    }
 
 
 def test_the_ledger_names_the_codecs():
@@ -191,13 +227,44 @@ def test_the_ledger_names_the_codecs():
             "groups of 5 do not divide head_dim 16; choose group=8 or 16",
         ),
         ("int8/float16", ConfigError, "the model computes in float32, .* --dtype float16"),
+        ("kivi4", ConfigError, "groups of 32 do not divide head_dim 16"),
         ("int8_channel", UnsoundCombination, "needs constants that are measured .* use int8"),
-        ("kivi4", UnsoundCombination, "use int4_hadamard or int4_outliers"),
+        ("int4+sink=3", UnknownName, "unknown option of a KV codec 'sink': did you mean sinks"),
+        ("int4+residual=few", ConfigError, "residual needs a whole number from 0 .*, got 'few'"),
+        ("none+sinks=4", ConfigError, "stores plain numbers, beside which none need be kept"),
+        ("int4+plain=float16", ConfigError, "the model computes in float32, .* --dtype float16"),
     ],
 )
 def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
     with pytest.raises(error, match=message):
         Engine(load(MODEL), KVConfig(memory="1MiB", codec=codec), ScheduleConfig())
+
+
+@pytest.mark.parametrize(
+    ("codec", "kv", "message"),
+    [
+        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}, "share their scales, .* use gran"),
+        ("int8/int4_page", {"evict": "h2o:cap=24,every=6,granularity=chunk"}, "share their scales"),
+        (
+            "int4_page",
+            {"evict": "h2o:cap=64,every=16,granularity=page", "store": "contiguous_max"},
+            "in a run slots move .* use --kv-store paged",
+        ),
+        ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}, "use sinks=... and residual"),
+    ],
+)
+def test_a_rule_that_a_codec_excludes_is_refused_at_the_start(codec, kv, message):
+    with pytest.raises(UnsoundCombination, match=message):
+        Engine(load(MODEL), KVConfig(memory="4MiB", codec=codec, **kv), ScheduleConfig())
+
+
+def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
+    config = KVConfig(memory="4MiB", codec="int4_page/int4", page_tokens=4, evict_allow="h2o")
+    engine = Engine(load(MODEL), config, ScheduleConfig())
+
+    engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
+    with pytest.raises(RequestError, match="the tokens of a page share their scales"):
+        engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8")
 
 
 def test_fp8_without_its_type_is_refused_at_the_start(monkeypatch):

@@ -15,9 +15,9 @@ from quire.plan.memory import (
 )
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
-from quire.spec.codec_names import codec_pair, fill_plain
 from quire.spec.config import ConfigReader, read_config
 from quire.spec.dtypes import dtype_bytes
+from quire.spec.kv_format import fill_plain, read_format
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout
@@ -179,7 +179,8 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
 
 def _bytes_per_value(codec: str, model: ModelSpec, page_tokens: int) -> float:
     """Mean of keys and values, all that is stored beside their codes counted."""
-    sides = (side.effective_bits(model.head_dim, page_tokens) for side in codec_pair(codec))
+    form = read_format(codec)
+    sides = (side.effective_bits(model.head_dim, page_tokens) for side in (form.key, form.value))
     return sum(sides) / 16
 
 

@@ -4,8 +4,8 @@ from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
 from quire.kv.store import plain_codec
 from quire.models.loader import LoadedModel
-from quire.spec.codec_names import codec_pair
 from quire.spec.codec_refusals import stored_codec
+from quire.spec.kv_format import read_format
 
 
 def codec_of(text: str, model: LoadedModel) -> str:
@@ -16,7 +16,8 @@ def codec_of(text: str, model: LoadedModel) -> str:
     """
     decoder, head_dim = model.decoder, model.spec.head_dim
     written = stored_codec(text, plain_codec(decoder.dtype))
-    for codec in codec_pair(written):
+    form = read_format(written)
+    for codec in (form.key, form.value):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:
             raise ConfigError(f"KV codec {text!r} cannot run here: {why_not}; use int8")

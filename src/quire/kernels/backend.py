@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages
+from quire.kernels.kept import KeptPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class LayerPages:
         positions: logical positions of all slots of the class, those of the step written; None
             where slots are in the order of their positions.
         coded: what decodes the pages; None where they hold plain numbers.
+        kept: tokens that are attended as they were made all the same; None where there are none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -76,6 +78,7 @@ class LayerPages:
     num_lanes: int
     positions: Int[Tensor, "page token"] | None = None
     coded: CodedPages | None = None
+    kept: KeptPages | None = None
 
     @property
     def page_tokens(self) -> int:

@@ -25,9 +25,11 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.gathered_kept import lane_place, put_kept_in_bucket
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
+from quire.kernels.kept import made_columns
 from quire.kernels.looks import tally_looks
-from quire.kernels.paging import gather_pages, move_slots, write_slots
+from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
@@ -109,6 +111,8 @@ class GatheredAttention:
         for chunk in plan.chunks:
             num_pages = -(-int(chunk.slots.max()) // pages.page_tokens)
             most = max(1, self._scratch_bytes // (num_pages * page_bytes))
+            if pages.kept is not None:  # rows may be of unequal lengths
+                most = 1
             for first in range(0, len(chunk.rows), most):
                 yield replace(chunk, rows=chunk.rows[first : first + most])
 
@@ -130,6 +134,8 @@ class GatheredAttention:
             # free slots may hold anything, and 0 * NaN is NaN
             key.masked_fill_(bucket.dead, 0)
             value.masked_fill_(bucket.dead, 0)
+        if pages.kept is not None:
+            put_kept_in_bucket(pages, pages.kept, bucket, (key, value))
         q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
@@ -186,10 +192,23 @@ class GatheredAttention:
             key, value = (x[:, :, live] for x in gathered)
             q, own_math = query[:, heads], _math_of(math, pages, lane_index)
             seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
+            made = None
+            if pages.kept is not None:
+                place = lane_place(
+                    pages,
+                    int(chunk.rows[0]),
+                    lane,
+                    held=slots,
+                    num_tokens=chunk.tokens,
+                    first=first,
+                )
+                made = made_columns(pages.kept, place, seen[0, 0])
+                seen = made.seen
+                key, value = made.behind(key, made.key), made.behind(value, made.value)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
             if column_sums is not None:
                 sums = column_sums_dense(q, key, math=own_math, seen=seen)
-                column_sums[row, heads, first:slots] = sums
+                column_sums[row, heads, first:slots] = sums if made is None else made.by_slot(sums)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _chunk_seen(self, tokens: int, slots: int, window: int | None) -> Tensor:
@@ -210,9 +229,7 @@ class GatheredAttention:
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [entries, heads, slots, head_dim] of table columns [entries, columns]."""
-        columns = columns.clamp(max=pages.table.shape[2] - 1)
-        numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
-        numbers = numbers.clamp_min(0).long()  # rows with fewer pages: any page, cleared as dead
+        numbers = page_numbers(pages, rows, lanes, columns)
         if pages.coded is not None:
             return self._decode_pages(pages.coded, numbers, pages.page_tokens, dtype)
         planes = (pages.key, pages.value)

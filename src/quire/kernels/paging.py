@@ -8,8 +8,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import MovedSlots, NewSlots
+from quire.kernels.backend import LayerPages, MovedSlots, NewSlots
 from quire.kernels.coded import write_codes
+
+
+def page_numbers(
+    pages: LayerPages,
+    rows: Int[Tensor, " row"],
+    lanes: Int[Tensor, " lane"],
+    columns: Int[Tensor, "_ column"],
+) -> Int[Tensor, "_ column"]:
+    """Pages that rows of the step have in lanes of the layer; any page where they have none.
+
+    One row, one lane or one set of columns is meant for all entries.
+    """
+    columns = columns.clamp(max=pages.table.shape[2] - 1)
+    numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
+    return numbers.clamp_min(0).long()
 
 
 def write_slots(

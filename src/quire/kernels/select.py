@@ -13,7 +13,7 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.unrotated import UnrotatedAttention
-from quire.spec.codec_names import codec_pair
+from quire.spec.kv_format import read_format
 
 BACKENDS = ("native", "gathered", "reference")
 
@@ -67,7 +67,7 @@ def select_backend(
     if name == "gathered":
         return BackendChoice(gathered, "asked for by name")
     library = usable_library(device, dtype, head_dim)
-    if codec and not all(side.is_plain for side in codec_pair(codec)):
+    if codec and not read_format(codec).is_plain:
         library = NotLoaded(f"the C extension reads plain numbers, and pages hold {codec}")
     if isinstance(library, NativeLibrary):
         return BackendChoice(NativeAttention(library, gathered), library.description)

@@ -41,8 +41,8 @@ class KVConfig:
     page_tokens: int = option(16, help="slots in a page", unit="tokens")
     codec: str = option(
         "none",
-        help="how keys and values are stored, such as int8, int4:group=32, or int8/int4 apart; "
-        "none: as the model computes",
+        help="how keys and values are stored, such as int8, int8/int4:group=32 for each apart, or "
+        "kivi4+sinks=4+residual=128; none: as the model computes",
         flag="kv-codec",
     )
     evict: str = option(

@@ -151,17 +151,6 @@ def codec_pair(text: str) -> tuple[CodecSpec, CodecSpec]:
     return codec_spec(parts[0].strip()), codec_spec(parts[-1].strip())
 
 
-def fill_plain(text: str, plain: str) -> str:
-    """A codec text without `none`, which stands for the model's own format.
-
-    Args:
-        text: as `codec_pair` reads it, with `none` for one or both.
-        plain: the plain codec of the model's numbers.
-    """
-    parts = [plain if part.strip() == "none" else part.strip() for part in text.split("/")]
-    return parts[0] if len(parts) == 2 and parts[0] == parts[1] else "/".join(parts)
-
-
 def _number(text: str, option: str, value: str) -> int | float:
     try:
         number = int(value) if option == "group" else float(value)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.spec.codecs import ELEMENT_BYTES, CodecSpec, Plane
+from quire.spec.kept_tokens import KeptTokens
 from quire.spec.statistics import Statistic
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
@@ -177,6 +178,7 @@ class LaneGroup:
         fixed_slots: records of a lane, there from the row's first token on and never more. Such a
             group is private and has no order.
         statistic: what its records are; of private groups only.
+        kept: what its records are, where they are tokens of another group as the model made them.
     """
 
     name: str
@@ -189,6 +191,7 @@ class LaneGroup:
     mirrors: str | None = None
     fixed_slots: int | None = None
     statistic: Statistic | None = None
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         if self.mirrors is not None or self.fixed_slots is not None:
