@@ -29,6 +29,7 @@ FLOORS = (
     "policies",
     "kv",
     "kernels",
+    "codecs",
 )
 FLOORS += ("plan", "spec")
 
@@ -52,7 +53,13 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "codecs.md", HEADER + codecs()
     yield REFERENCE / "models.md", HEADER + models()
-    for name in ("architecture.md", "add-a-policy.md", "eviction.md", "stores.md"):
+    for name in (
+        "architecture.md",
+        "add-a-policy.md",
+        "eviction.md",
+        "quantization.md",
+        "stores.md",
+    ):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
 
 
@@ -63,6 +70,7 @@ def fill(text: str) -> str:
         "torch-free": torch_free,
         "stores": stores,
         "unsound": unsound,
+        "excluded": excluded,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
@@ -121,6 +129,14 @@ def unsound() -> str:
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
 
 
+def excluded() -> str:
+    """What codecs exclude."""
+    from quire.spec.codec_refusals import EXCLUDED
+
+    rows = [(row.codecs, row.beside, row.reason, row.instead) for row in EXCLUDED]
+    return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
+
+
 def stores() -> str:
     """What each store does, and its waste where the same sequences come and go."""
     from quire.kv.stores.registry import STORES
@@ -142,7 +158,8 @@ def _waste_row(store: str) -> tuple[str, ...]:
     from quire.kv.stores.registry import placement_maker
     from quire.kv.stores.run_lengths import LaneLimits
     from quire.kv.waste import measure_waste
-    from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+    from quire.spec.codec_names import codec_spec
+    from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
     numbers = codec_spec("float16")
     page = PageClass(key=numbers, value=numbers, head_dim=64, heads=2, tokens=16)
@@ -294,20 +311,25 @@ def _named(options: dict[str, object]) -> str:
 
 def codecs() -> str:
     """Every format with byte arithmetic, and whether KV can be stored in it."""
-    from quire.kv.store import DTYPES
-    from quire.spec.pages import CODECS
+    from quire.cli.listings import codec_rows
+    from quire.spec.codec_names import PAIRS
 
     rows = [
-        f"| `{codec.name}` | {codec.code_bits} | {codec.metadata_bytes} "
-        f"| {codec.block_bytes(1, 128)} | {'yes' if codec.name in DTYPES else 'planned'} |"
-        for codec in CODECS.values()
+        f"| `{row['name']}` | {row['code_bits']} | {row['effective_bits']:.4g} "
+        f"| {row['vector_bytes']:.4g} | {row['options'] or 'none'} | {row['summary']} |"
+        for row in codec_rows()
     ]
+    pairs = [f"| `{name}` | `{key}` | `{value}` |" for name, (key, value) in PAIRS.items()]
     return (
         "# KV codecs\n\n"
-        "How the numbers of a page are stored. `--kv-codec none`, the default and today the only\n"
-        "choice, stores KV in the model's own format.\n\n"
-        "| codec | bits of a number | bytes beside a vector | bytes of 128 numbers | stored now |\n"
-        "|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "How the numbers of a page are stored. `--kv-codec none`, the default, stores KV in the\n"
+        "model's own format. What each does: [quantization](../quantization.md). Bytes are of 128\n"
+        "numbers in pages of 32 tokens, all that decodes them counted; effective bits are these\n"
+        "bytes over the numbers.\n\n"
+        "| codec | bits of a code | effective bits | bytes of 128 numbers | options | stores |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "Pairs with a name of their own:\n\n"
+        "| name | keys | values |\n|---|---|---|\n" + "\n".join(pairs) + "\n"
     )
 
 

@@ -8,7 +8,8 @@ from quire.engine.admission.peaks import Peaks
 from quire.kv.memory import KVMemory
 from quire.kv.page_bytes import NoBytes
 from quire.kv.sharing import fork
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.codec_names import codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 pytestmark = pytest.mark.paper
 

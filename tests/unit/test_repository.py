@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire.cli.options import SECTIONS, documented_attributes
 from quire.policies.registry import FULL, registered
-from quire.spec.pages import CODECS
+from quire.spec.codec_names import CODECS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "quire").rglob("*.py"))

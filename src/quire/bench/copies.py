@@ -20,7 +20,8 @@ from quire.kv.swap import swap_in, swap_out
 from quire.kv.swapped import Swapped
 from quire.plan.fit import fit_seconds
 from quire.plan.rates import CopyRate, CopyRates
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.codec_names import codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 MIB = 1 << 20
 SWAP_BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
     from quire.policies.budgets.base import Budget
 
-_SHOWN_HEAD_DIM = 128  # of the vector whose bytes are shown
+SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS = 128, 32  # of the vector whose bytes are shown, and its page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +106,12 @@ def codecs(*, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"name": "codecs", "codecs": rows}))
         return
-    shown = [tuple(str(value) for value in row.values()) for row in rows]
-    _print_table(("codec", "bits", "bytes beside", f"bytes of {_SHOWN_HEAD_DIM} numbers"), shown)
+    shown = [tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in r.values()) for r in rows]
+    header = ("codec", "bits", "effective bits", f"bytes of {SHOWN_HEAD_DIM} numbers", "options")
+    _print_table((*header, "stores"), shown)
     typer.echo(
-        "--kv-codec none, the default, stores KV in the model's own format; quantized codecs count "
-        "in `quire plan` only"
+        "--kv-codec none, the default, stores KV in the model's own format; --kv-codec int8/int4 "
+        "stores keys\nand values apart"
     )
 
 
@@ -185,15 +186,17 @@ def _first_paragraph(docstring: str | None) -> str:
 
 
 def codec_rows() -> list[dict[str, object]]:
-    """All codecs with their byte arithmetic."""
-    from quire.spec.pages import CODECS
+    """All codecs with their byte arithmetic, scales and all that is beside codes counted."""
+    from quire.spec.codec_names import CODECS
 
     return [
         {
             "name": codec.name,
             "code_bits": codec.code_bits,
-            "metadata_bytes": codec.metadata_bytes,
-            "vector_bytes": codec.block_bytes(1, _SHOWN_HEAD_DIM),
+            "effective_bits": codec.effective_bits(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
+            "vector_bytes": codec.vector_bytes(SHOWN_HEAD_DIM, SHOWN_PAGE_TOKENS),
+            "options": ", ".join(codec.options),
+            "summary": codec.summary,
         }
         for codec in CODECS.values()
     ]

@@ -43,7 +43,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
     kv_codec: Annotated[
         str | None,
         typer.Option(
-            help="Format of the KV; int8 is counted here and not stored yet. "
+            help="Format of the KV, e.g. int8, or int8/int4 for keys and values apart. "
             "Default: like the weights."
         ),
     ] = None,

@@ -17,9 +17,10 @@ from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.spec.config import ConfigReader, read_config
 from quire.spec.dtypes import dtype_bytes
+from quire.spec.kv_format import fill_plain, read_format
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout, codec_spec
+from quire.spec.pages import CacheLayout
 from quire.spec.refusals import refuse_model_type
 
 STEP_TOKENS = ScheduleConfig().step_tokens
@@ -140,9 +141,9 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
     refuse_model_type(str(config.get("model_type")))
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
-    kv_codec = options.kv_codec or dtype
-    kv_bytes_per_value = codec_spec(kv_codec).block_bytes(1, model.head_dim) / model.head_dim
+    kv_codec = fill_plain(options.kv_codec or dtype, dtype)
     layout = layout_for(model, page_tokens=options.page_tokens, codec=kv_codec)
+    kv_bytes_per_value = _bytes_per_value(kv_codec, model, options.page_tokens)
     memory = _divide(model, options, dtype_bytes(dtype))
     tokens = options.sequence_tokens
     if tokens is None:
@@ -174,6 +175,13 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         ),
         verdict=_verdict(model, memory, layout, options.workload),
     )
+
+
+def _bytes_per_value(codec: str, model: ModelSpec, page_tokens: int) -> float:
+    """Mean of keys and values, all that is stored beside their codes counted."""
+    form = read_format(codec)
+    sides = (side.effective_bits(model.head_dim, page_tokens) for side in (form.key, form.value))
+    return sum(sides) / 16
 
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:

@@ -20,6 +20,7 @@ from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
+from quire.spec.codec_refusals import stored_codec
 from quire.spec.eviction import KEEP_ALL, EvictionSpec, parse_policy
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], Evictio
     from quire.engine.eviction_rules import EvictionRules
 
     page_tokens = settings.kv.page_tokens
+    codec = stored_codec(settings.kv.codec, DTYPE)
     rules = EvictionRules(
-        settings.kv.evict, "none", model=model, page_tokens=page_tokens, codec=DTYPE
+        settings.kv.evict, "none", model=model, page_tokens=page_tokens, codec=codec
     )
     rule = rules.default
     lanes = rules.lanes_of(rule)

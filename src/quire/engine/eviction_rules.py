@@ -6,6 +6,7 @@ were announced (`KVConfig.evict_allow`), or their engine's own rule with other n
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.served_rules import (
@@ -18,10 +19,12 @@ from quire.engine.served_rules import (
     without_numbers,
 )
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.policies.eviction import Eviction, EvictionRule, make_eviction
+from quire.policies.eviction import PAGE, Eviction, EvictionRule, make_eviction
 from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
+from quire.spec.codec_refusals import Storing, refuse_excluded
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, UNLIMITED
+from quire.spec.kv_format import read_format
 from quire.spec.layout import layout_for, page_and_fixed_bytes
 from quire.spec.model import ModelSpec
 from quire.spec.statistics import Statistic
@@ -43,7 +46,7 @@ class EvictionRules:
     Raises:
         ConfigError: a text that is no rule.
         UnsoundCombination: a model without a layer that could evict, or rules that cannot share
-            pages.
+            pages, or that the codec excludes.
     """
 
     def __init__(
@@ -65,6 +68,9 @@ class EvictionRules:
         others = announced(allow, renumbers=any(one.renumbers for one in own))
         self.served = tuple(possible([*own, *others], why_not, self._allow))
         refuse_mixture(self.served)
+        self._storing = Storing(form=read_format(codec), evicts=self.evicts, in_runs=reserved)
+        only_pages = not self.default.evicts or self.default.granularity == PAGE
+        refuse_excluded(codec, replace(self._storing, by_page=only_pages))
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -110,6 +116,7 @@ class EvictionRules:
             raise RequestError(f"evict: {error}") from error
         if text != self.default.text:
             self._require_lanes(text)
+            self._require_pieces(rule)
             if rule.evicts:
                 self._require_served(text, rule)
         return rule
@@ -178,6 +185,14 @@ class EvictionRules:
             for cap in spec.lane_caps or (spec.cap,)
         )
         return UNLIMITED if max(peaks) <= context else context
+
+    def _require_pieces(self, rule: EvictionRule) -> None:
+        """Tokens that share scales leave together, whoever asks."""
+        try:
+            by_page = not rule.evicts or rule.granularity == PAGE
+            refuse_excluded(self._codec, replace(self._storing, by_page=by_page))
+        except UnsoundCombination as error:
+            raise RequestError(f"evict: {error}") from error
 
     def _require_lanes(self, text: str) -> None:
         if self._reserved:

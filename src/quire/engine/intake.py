@@ -113,6 +113,7 @@ class Intake:
         Raises:
             RequestError: it leaves too little.
         """
+        request.statistics = statistics_used(self._layout, ())
         if not rule.evicts:
             return
         eviction = _alike_in_layers(

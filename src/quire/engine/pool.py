@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from quire.engine.activation import measure_activation_peak
+from quire.engine.codec import codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
-from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
@@ -18,7 +19,7 @@ from quire.kv.host_pool import HostPool, refuse_too_small
 from quire.kv.host_store import host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
-from quire.kv.store import DTYPES, PageStore
+from quire.kv.store import PageStore
 from quire.kv.stores.registry import (
     PREFIX_CACHE,
     UNROTATED,
@@ -102,7 +103,7 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
-    codec = _codec(config.codec, decoder.dtype)
+    codec = codec_of(config.codec, model)
     rules = EvictionRules(
         config.evict,
         config.evict_allow,
@@ -133,6 +134,7 @@ def build_pool(
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
         rotated=not rules.renumbers,
+        codec=codec,
     )
     host_bytes = _host_bytes(config, layout)
     if member is None:
@@ -219,12 +221,6 @@ def _host_bytes(config: KVConfig, layout: CacheLayout) -> int:
 def _host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
     largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
     return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
-
-
-def _codec(name: str, dtype: torch.dtype) -> str:
-    if name != "none":
-        raise UnknownName("KV codec", name, ["none"])
-    return next(codec for codec, plain in DTYPES.items() if plain == dtype)
 
 
 def _kv_bytes(

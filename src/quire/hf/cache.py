@@ -18,10 +18,11 @@ from quire.hf.borrowed import Answering, borrow
 from quire.hf.evicting import Evicting
 from quire.hf.kept import kept_positions
 from quire.hf.layerless import CacheWithoutLayers
-from quire.hf.memory import MemoryOptions, codec_of, make_layout, make_memory
+from quire.hf.memory import MemoryOptions, make_layout, make_memory
 from quire.hf.policy import make_rule, refuse_renumbering
 from quire.hf.sequences import Sequences, start_rows
 from quire.kv.step import PagedKV
+from quire.kv.store import plain_codec
 
 
 class QuireCache(CacheWithoutLayers, Answering):
@@ -88,7 +89,7 @@ class QuireCache(CacheWithoutLayers, Answering):
                 NONE,
                 model=spec,
                 page_tokens=page_tokens,
-                codec=codec_of(self._decoder.dtype),
+                codec=plain_codec(self._decoder.dtype),
                 why_not=self._decoder.prepare,
             )
             self._layout = make_layout(spec, self._decoder.dtype, self._rules, page_tokens)

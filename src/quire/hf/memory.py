@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.kernels.select import select_backend
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
-from quire.kv.store import DTYPES, PageStore
+from quire.kv.store import PageStore, plain_codec
 from quire.models.base import Decoder
 from quire.plan.sizes import parse_size
 from quire.spec.eviction import EvictionSpec
@@ -42,18 +42,13 @@ class MemoryOptions:
     attention: str
 
 
-def codec_of(dtype: torch.dtype) -> str:
-    """The plain codec of numbers of a type."""
-    return next(codec for codec, plain in DTYPES.items() if plain == dtype)
-
-
 def make_layout(
     spec: ModelSpec, dtype: torch.dtype, rules: EvictionRules, page_tokens: int
 ) -> CacheLayout:
     """Lane groups of a sequence under a rule."""
     return layout_for(
         spec,
-        codec=codec_of(dtype),
+        codec=plain_codec(dtype),
         page_tokens=page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,

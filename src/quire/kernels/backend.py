@@ -15,6 +15,9 @@ from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.coded import CodedPages
+from quire.kernels.kept import KeptPages
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -56,22 +59,26 @@ class LayerPages:
     """Where the keys and values of one layer are.
 
     Attributes:
-        key, value: typed views of all pages of the class.
+        key, value: typed views of all pages of the class; where they hold codes, of the codes.
         table: page numbers [all rows, all lanes, capacity].
         rows: [rows] row of the table for each row of the step.
         first_lane: where this layer's lanes start on the table's second axis.
         num_lanes: how many they are; KV heads are split over them in order.
         positions: logical positions of all slots of the class, those of the step written; None
             where slots are in the order of their positions.
+        coded: what decodes the pages; None where they hold plain numbers.
+        kept: tokens that are attended as they were made all the same; None where there are none.
     """
 
-    key: Float[Tensor, "page head token head_dim"]
-    value: Float[Tensor, "page head token head_dim"]
+    key: Shaped[Tensor, "page head token _"]
+    value: Shaped[Tensor, "page head token _"]
     table: Int[Tensor, "all_rows all_lanes capacity"]
     rows: Int[Tensor, " row"]
     first_lane: int
     num_lanes: int
     positions: Int[Tensor, "page token"] | None = None
+    coded: CodedPages | None = None
+    kept: KeptPages | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -113,14 +120,16 @@ class NewSlots:
     """Where a layer's new tokens are written.
 
     Attributes:
-        key, value: typed views of all pages of the class.
+        key, value: typed views of all pages of the class; where they hold codes, of the codes.
         pages, offsets: int64 [new tokens, lanes].
+        coded: what encodes for the pages; None where they hold plain numbers.
     """
 
-    key: Float[Tensor, "page head token head_dim"]
-    value: Float[Tensor, "page head token head_dim"]
+    key: Shaped[Tensor, "page head token _"]
+    value: Shaped[Tensor, "page head token _"]
     pages: Int[Tensor, "new_token lane"]
     offsets: Int[Tensor, "new_token lane"]
+    coded: CodedPages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +235,8 @@ class AttentionBackend(Protocol):
             pages: the layer's pages, new tokens written.
             math: scale and extras.
             query: the flat batch, after RoPE.
-            fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim].
+            fresh: keys and values of the flat batch, [num_tokens, num_kv_heads, head_dim], as they
+                were before they were written; where pages hold codes, the codes are what counts.
             column_sums: float32, contiguous, at least as wide as the fullest lane; gets each slot's
                 weights summed over the row's queries of this step, for each query head. Zeros where
                 a row has several tokens; of rows with one token the live slots are written over.

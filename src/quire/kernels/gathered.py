@@ -2,10 +2,12 @@
 
 entries of a row     1 for layer pages, one per KV head for one-head pages
 decode bucket        entries of similar length, gathered together, one call
-fresh chunks         nothing stored before them: they attend to themselves, nothing is gathered
+fresh chunks         nothing stored before them: they attend to themselves, nothing is gathered;
+                     where pages hold codes, to what was stored, and so to their pages
 other chunks         gathered and attended one entry at a time
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,16 +23,19 @@ from quire.kernels.backend import (
     NewSlots,
     StepShape,
 )
+from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.gathered_kept import lane_place, put_kept_in_bucket
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
+from quire.kernels.kept import made_columns
 from quire.kernels.looks import tally_looks
-from quire.kernels.paging import gather_pages, move_slots, write_slots
+from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 
 
 class GatheredAttention:
-    """Attention over pages on any device, for any page class with plain numbers.
+    """Attention over pages on any device, for any page class.
 
     Args:
         device: where the pages are.
@@ -84,18 +89,32 @@ class GatheredAttention:
         out = torch.empty_like(query)
         for bucket in plan.buckets:
             self._decode(bucket, plan, pages, math, query, out, column_sums)
-        for chunk in plan.chunks:
+        for chunk in self._chunks(plan, pages, query.shape[2]):
             token = torch.cat(
                 [torch.arange(s, s + chunk.tokens) for s in plan.step.starts[chunk.rows].tolist()]
             ).to(self._device)
             shape = (len(chunk.rows), chunk.tokens, *query.shape[1:])
             q = query[token].view(shape).transpose(1, 2)
-            if chunk.is_fresh:
+            if chunk.is_fresh and pages.coded is None:
                 attended = self._fresh_chunk(plan, chunk, math, q, token, fresh, column_sums)
             else:
                 attended = self._stored_chunk(plan, chunk, math, q, pages, column_sums)
             out[token] = attended.transpose(1, 2).flatten(0, 1)
         return out
+
+    def _chunks(self, plan: GatheredPlan, pages: LayerPages, head_dim: int) -> Iterator[Chunk]:
+        """The plan's; where their pages are decoded together, so many rows as the scratch holds."""
+        if pages.coded is None:
+            yield from plan.chunks
+            return
+        page_bytes = pages.page_tokens * decoded_slot_bytes(pages.key.shape[1], head_dim)
+        for chunk in plan.chunks:
+            num_pages = -(-int(chunk.slots.max()) // pages.page_tokens)
+            most = max(1, self._scratch_bytes // (num_pages * page_bytes))
+            if pages.kept is not None:  # rows may be of unequal lengths
+                most = 1
+            for first in range(0, len(chunk.rows), most):
+                yield replace(chunk, rows=chunk.rows[first : first + most])
 
     def _decode(
         self,
@@ -110,11 +129,13 @@ class GatheredAttention:
         num_decode = plan.step.num_decode
         rows, lanes = bucket.rows, bucket.lanes
         by_lane, out_by_lane = (_by_lane(x[:num_decode], pages) for x in (query, out))
-        key, value = self._gather(pages, rows, lanes, bucket.columns)
+        key, value = self._gather(pages, rows, lanes, bucket.columns, query.dtype)
         if bucket.dead is not None:
             # free slots may hold anything, and 0 * NaN is NaN
             key.masked_fill_(bucket.dead, 0)
             value.masked_fill_(bucket.dead, 0)
+        if pages.kept is not None:
+            put_kept_in_bucket(pages, pages.kept, bucket, (key, value))
         q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
@@ -167,14 +188,27 @@ class GatheredAttention:
             column = first // pages.page_tokens
             columns = torch.arange(column, -(-slots // pages.page_tokens), device=self._device)
             live = slice(first - column * pages.page_tokens, slots - column * pages.page_tokens)
-            gathered = self._gather(pages, row, lane_index, columns[None])
+            gathered = self._gather(pages, row, lane_index, columns[None], query.dtype)
             key, value = (x[:, :, live] for x in gathered)
             q, own_math = query[:, heads], _math_of(math, pages, lane_index)
             seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
+            made = None
+            if pages.kept is not None:
+                place = lane_place(
+                    pages,
+                    int(chunk.rows[0]),
+                    lane,
+                    held=slots,
+                    num_tokens=chunk.tokens,
+                    first=first,
+                )
+                made = made_columns(pages.kept, place, seen[0, 0])
+                seen = made.seen
+                key, value = made.behind(key, made.key), made.behind(value, made.value)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
             if column_sums is not None:
                 sums = column_sums_dense(q, key, math=own_math, seen=seen)
-                column_sums[int(chunk.rows[0]), heads, first:slots] = sums[0]
+                column_sums[row, heads, first:slots] = sums if made is None else made.by_slot(sums)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _chunk_seen(self, tokens: int, slots: int, window: int | None) -> Tensor:
@@ -187,12 +221,17 @@ class GatheredAttention:
         return seen[None, None]
 
     def _gather(
-        self, pages: LayerPages, rows: Tensor, lanes: Tensor, columns: Tensor
+        self,
+        pages: LayerPages,
+        rows: Tensor,
+        lanes: Tensor,
+        columns: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [entries, heads, slots, head_dim] of table columns [entries, columns]."""
-        columns = columns.clamp(max=pages.table.shape[2] - 1)
-        numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
-        numbers = numbers.clamp_min(0).long()  # rows with fewer pages: any page, cleared as dead
+        numbers = page_numbers(pages, rows, lanes, columns)
+        if pages.coded is not None:
+            return self._decode_pages(pages.coded, numbers, pages.page_tokens, dtype)
         planes = (pages.key, pages.value)
         counts = [numbers.numel() * plane[0].numel() for plane in planes]
         key_bytes, value_bytes = (
@@ -206,11 +245,26 @@ class GatheredAttention:
         )
         return key, value
 
+    def _decode_pages(
+        self, coded: CodedPages, numbers: Tensor, page_tokens: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        heads, head_dim = coded.key.planes[0].shape[1], coded.key.codec.head_dim
+        slots = numbers.numel() * page_tokens
+        side_bytes = slots * heads * head_dim * dtype.itemsize
+        scratch = self._scratch_of(2 * side_bytes)
+        key, value = (
+            decode_pages(side, numbers, scratch[start : start + side_bytes].view(dtype))
+            for side, start in ((coded.key, 0), (coded.value, side_bytes))
+        )
+        held_bytes = slots * decoded_slot_bytes(heads, head_dim)
+        self.peak_scratch_bytes = max(self.peak_scratch_bytes, held_bytes)
+        return key, value
+
     def _scratch_of(self, num_bytes: int) -> Tensor:
         """The scratch memory, grown where one entry needs more than the bound."""
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self.peak_scratch_bytes = num_bytes
+            self.peak_scratch_bytes = max(self.peak_scratch_bytes, num_bytes)
         return self._scratch
 
 

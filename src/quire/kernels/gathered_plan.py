@@ -22,6 +22,7 @@ class DecodeBucket:
         lanes: [entries] lane among the layer's own.
         columns: [entries, columns] of the page table that are gathered.
         slots: [entries, 1] number of the first gathered slot.
+        held: [entries, 1] live slots.
         dead: bool [entries, 1, gathered slots, 1] slots that may hold anything, or None.
         seen: bool [entries, 1, 1, gathered slots], or None when every slot is seen.
     """
@@ -30,6 +31,7 @@ class DecodeBucket:
     lanes: Tensor
     columns: Tensor
     slots: NDArray[np.int64]
+    held: NDArray[np.int64]
     dead: Tensor | None
     seen: Tensor | None
 
@@ -94,6 +96,7 @@ def plan_gathering(
                 lanes=torch.from_numpy(lane).to(device),
                 columns=torch.from_numpy(columns).to(device),
                 slots=slot[:, :1],
+                held=held[entries, None],
                 dead=None if mask is None else ~mask[:, None, :, None],
                 seen=None if mask is None else mask[:, None, None],
             )

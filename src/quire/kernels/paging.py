@@ -8,7 +8,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import MovedSlots, NewSlots
+from quire.kernels.backend import LayerPages, MovedSlots, NewSlots
+from quire.kernels.coded import write_codes
+
+
+def page_numbers(
+    pages: LayerPages,
+    rows: Int[Tensor, " row"],
+    lanes: Int[Tensor, " lane"],
+    columns: Int[Tensor, "_ column"],
+) -> Int[Tensor, "_ column"]:
+    """Pages that rows of the step have in lanes of the layer; any page where they have none.
+
+    One row, one lane or one set of columns is meant for all entries.
+    """
+    columns = columns.clamp(max=pages.table.shape[2] - 1)
+    numbers = pages.table[pages.rows[rows][:, None], pages.first_lane + lanes[:, None], columns]
+    return numbers.clamp_min(0).long()
 
 
 def write_slots(
@@ -17,6 +33,10 @@ def write_slots(
     value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
 ) -> None:
     """Write one vector per token and KV head into its slot, for keys and values."""
+    if slots.coded is not None:
+        write_codes(slots.coded.key, slots.pages, slots.offsets, key)
+        write_codes(slots.coded.value, slots.pages, slots.offsets, value)
+        return
     for plane, fresh in ((slots.key, key), (slots.value, value)):
         shape = (*slots.pages.shape, plane.shape[1], plane.shape[3])
         plane[slots.pages, :, slots.offsets] = fresh.reshape(shape)

@@ -15,6 +15,8 @@ from quire.kernels.backend import (
     NewSlots,
     StepShape,
 )
+from quire.kernels.coded import decode_slots
+from quire.kernels.kept import KeptPages, attended_as_made, record_of
 from quire.kernels.looks import tally_looks
 from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.reference import attend_reference
@@ -91,14 +93,85 @@ def _attend_lane(
     first = 0 if window is None else max(0, slots - len(query) + 1 - window)
     slot = torch.arange(first, slots, device=query.device)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane][slot // pages.page_tokens]
-    key, value = (x[numbers.long(), :, slot % pages.page_tokens] for x in (pages.key, pages.value))
+    offsets = slot % pages.page_tokens
+    if pages.coded is None:
+        key, value = (x[numbers.long(), :, offsets] for x in (pages.key, pages.value))
+    else:
+        sides = (pages.coded.key, pages.coded.value)
+        key, value = (decode_slots(side, numbers.long(), offsets) for side in sides)
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
-    return attend_reference(
-        query,
-        key,
-        value,
-        math=replace(math, sinks=None if math.sinks is None else math.sinks[heads]),
-        query_positions=slot[len(slot) - len(query) :],
-        key_positions=slot,
-        window=window,
+    math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
+    own = slot[len(slot) - len(query) :]
+    if pages.kept is None:
+        return attend_reference(
+            query,
+            key,
+            value,
+            math=math,
+            query_positions=own,
+            key_positions=slot,
+            window=window,
+        )
+    out, sums = torch.empty(query.shape, device=query.device), key.new_zeros(0)
+    for i, query_slot in enumerate(own.tolist()):
+        # each query by itself: which tokens it attends to as they were made is its own business
+        seen = slot[: query_slot - first + 1]
+        at = numbers[: len(seen)].long(), seen % pages.page_tokens
+        made = _as_made(pages, pages.kept, (row, lane, slots), len(query) - 1 - i, seen, at)
+        out[i : i + 1], more = attend_reference(
+            query[i : i + 1],
+            torch.where(made.wanted, made.key, key[: len(seen)]),
+            torch.where(made.wanted, made.value, value[: len(seen)]),
+            math=math,
+            query_positions=own[i : i + 1],
+            key_positions=seen,
+            window=window,
+        )
+        sums = more + torch.nn.functional.pad(sums, (0, len(seen) - sums.shape[-1]))
+    return out, sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Slots of a lane as the model made them, [slot, head, head_dim], and which a query wants so.
+
+    What is not wanted may be anything.
+    """
+
+    wanted: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def _as_made(
+    pages: LayerPages,
+    kept: KeptPages,
+    place: tuple[int, int, int],
+    behind: int,
+    slot: Tensor,
+    at: tuple[Tensor, Tensor],
+) -> _Made:
+    """What a query sees of kept tokens, so many tokens before the row's last one."""
+    row, lane, slots = place
+    length, start = int(kept.lengths[row]), int(kept.starts[row])
+    positions = slot + (length - slots) if pages.positions is None else pages.positions[at].long()
+    query_slot, query_position = slots - 1 - behind, length - 1 - behind
+    # the row's tokens of this step end with its last one, wherever they begin
+    token = start + positions - (length - _num_tokens(kept, row))
+    is_fresh = (token >= start)[:, None, None]
+    page = int(kept.table[pages.rows[row], pages.first_lane + lane, 0])
+    wanted = attended_as_made(
+        kept.tokens, positions, slot, torch.tensor(query_position), torch.tensor(query_slot)
     )
+    sides = []
+    for plane, fresh in kept.sides:
+        stored = plane[page, :, record_of(kept.tokens, positions)].transpose(0, 1)
+        heads = slice(lane * stored.shape[1], (lane + 1) * stored.shape[1])
+        sides.append(torch.where(is_fresh, fresh[token.clamp_min(0), heads], stored).float())
+    return _Made(wanted[:, None, None], *sides)
+
+
+def _num_tokens(kept: KeptPages, row: int) -> int:
+    """Tokens of a row in this step."""
+    ends = [*kept.starts.tolist(), len(kept.fresh[0])]
+    return int(ends[row + 1] - ends[row])

@@ -13,6 +13,7 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.unrotated import UnrotatedAttention
+from quire.spec.kv_format import read_format
 
 BACKENDS = ("native", "gathered", "reference")
 
@@ -33,6 +34,7 @@ def select_backend(
     head_dim: int,
     scratch_bytes: int,
     rotated: bool = True,
+    codec: str = "",
 ) -> BackendChoice:
     """Choose who computes attention.
 
@@ -43,6 +45,7 @@ def select_backend(
         head_dim: numbers in a vector.
         scratch_bytes: bound on gathered pages.
         rotated: whether keys are stored after RoPE.
+        codec: how pages store numbers; nothing said, they are plain ones.
 
     Raises:
         UnknownName: no backend has this name.
@@ -64,6 +67,8 @@ def select_backend(
     if name == "gathered":
         return BackendChoice(gathered, "asked for by name")
     library = usable_library(device, dtype, head_dim)
+    if codec and not read_format(codec).is_plain:
+        library = NotLoaded(f"the C extension reads plain numbers, and pages hold {codec}")
     if isinstance(library, NativeLibrary):
         return BackendChoice(NativeAttention(library, gathered), library.description)
     if name == "native":

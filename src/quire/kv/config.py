@@ -39,7 +39,12 @@ class KVConfig:
         flag="kv-store-tokens",
     )
     page_tokens: int = option(16, help="slots in a page", unit="tokens")
-    codec: str = option("none", help="how keys and values are stored", flag="kv-codec")
+    codec: str = option(
+        "none",
+        help="how keys and values are stored, such as int8, int8/int4:group=32 for each apart, or "
+        "kivi4+sinks=4+residual=128; none: as the model computes",
+        flag="kv-codec",
+    )
     evict: str = option(
         "full",
         help="which tokens stay where a request says nothing else, such as "

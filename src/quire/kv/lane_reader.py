@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels.coded import CodedPlanes, decode_slots
+from quire.kernels.kept import attended_as_made, record_of
+from quire.kv.kept import KeptPlace
 from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
@@ -102,13 +105,19 @@ class LaneReader:
             self._put(place, records, np.ones_like(records, dtype=bool), numbers)
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Keys as stored, float32; zeros where no slot is."""
-        return self._gather(self._views.key, self._table.pages)
+        """Keys as stored, decoded, float32; zeros where no slot is."""
+        views = self._views
+        coded = None if views.coded is None else views.coded.key
+        kept = None if self._kept is None else self._kept.views.key
+        return self._gather(views.key, coded, kept)
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, likewise."""
-        assert self._views.value is not None, "lanes that attend have a value plane"
-        return self._gather(self._views.value, self._table.pages)
+        views = self._views
+        assert views.value is not None, "lanes that attend have a value plane"
+        coded = None if views.coded is None else views.coded.value
+        kept = None if self._kept is None else self._kept.views.value
+        return self._gather(views.value, coded, kept)
 
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
         """A mask over the view as [lanes of the table, slots], slots as they lie.
@@ -188,13 +197,36 @@ class LaneReader:
         ]
         place.numbers[pages, :, self._tensor(offset)] = heads
 
-    def _gather(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
+    @property
+    def _kept(self) -> KeptPlace | None:
+        return self._kv.kept.get(self._group.name)
+
+    def _gather(self, plane: Tensor, coded: CodedPlanes | None, kept: Tensor | None) -> Tensor:
         """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""
         column, offset = np.divmod(self._order.slot, plane.shape[2])
-        numbers = np.take_along_axis(self._pages(pages), column, axis=1)
-        found = plane[self._tensor(numbers), :, self._tensor(offset)].float()
+        numbers = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
+        place = self._tensor(numbers), self._tensor(offset)
+        if coded is None:
+            found = plane[place[0], :, place[1]].float()
+        else:
+            found = decode_slots(coded, *place)
+        if kept is not None:
+            self._put_kept(found, kept)
         found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
         return found.transpose(1, 2).flatten(0, 1)
+
+    def _put_kept(self, found: Tensor, kept: Tensor) -> None:
+        """Tokens as the model made them, where the newest one attends to them so."""
+        place, order = self._kept, self._order
+        assert place is not None, "asked where tokens are kept"
+        positions, slots = (self._tensor(x) for x in (order.positions, order.slot))
+        held = self._tensor(order.live.sum(axis=1)[:, None])
+        newest = torch.full_like(held, int(self._kv.memory.lengths[self._row]) - 1)
+        wanted = attended_as_made(place.tokens, positions, slots, newest, held - 1)
+        lane, slot = (wanted & self._tensor(order.live)).nonzero(as_tuple=True)
+        pages = self._tensor(place.table.pages[self._row, self._lanes, 0])[lane]
+        record = record_of(place.tokens, positions[lane, slot])
+        found[lane, slot] = kept[pages, :, record].float()
 
     def _gather_numbers(self, plane: Tensor, pages: NDArray[np.int32]) -> Tensor:
         """The same of a plane with one number a slot, [KV heads, slots]: page by page, then slots.

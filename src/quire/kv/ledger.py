@@ -81,7 +81,7 @@ def exact_rows(memory: KVMemory) -> NDArray[np.bool_]:
 
 def is_plain(page_class: PageClass) -> bool:
     """Whether numbers are stored as they were computed, in a type that models compute in."""
-    return min(page_class.key.code_bits, (page_class.value or page_class.key).code_bits) >= 16
+    return page_class.is_plain
 
 
 def codec_name(page_class: PageClass) -> str:

@@ -18,12 +18,15 @@ from quire.kernels.backend import (
     Moves,
     NewSlots,
 )
+from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
+from quire.kv.kept import KeptPlace, KeptStep
 from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
+from quire.spec.kept_tokens import KeptTokens
 from quire.spec.pages import LaneGroup
 
 
@@ -55,6 +58,11 @@ class PagedKV:
             for index, layer in enumerate(group.layers)
         }
         self.statistics = self._statistics()
+        self.kept = {
+            group.kept.of: self._kept_place(group, group.kept)
+            for group in memory.layout.groups
+            if group.kept is not None
+        }
         self.sums_scratch = SumsScratch(store.device)
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
@@ -85,6 +93,17 @@ class PagedKV:
                 places.setdefault(of.name, []).append(place)
         return places
 
+    def _kept_place(self, group: LaneGroup, tokens: KeptTokens) -> KeptPlace:
+        of = self.memory.tables[tokens.of]
+        return KeptPlace(
+            tokens=tokens,
+            views=self.store.views(group.page_class),
+            table=self.memory.tables[group.name],
+            device_table=self.tables[group.name],
+            coded=self.store.views(of.group.page_class),
+            coded_table=of,
+        )
+
     def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
         """The shape of a step; the last one again when nothing changed."""
         if self._batch is None or not self._batch.is_for(rows, tokens):
@@ -107,6 +126,7 @@ class PagedKV:
                     first_lane=index * group.lanes_per_layer,
                     num_lanes=group.lanes_per_layer,
                     positions=views.positions,
+                    coded=views.coded,
                 )
                 for index in range(len(group.layers))
             )
@@ -124,6 +144,7 @@ class GroupStep:
         new_slots: where the layers write new tokens.
         positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
         watch: what the rows have remembered; None where they have nothing.
+        kept: tokens that stay as they were made; None where there are none.
     """
 
     plans: tuple[object, ...]
@@ -131,6 +152,7 @@ class GroupStep:
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None
     watch: GroupWatch | None
+    kept: KeptStep | None
 
 
 class StepAttention:
@@ -183,15 +205,19 @@ class StepAttention:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
         slots = step.new_slots[index]
-        backend.write(slots, key, value)
+        if step.kept is None or not step.kept.encode(index, slots, key, value):
+            backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         pages, watch = step.pages[index], step.watch
-        if watch is None:
-            return backend.attend(step.plans[index], pages, math, query, (key, value))
-        sums = watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
+        if step.kept is not None:
+            pages = replace(pages, kept=step.kept.pages((key, value)))
+        sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
-        watch.note(index, backend, pages, math, query, sums, rotary)
+        if watch is not None:
+            watch.note(index, backend, pages, math, query, sums, rotary)
+        if step.kept is not None:
+            step.kept.keep(index, key, value)
         return out
 
     def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
@@ -214,17 +240,27 @@ class StepAttention:
         return GroupStep(
             plans=self._plans(group, slots),
             pages=layers,
-            new_slots=tuple(NewSlots(layers[0].key, layers[0].value, *place) for place in places),
+            new_slots=tuple(
+                NewSlots(layers[0].key, layers[0].value, *place, coded=layers[0].coded)
+                for place in places
+            ),
             positions=self._kv.store.views(group.page_class).positions,
             watch=watch_group(
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._kv.memory.lengths
             ),
+            kept=self._kept_step(group.name),
         )
+
+    def _kept_step(self, name: str) -> KeptStep | None:
+        place = self._kv.kept.get(name)
+        return None if place is None else KeptStep(place, self._batch, self._kv.memory.lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """One for each layer; where all lanes of a group are equally full, one for all layers."""
         page_class, num_layers = group.page_class, len(group.layers)
         slot_bytes = page_class.page_bytes // page_class.tokens
+        if not page_class.is_plain:
+            slot_bytes = decoded_slot_bytes(page_class.heads, page_class.head_dim)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
         plans = [

@@ -10,18 +10,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import ConfigError
+from quire.codecs.base import DTYPES
+from quire.codecs.registry import make_codec
+from quire.errors import InvariantError
 from quire.kernels.backend import MovedSlots
+from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.paging import move_slots
 from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES, CodecSpec, PageClass
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES, PageClass, PlacedPlane
 
-DTYPES: dict[str, torch.dtype] = {
+PLAIN_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+"""Types that models compute in and pages hold as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +34,20 @@ class PageViews:
 
     Attributes:
         whole: uint8 [pages, page_bytes].
-        key, value: [pages, heads, tokens, head_dim]; value is None for one-plane pages.
+        key, value: [pages, heads, tokens, head_dim]; value is None for one-plane pages. Where they
+            hold codes, these, packed.
         positions: int32 [pages, tokens], or None.
+        coded: what encodes and decodes; None where pages hold plain numbers.
+        by_slot: planes with a record for each slot, [pages, heads, tokens, width] each, positions
+            among them: what moves with a slot.
     """
 
     whole: Tensor
     key: Tensor
     value: Tensor | None
     positions: Tensor | None
+    coded: CodedPages | None
+    by_slot: tuple[Tensor, ...]
 
 
 class PageStore:
@@ -63,11 +73,7 @@ class PageStore:
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
-        """Typed views of all pages of a class.
-
-        Raises:
-            ConfigError: a codec whose numbers are not a plain tensor type.
-        """
+        """Typed views of all pages of a class."""
         if page_class not in self._views:
             # views made inside inference mode could not be written outside of it
             with torch.inference_mode(mode=False):
@@ -77,9 +83,8 @@ class PageStore:
     def _make_views(self, page_class: PageClass) -> PageViews:
         num_pages = self.arena.numel() // page_class.page_bytes
         whole = self.arena[: num_pages * page_class.page_bytes]
-        value = None
-        if page_class.value is not None:
-            value = self._plane(whole, page_class, page_class.value, page_class.key_bytes)
+        key = tuple(self._plane(whole, page_class, placed) for placed in page_class.key_planes)
+        value = tuple(self._plane(whole, page_class, placed) for placed in page_class.value_planes)
         positions = None
         if page_class.positions:
             positions = whole.view(torch.int32).as_strided(
@@ -87,26 +92,26 @@ class PageStore:
                 (page_class.page_bytes // 4, 1),
                 page_class.positions_offset_bytes // 4,
             )
+        placed = (*page_class.key_planes, *page_class.value_planes)
+        by_slot = [v for v, p in zip((*key, *value), placed, strict=True) if not p.plane.per_page]
+        if positions is not None:
+            by_slot.append(positions[:, None, :, None])
         return PageViews(
             whole=whole.view(num_pages, page_class.page_bytes),
-            key=self._plane(whole, page_class, page_class.key, 0),
-            value=value,
+            key=key[0],
+            value=value[0] if value else None,
             positions=positions,
+            coded=None if page_class.is_plain else _coded(page_class, key, value),
+            by_slot=tuple(by_slot),
         )
 
-    def _plane(
-        self, whole: Tensor, page_class: PageClass, codec: CodecSpec, offset_bytes: int
-    ) -> Tensor:
-        if codec.name not in DTYPES:
-            raise ConfigError(f"codec {codec.name!r} has no plain tensor type to view pages as")
-        dtype = DTYPES[codec.name]
-        shape = (page_class.heads, page_class.tokens, page_class.head_dim)
-        strides = (page_class.tokens * page_class.head_dim, page_class.head_dim, 1)
+    def _plane(self, whole: Tensor, page_class: PageClass, placed: PlacedPlane) -> Tensor:
+        dtype, (heads, records, width) = DTYPES[placed.plane.dtype], placed.shape
         num_pages = whole.numel() // page_class.page_bytes
         return whole.view(dtype).as_strided(
-            (num_pages, *shape),
-            (page_class.page_bytes // dtype.itemsize, *strides),
-            offset_bytes // dtype.itemsize,
+            (num_pages, heads, records, width),
+            (page_class.page_bytes // dtype.itemsize, records * width, width, 1),
+            placed.offset_bytes // dtype.itemsize,
         )
 
     # ---- PageBytes -----------------------------------------------------------------------------
@@ -126,14 +131,17 @@ class PageStore:
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy slots: keys, values and positions."""
-        views = self.views(page_class)
-        positions = None if views.positions is None else views.positions[:, None, :, None]
-        planes = tuple(p for p in (views.key, views.value, positions) if p is not None)
+        """Copy slots: keys, values and positions.
+
+        Raises:
+            InvariantError: slots share what decodes them with others of their page.
+        """
+        if page_class.per_page:
+            raise InvariantError(f"slots of pages in {page_class.key.name} cannot move alone")
         (from_page, from_offset), (to_page, to_offset) = source, target
         self.mover(
             MovedSlots(
-                planes=planes,
+                planes=self.views(page_class).by_slot,
                 source=(self._index(from_page), self._index(from_offset)),
                 target=(self._index(to_page), self._index(to_offset)),
             )
@@ -150,6 +158,11 @@ class PageStore:
 
     def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
+
+
+def plain_codec(dtype: torch.dtype) -> str:
+    """The codec of numbers of a type as they are."""
+    return next(name for name, plain in PLAIN_DTYPES.items() if plain == dtype)
 
 
 def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
@@ -176,3 +189,10 @@ def _huge_pages(total_bytes: int) -> NDArray[np.uint8]:
     with contextlib.suppress(OSError):  # a kernel built without them
         mapping.madvise(mmap.MADV_HUGEPAGE, start, total_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return spare[start : start + total_bytes]
+
+
+def _coded(page_class: PageClass, key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> CodedPages:
+    assert page_class.value is not None, "what is remembered of sequences is not encoded"
+    codecs = (make_codec(spec, page_class.head_dim) for spec in (page_class.key, page_class.value))
+    sides = (CodedPlanes(*side) for side in zip(codecs, (key, value), strict=True))
+    return CodedPages(*sides)

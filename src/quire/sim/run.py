@@ -28,6 +28,7 @@ from quire.sim.rates import Rates
 from quire.sim.simulator import Progress, SimResult, Simulator
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
+from quire.spec.codec_refusals import stored_codec
 from quire.spec.dtypes import dtype_bytes
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
 from quire.spec.model import ModelSpec
@@ -85,7 +86,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     """
     layout = folded_layout(
         config.model,
-        codec=config.dtype if config.kv.codec == "none" else config.kv.codec,
+        codec=stored_codec(config.kv.codec, config.dtype),
         page_tokens=config.kv.page_tokens,
         evicting=config.eviction.cap is not None,
     )

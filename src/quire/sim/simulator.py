@@ -30,6 +30,7 @@ from quire.sim.timing import StepTimer
 from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Trace, TraceRequest
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
+from quire.spec.layout import statistics_used
 
 Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
 _PROGRESS_STEPS = 1000
@@ -143,6 +144,7 @@ class Simulator:
             arrival=self._num_arrived,
             tenant=arrived.tenant,
             eviction=self.eviction(arrived.prompt_tokens),
+            statistics=statistics_used(self.scheduler.memory.layout, ()),
             arrival_s=arrived.arrival_s,
         )
         try:

@@ -1,9 +1,14 @@
 """From a model's shape, and what is to be remembered of it, to the lane groups of its sequences."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
+from quire.spec.codec_names import codec_spec
+from quire.spec.codecs import CodecSpec
+from quire.spec.kept_tokens import KeptTokens
+from quire.spec.kv_format import KVFormat, read_format
 from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 from quire.spec.statistics import Statistic
 
 STATISTICS_CODEC = "float32"
@@ -23,7 +28,7 @@ def layout_for(
 
     Args:
         model: heads, dims and windows.
-        codec: how keys and values are stored.
+        codec: how keys and values are stored, as `read_format` reads it.
         page_tokens: slots in a page.
         evicting: lanes of full attention will lose tokens one by one: they give up slot order and
             carry positions. Window lanes stay ordered; they are bounded by their window already.
@@ -33,53 +38,84 @@ def layout_for(
         statistics: what is remembered of layers with full attention, for the sequences whose
             policy asks for it; a private group each.
     """
-    groups = []
-    for window in (None, *sorted({x.window for x in model.layers if x.window is not None})):
-        layers = tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
-        if layers:
-            loses_order = evicting and window is None
-            group = _kv_group(
-                model,
-                layers,
-                page=(codec, page_tokens),
-                window=window,
-                lanes_per_layer=model.num_kv_heads if heads_apart and loses_order else 1,
-                loses_order=loses_order,
+    groups: list[LaneGroup] = []
+    form = read_format(codec)
+    for part in _parts(model, form):
+        loses_order = evicting and part.window is None
+        lanes_per_layer = model.num_kv_heads if heads_apart and loses_order else 1
+        key, value = part.codecs
+        group = LaneGroup(
+            name=part.name,
+            page_class=PageClass(
+                key=key,
+                value=value,
+                head_dim=model.head_dim,
+                heads=model.num_kv_heads // lanes_per_layer,
+                tokens=page_tokens,
+                positions=loses_order,
                 rotated=rotated,
-            )
-            groups.append(group)
-            if window is None:
-                groups.extend(_statistics_groups(model, group, statistics))
+            ),
+            layers=part.layers,
+            lanes_per_layer=lanes_per_layer,
+            window=part.window,
+            ordered=not loses_order,
+        )
+        groups.append(group)
+        if part.window is None:
+            groups.extend(_statistics_groups(model, group, statistics))
+        if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
+            groups.append(_kept_group(group, form))
     return CacheLayout(tuple(groups))
 
 
-def _kv_group(
-    model: ModelSpec,
-    layers: tuple[int, ...],
-    *,
-    page: tuple[str, int],
-    window: int | None,
-    lanes_per_layer: int,
-    loses_order: bool,
-    rotated: bool,
-) -> LaneGroup:
-    codec, page_tokens = page
-    numbers = codec_spec(codec)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Layers that share a lane group: they look back equally far, and store alike."""
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None
+    codecs: tuple[CodecSpec, CodecSpec]
+
+
+def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
+    last = len(model.layers) - form.plain_layers
+    plain = {i for i in range(len(model.layers)) if i < form.plain_layers or i >= last}
+    for window in (None, *sorted({x.window for x in model.layers if x.window is not None})):
+        name = "full" if window is None else f"window_{window}"
+        layers = [i for i, layer in enumerate(model.layers) if layer.window == window]
+        coded = tuple(i for i in layers if i not in plain)
+        if coded:
+            yield _Part(name, coded, window, (form.key, form.value))
+        if len(coded) < len(layers):
+            kept = tuple(i for i in layers if i in plain)
+            yield _Part(f"{name}.plain", kept, window, (form.required_plain,) * 2)
+
+
+def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
+    """Tokens of a group as the model made them, beside their codes: one page a lane."""
+    page_tokens = group.page_class.tokens
+    kept = KeptTokens(
+        of=group.name,
+        sinks=form.sinks,
+        residual=form.residual,
+        recent=form.recent(page_tokens),
+        page_tokens=page_tokens if form.per_page else 1,
+    )
     return LaneGroup(
-        name="full" if window is None else f"window_{window}",
+        name=f"{group.name}.kept",
         page_class=PageClass(
-            key=numbers,
-            value=numbers,
-            head_dim=model.head_dim,
-            heads=model.num_kv_heads // lanes_per_layer,
-            tokens=page_tokens,
-            positions=loses_order,
-            rotated=rotated,
+            key=form.required_plain,
+            value=form.required_plain,
+            head_dim=group.page_class.head_dim,
+            heads=group.page_class.heads,
+            tokens=kept.records,
+            rotated=group.page_class.rotated,
         ),
-        layers=layers,
-        lanes_per_layer=lanes_per_layer,
-        window=window,
-        ordered=not loses_order,
+        layers=group.layers,
+        lanes_per_layer=group.lanes_per_layer,
+        fixed_slots=kept.records,
+        kept=kept,
     )
 
 
@@ -132,7 +168,8 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
 def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
     """Names of the private groups of a sequence for which these are remembered.
 
-    What `KVMemory.start` is told. A layout without layers to evict from has none.
+    What `KVMemory.start` is told. A layout without layers to evict from has none; tokens that are
+    kept as the model made them are among them whatever is asked.
     """
     wanted = {
         statistics_name(group.name, statistic)
@@ -140,4 +177,5 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         if not group.private
         for statistic in statistics
     }
-    return frozenset(wanted & {group.name for group in layout.groups if group.private})
+    private = {group.name for group in layout.groups if group.private}
+    return frozenset(wanted & private | {g.name for g in layout.groups if g.kept is not None})

@@ -6,6 +6,13 @@ A page of `tokens` slots lies in memory as planes, one behind the other:
       codec `key`                      codec `value` (may be absent)      int32, if kept
     and padding to a multiple of 64 bytes and of a vector
 
+Codecs that compress store codes there, and what decodes them behind the codes of both:
+
+    | codes of keys | codes of values | scales, zeros, outliers of keys | of values | positions |
+
+so that the codes of a head and token lie in one piece, those of a head's tokens side by side, and
+all scales of a page together.
+
 Full-precision sinks, an INT4 body, heads of unequal length, statistics: each is one `PageClass`;
 nothing else in Quire asks what is inside a page.
 """
@@ -13,7 +20,9 @@ nothing else in Quire asks what is inside a page.
 import math
 from dataclasses import dataclass, field
 
-from quire.errors import ConfigError, UnknownName
+from quire.errors import ConfigError
+from quire.spec.codecs import ELEMENT_BYTES, CodecSpec, Plane
+from quire.spec.kept_tokens import KeptTokens
 from quire.spec.statistics import Statistic
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
@@ -25,44 +34,24 @@ def _round_up(num_bytes: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CodecSpec:
-    """How many bytes a vector of `head_dim` numbers takes.
+class PlacedPlane:
+    """A plane of a page.
 
     Attributes:
-        name: the registered name.
-        code_bits: bits of one stored number.
-        metadata_bytes: bytes beside the codes of one vector (scale, zero point), 0 for plain types.
+        plane: what it holds.
+        offset_bytes: where it starts in a page, a multiple of its numbers' size.
+        shape: [heads, records, numbers].
     """
 
-    name: str
-    code_bits: int
-    metadata_bytes: int = 0
+    plane: Plane
+    offset_bytes: int
+    shape: tuple[int, int, int]
 
-    def block_bytes(self, num_vectors: int, head_dim: int) -> int:
-        """Bytes of `num_vectors` vectors of `head_dim` numbers, metadata included."""
-        return num_vectors * (-(-head_dim * self.code_bits // 8) + self.metadata_bytes)
-
-
-CODECS: dict[str, CodecSpec] = {
-    spec.name: spec
-    for spec in (
-        CodecSpec("float32", 32),
-        CodecSpec("bfloat16", 16),
-        CodecSpec("float16", 16),
-        CodecSpec("int8", 8, metadata_bytes=2),
-    )
-}
-
-
-def codec_spec(name: str) -> CodecSpec:
-    """The byte arithmetic of a codec.
-
-    Raises:
-        UnknownName: no codec has this name.
-    """
-    if name not in CODECS:
-        raise UnknownName("codec", name, CODECS)
-    return CODECS[name]
+    @property
+    def end_bytes(self) -> int:
+        """Where it ends."""
+        heads, records, _ = self.shape
+        return self.offset_bytes + heads * records * self.plane.record_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +67,8 @@ class PageClass:
         positions: whether each slot carries its logical position (lanes whose slots lose order).
         rotated: whether keys are stored after RoPE; before it they are as at position 0. Pages of
             the two kinds are never mixed.
-        page_bytes: of a whole page, padding included; follows from the others.
+        page_bytes: of a whole page, padding included; follows from the others, as do
+        key_planes, value_planes: where the planes are.
     """
 
     key: CodecSpec
@@ -89,11 +79,14 @@ class PageClass:
     positions: bool = False
     rotated: bool = True
     page_bytes: int = field(init=False, repr=False, compare=False)  # asked for at every step
+    key_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
+    value_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "heads", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a page needs {name} >= 1, got {getattr(self, name)}")
+        self._place_planes()
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
         object.__setattr__(self, "page_bytes", _round_up(end, self.alignment_bytes))
 
@@ -101,21 +94,46 @@ class PageClass:
         """Of the numbers alone: pools are looked up by page class many times a step."""
         return hash((self.head_dim, self.heads, self.tokens, self.positions, self.rotated))
 
+    def _place_planes(self) -> None:
+        """Codes of keys and of values first, then what decodes them."""
+        sides = [codec.planes(self.head_dim) for codec in (self.key, self.value) if codec]
+        placed: list[list[PlacedPlane]] = [[] for _ in sides]
+        offset = 0
+        for part in (slice(0, 1), slice(1, None)):
+            for planes, place in zip(sides, placed, strict=True):
+                for plane in planes[part]:
+                    records = 1 if plane.per_page else self.tokens
+                    offset = _round_up(offset, ELEMENT_BYTES[plane.dtype])
+                    place.append(PlacedPlane(plane, offset, (self.heads, records, plane.width)))
+                    offset = place[-1].end_bytes
+        object.__setattr__(self, "key_planes", tuple(placed[0]))
+        object.__setattr__(self, "value_planes", tuple(placed[1]) if self.value else ())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all numbers are stored as they are."""
+        return self.key.is_plain and (self.value is None or self.value.is_plain)
+
+    @property
+    def per_page(self) -> bool:
+        """Whether slots share what decodes them, so that none can move or leave alone."""
+        return self.key.per_page or (self.value is not None and self.value.per_page)
+
     @property
     def key_bytes(self) -> int:
-        """Bytes of the key plane; the value plane starts there."""
-        return self.key.block_bytes(self.heads * self.tokens, self.head_dim)
+        """Bytes of keys, all that is stored beside their codes counted."""
+        return sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.key_planes)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of the value plane."""
-        vectors = self.heads * self.tokens
-        return self.value.block_bytes(vectors, self.head_dim) if self.value else 0
+        """Bytes of values, likewise."""
+        return sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.value_planes)
 
     @property
     def positions_offset_bytes(self) -> int:
         """Where the positions start: on a multiple of their own size."""
-        return _round_up(self.key_bytes + self.value_bytes, POSITION_BYTES)
+        end = max(p.end_bytes for p in (*self.key_planes, *self.value_planes))
+        return _round_up(end, POSITION_BYTES)
 
     @property
     def alignment_bytes(self) -> int:
@@ -124,9 +142,9 @@ class PageClass:
         So the arena, seen as vectors of head_dim numbers, has one at the start of every page.
         One-plane pages have none that are read so: there a wide record would only waste room.
         """
-        if self.key.metadata_bytes or self.value is None:
+        if self.value is None or not self.is_plain:
             return PAGE_ALIGNMENT_BYTES
-        return math.lcm(PAGE_ALIGNMENT_BYTES, self.key.block_bytes(1, self.head_dim))
+        return math.lcm(PAGE_ALIGNMENT_BYTES, self.key_planes[0].plane.record_bytes)
 
     @property
     def slot_bytes(self) -> int:
@@ -160,6 +178,7 @@ class LaneGroup:
         fixed_slots: records of a lane, there from the row's first token on and never more. Such a
             group is private and has no order.
         statistic: what its records are; of private groups only.
+        kept: what its records are, where they are tokens of another group as the model made them.
     """
 
     name: str
@@ -172,6 +191,7 @@ class LaneGroup:
     mirrors: str | None = None
     fixed_slots: int | None = None
     statistic: Statistic | None = None
+    kept: KeptTokens | None = None
 
     def __post_init__(self) -> None:
         if self.mirrors is not None or self.fixed_slots is not None:

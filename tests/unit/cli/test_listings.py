@@ -9,7 +9,7 @@ from quire.cli.doctor import cpu_features
 from quire.cli.listings import budget_rows, codec_rows, policy_rows
 from quire.cli.main import app
 from quire.policies.registry import registered, registered_budgets
-from quire.spec.pages import CODECS
+from quire.spec.codec_names import CODECS
 
 
 def output_of(*arguments: str) -> str:

@@ -69,7 +69,16 @@ def test_an_int8_cache_holds_more_sequences_than_an_fp16_one(folder: Path):
         options = PlanOptions(kv_memory_bytes=1 << 20, sequence_tokens=64, kv_codec=codec)
         return plan_report(folder, options).capacity.sequences
 
-    assert sequences("float32") < sequences("float16") < sequences("int8")
+    assert sequences("float32") < sequences("float16") < sequences("int8") < sequences("int4")
+    assert sequences("none") == sequences("float16")
+    assert sequences("int8") < sequences("int8/int4") < sequences("int4")
+
+
+def test_scales_are_counted_in_the_bytes_of_a_token(folder: Path):
+    """16 numbers in int4: 8 bytes, and 4 of scale and zero; 2 sides, 4 layers, 2 heads."""
+    report = plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4"))
+
+    assert report.kv_bytes_per_token == 2 * 4 * 2 * (8 + 4)
 
 
 def test_the_default_length_is_the_context_of_a_short_model(folder: Path):

@@ -32,6 +32,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
+from quire.spec.codec_names import codec_spec
 from quire.spec.eviction import (
     KEEP_ALL,
     PREFILL_AND_DECODE,
@@ -39,7 +40,7 @@ from quire.spec.eviction import (
     SCHEDULES,
     EvictionSpec,
 )
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
 COSTS = Costs(

@@ -23,8 +23,9 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
+from quire.spec.codec_names import codec_spec
 from quire.spec.eviction import EvictionSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 PROMPT = [7] * 5
 PAGE_TOKENS = 4

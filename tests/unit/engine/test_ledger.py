@@ -19,7 +19,8 @@ from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.kv.swap import swap_in, swap_out
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.codec_names import codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 FLOAT = codec_spec("float32")
 PAGE = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B

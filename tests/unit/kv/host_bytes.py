@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from quire.spec.pages import CodecSpec
+from quire.spec.codecs import CodecSpec
 
 POISON = 0xFF
 
 
 def vector_bytes(codec: CodecSpec, head_dim: int) -> tuple[int, int]:
     """Bytes of the codes and of the metadata of one vector."""
-    codes = -(-head_dim * codec.code_bits // 8)
-    return codes, codec.block_bytes(1, head_dim) - codes
+    codes, *beside = (plane.record_bytes for plane in codec.planes(head_dim))
+    return codes, sum(beside)
 
 
 class HostBytes:
@@ -27,7 +27,7 @@ class HostBytes:
 
     def __init__(self, total_bytes):
         self.arena = np.full(total_bytes, POISON, dtype=np.uint8)
-        self._views = {}  # (page class, first byte of a plane) -> its codes, its metadata
+        self._views = {}  # (page class, first byte of its first plane) -> planes
         self.copied_pages = self.moved_slots = self.cleared_pages = self.num_copies = 0
 
     # ---- PageBytes -----------------------------------------------------------------------------
@@ -59,34 +59,30 @@ class HostBytes:
     def write_slots(self, page_class, places, key, value, positions):
         """Write slots; `value` is ignored in one-plane pages, `positions` where there are none."""
         page, offset = places
-        planes = [(page_class.key, key, 0)]
-        if page_class.value:
-            planes.append((page_class.value, value, page_class.key_bytes))
-        for codec, vectors, start in planes:
-            codes, metadata = self._plane(page_class, codec, start)
-            codes[page, :, offset] = vectors[..., : codes.shape[3]]
-            metadata[page, :, offset] = vectors[..., codes.shape[3] :]
+        for placed, vectors in ((page_class.key_planes, key), (page_class.value_planes, value)):
+            first = 0
+            for plane in self._planes(page_class, placed):
+                plane[page, :, offset] = vectors[..., first : first + plane.shape[3]]
+                first += plane.shape[3]
         if page_class.positions:
             self._positions(page_class)[page, offset] = positions
 
     def read_slots(self, page_class, places):
         """Key, value and positions of slots; empty arrays where the class has none."""
         page, offset = places
-        key = self._read_plane(page_class, page_class.key, 0, places)
+        key = self._read_planes(page_class, page_class.key_planes, places)
         value = np.empty((len(page), page_class.heads, 0), dtype=np.uint8)
         if page_class.value:
-            value = self._read_plane(page_class, page_class.value, page_class.key_bytes, places)
+            value = self._read_planes(page_class, page_class.value_planes, places)
         positions = np.empty(0, dtype=np.int32)
         if page_class.positions:
             positions = self._positions(page_class)[page, offset]
         return key, value, positions
 
-    def _read_plane(self, page_class, codec, start, places):
+    def _read_planes(self, page_class, placed, places):
         page, offset = places
-        codes, metadata = self._plane(page_class, codec, start)
-        if not metadata.size:
-            return codes[page, :, offset]
-        return np.concatenate([codes[page, :, offset], metadata[page, :, offset]], axis=2)
+        planes = [plane[page, :, offset] for plane in self._planes(page_class, placed)]
+        return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -96,22 +92,21 @@ class HostBytes:
         num_pages = len(self.arena) // size
         return self.arena[: num_pages * size].reshape(num_pages, size)
 
-    def _plane(self, page_class, codec, start):
-        if (page_class, start) not in self._views:
-            self._views[page_class, start] = self._make_plane(page_class, codec, start)
-        return self._views[page_class, start]
+    def _planes(self, page_class, placed):
+        if not placed:
+            return []  # pages of one plane
+        first = placed[0].offset_bytes
+        if (page_class, first) not in self._views:
+            self._views[page_class, first] = [self._make_plane(page_class, p) for p in placed]
+        return self._views[page_class, first]
 
-    def _make_plane(self, page_class, codec, start):
-        pages, shape = self.pages_of(page_class), (page_class.heads, page_class.tokens)
-        codes, metadata = vector_bytes(codec, page_class.head_dim)
-        vectors = page_class.heads * page_class.tokens
-        middle, end = start + vectors * codes, start + vectors * (codes + metadata)
-        views = (
-            pages[:, start:middle].reshape(len(pages), *shape, codes),
-            pages[:, middle:end].reshape(len(pages), *shape, metadata),
-        )
-        assert all(np.shares_memory(view, self.arena) for view in views if view.size)
-        return views
+    def _make_plane(self, page_class, placed):
+        pages, (heads, records, _) = self.pages_of(page_class), placed.shape
+        assert records == page_class.tokens, "slots that share what decodes them cannot move"
+        plane = pages[:, placed.offset_bytes : placed.end_bytes]
+        view = plane.reshape(len(pages), heads, records, placed.plane.record_bytes)
+        assert np.shares_memory(view, self.arena)
+        return view
 
     def _positions(self, page_class):
         start = page_class.positions_offset_bytes

@@ -26,7 +26,8 @@ from quire.kv.memory import KVMemory
 from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
 from quire.kv.swap import repack, swap_in, swap_out
 from quire.kv.swapped import Swapped
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.codec_names import codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 from unit.kv.host_bytes import HostBytes, vector_bytes
 from unit.kv.small_memory import drop_pages
 

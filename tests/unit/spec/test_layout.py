@@ -3,9 +3,10 @@
 import pytest
 
 from quire.errors import ConfigError
+from quire.spec.codec_names import codec_spec
 from quire.spec.layout import layout_for, statistics_used
 from quire.spec.model import LayerSpec, ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass, codec_spec
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 from quire.spec.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing, SquareSum
 
 

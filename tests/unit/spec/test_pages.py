@@ -1,4 +1,4 @@
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
-from quire.spec.pages import CODECS, CacheLayout, CodecSpec, LaneGroup, PageClass, codec_spec
+from quire.spec.codec_names import CODECS, codec_spec
+from quire.spec.codecs import ELEMENT_BYTES
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 
 def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128, **options):
@@ -63,16 +65,12 @@ def test_keys_and_values_may_have_codecs_of_their_own():
     assert page.page_bytes == 16_640 + 32_768
 
 
-def test_numbers_of_less_than_a_byte_round_up_to_whole_bytes_a_vector():
-    assert CodecSpec("four", 4, metadata_bytes=3).block_bytes(10, 5) == 10 * (3 + 3)
-
-
 @given(
     key=st.sampled_from(sorted(CODECS)),
     value=st.none() | st.sampled_from(sorted(CODECS)).map(codec_spec),
     heads=st.integers(1, 9),
     tokens=st.integers(1, 33),
-    head_dim=st.integers(1, 130),
+    head_dim=st.integers(1, 17).map(lambda eights: 8 * eights),
     positions=st.booleans(),
 )
 def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
@@ -88,7 +86,32 @@ def test_pages_are_aligned_and_their_padding_is_less_than_a_line(
     assert page.positions_offset_bytes % 4 == 0
     assert page.positions_offset_bytes >= page.key_bytes + page.value_bytes
     assert page.page_bytes % page.alignment_bytes == 0
-    assert 0 <= page.page_bytes - content < page.alignment_bytes + 4
+    between = len(page.key_planes + page.value_planes)  # a byte where floats follow single bytes
+    assert 0 <= page.page_bytes - content < page.alignment_bytes + 4 + between
+
+
+@given(
+    key=st.sampled_from(sorted(CODECS)),
+    value=st.sampled_from(sorted(CODECS)),
+    heads=st.integers(1, 5),
+    tokens=st.integers(1, 33),
+    head_dim=st.sampled_from((8, 24, 64, 80, 128, 320)),
+)
+def test_planes_stand_one_behind_the_other_codes_first(key, value, heads, tokens, head_dim):
+    page = page_class(
+        key, value=codec_spec(value), heads=heads, tokens=tokens, head_dim=head_dim, positions=True
+    )
+
+    placed = sorted(page.key_planes + page.value_planes, key=lambda one: one.offset_bytes)
+
+    assert placed[:2] == [page.key_planes[0], page.value_planes[0]]
+    assert placed[0].offset_bytes == 0
+    for before, after in pairwise(placed):
+        assert 0 <= after.offset_bytes - before.end_bytes < 4
+    for one in placed:
+        assert one.offset_bytes % ELEMENT_BYTES[one.plane.dtype] == 0
+        assert one.shape == (heads, 1 if one.plane.per_page else tokens, one.plane.width)
+    assert placed[-1].end_bytes <= page.positions_offset_bytes
 
 
 def test_whole_pages_hold_all_slots():

@@ -13,7 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
+from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
+from quire.kernels.gathered_kept import lane_place
+from quire.kernels.kept import made_columns
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
 
@@ -56,20 +59,33 @@ def chunk_weights(
         part = slice(kv_head * group, (kv_head + 1) * group)
         q = query[:, part].transpose(0, 1)[None].float()
         key = _keys(pages, row, lane, kv_head % heads, held)
+        all_seen = _causal(len(query), held, q.device)
+        made = None
+        if pages.kept is not None:
+            place = lane_place(pages, row, lane, held=held, num_tokens=len(query))
+            made = made_columns(pages.kept, place, all_seen)
+            key = made.behind(key, made.key[:, kv_head % heads, None])
+            all_seen = made.seen[0, 0]
         sinks = None if math.sinks is None else math.sinks[part]
         own_math = replace(math, sinks=sinks)
         block = max(1, BLOCK_NUMBERS // (group * held))
         for start in range(0, len(query), block):
-            some = q[:, :, start : start + block]
-            first = held - len(query) + start + 1
-            seen = torch.arange(first, first + some.shape[2], device=q.device)[:, None]
-            mask = torch.arange(held, device=q.device) < seen
+            some, mask = (x[..., start : start + block, :] for x in (q, all_seen))
             weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
-            yield LaneWeights(kv_head, weights[0, 0].transpose(0, 1), seen)
+            by_slot = weights[0, 0] if made is None else made.by_slot(weights[0, 0])
+            yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
+
+
+def _causal(queries: int, slots: int, device: torch.device) -> Tensor:
+    """[queries, slots]: the last slots are the queries' own."""
+    own = torch.arange(slots - queries, slots, device=device)[:, None]
+    return torch.arange(slots, device=device) <= own
 
 
 def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:
     """Float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
     columns = -(-slots // pages.page_tokens)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
-    return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    if pages.coded is None:
+        return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    return decode_head(pages.coded.key, numbers, head)[None, None, :slots]

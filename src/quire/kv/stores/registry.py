@@ -165,5 +165,5 @@ def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
         PREFIX_CACHE: prefix_cache,
         NO_WINDOW: all(group.window is None for group in layout.groups),
         UNROTATED: not all(group.page_class.rotated for group in layout.groups),
-        LOSSY_CODEC: any(group.page_class.key.metadata_bytes > 0 for group in layout.groups),
+        LOSSY_CODEC: not all(group.page_class.is_plain for group in layout.groups),
     }

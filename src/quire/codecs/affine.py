@@ -1,0 +1,62 @@
+"""Affine codes: x is zero + scale * code, with scale and zero in float16.
+
+The zero is the smallest number rounded down, the scale is what then reaches the largest number,
+rounded up, and codes are computed from these stored numbers. So |x - decoded| <= scale / 2 always,
+however large the numbers are against their range. Numbers that are all the same float16 get scale 0
+and codes 0.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Shaped, UInt8
+from torch import Tensor
+
+from quire.codecs.half import half_above, half_below
+
+Affine = tuple[
+    UInt8[Tensor, "*shape"], Shaped[Tensor, "*scale_shape"], Shaped[Tensor, "*scale_shape"]
+]
+
+
+def encode_affine(
+    numbers: Float[Tensor, "*shape"],
+    bits: int,
+    dim: int,
+    apart: Bool[Tensor, "*shape"] | None = None,
+) -> Affine:
+    """Codes, scales and zeros.
+
+    Args:
+        numbers: float32, finite or NaN.
+        bits: of a code.
+        dim: over which numbers share a scale; it is kept, with one entry.
+        apart: numbers that are stored elsewhere: they do not widen the range.
+    """
+    low, high = numbers.amin(dim, keepdim=True), numbers.amax(dim, keepdim=True)
+    if apart is not None:
+        low = numbers.masked_fill(apart, torch.inf).amin(dim, keepdim=True)
+        high = numbers.masked_fill(apart, -torch.inf).amax(dim, keepdim=True)
+        all_apart = apart.all(dim, keepdim=True)
+        low, high = low.masked_fill(all_apart, 0.0), high.masked_fill(all_apart, 0.0)
+    top = (1 << bits) - 1
+    zeros = half_below(low)
+    scales = half_above((high - zeros.float()) / top)
+    codes = to_codes((numbers - zeros.float()), scales, 0, top)
+    return codes.to(torch.uint8), scales, zeros
+
+
+def decode_affine(
+    codes: UInt8[Tensor, "*shape"],
+    scales: Shaped[Tensor, "*scale_shape"],
+    zeros: Shaped[Tensor, "*scale_shape"],
+) -> Float[Tensor, "*shape"]:
+    """Numbers of codes, float32."""
+    return codes.float() * scales.float() + zeros.float()
+
+
+def to_codes(
+    numbers: Float[Tensor, "*shape"], scales: Shaped[Tensor, "*scale_shape"], low: int, high: int
+) -> Float[Tensor, "*shape"]:
+    """The nearest whole multiples of a scale, half to even; 0 where there is no scale."""
+    scale = scales.float()
+    codes = (numbers / scale.masked_fill(scale == 0, 1.0)).round().clamp(low, high)
+    return codes.nan_to_num(nan=0.0)  # the scale of what is not a number is none either

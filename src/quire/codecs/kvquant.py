@@ -1,0 +1,77 @@
+"""Places in a codebook: each channel in its measured range, outliers beside it.
+
+For keys before RoPE, whose channels keep their size from token to token. A number is brought to
+[-1, 1] by its channel's range and stored as the nearest entry of the layer's codebook, which
+k-means has put where the numbers are. Those furthest out of a vector, counted in ranges, are kept
+as float16.
+
+Bound: half the distance between the two entries around it, in units of half the channel's range,
+where the number is inside the codebook's ends.
+Source: KVQuant (Hooper et al. 2024), keys: per channel, before RoPE, non-uniform, 1 % outliers.
+Differs: so many outliers a vector and not beyond a threshold, so that a token's bytes are fixed;
+k-means without Fisher weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.codecs.base import Codec, Planes
+from quire.codecs.half import finite
+from quire.codecs.outliers import largest, put_back, taken
+from quire.codecs.packing import pack, unpack
+from quire.codecs.registry import register
+
+ITERATIONS, MOST_SAMPLES = 30, 1 << 16
+
+
+@register("kvquant4", "kvquant3")
+@dataclass(frozen=True, slots=True)
+class KVQuant(Codec):
+    """Constants: `low`, `high` [head, 1, head_dim] and `codebook` [entries], ascending, float32."""
+
+    def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
+        numbers = finite(vectors)
+        places, book = self._places(numbers), self.constant("codebook")
+        codes = torch.bucketize(places.nan_to_num(nan=0.0), (book[1:] + book[:-1]) / 2)
+        index = largest(places, self)  # a NaN is larger than any number
+        packed = pack(codes.to(torch.uint8), self.spec.code_bits)
+        return packed, *taken(numbers, index, self)
+
+    def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
+        packed, index, values = planes
+        places = self.constant("codebook")[unpack(packed, self.spec.code_bits).long()]
+        middle, half = self._ranges()
+        return put_back(places * half + middle, index, values)
+
+    def measure(self, vectors: Float[Tensor, "head token head_dim"]) -> Mapping[str, Tensor]:
+        numbers, share = finite(vectors), self.spec.percent / 200
+        ends = torch.tensor([share, 1 - share], device=numbers.device)
+        low, high = numbers.quantile(ends, dim=-2, keepdim=True).unbind()
+        middle, half = (low + high) / 2, (high - low) / 2
+        places = ((numbers - middle) / half.masked_fill(half == 0, 1.0)).clamp(-1, 1).flatten()
+        step = max(1, len(places) // MOST_SAMPLES)
+        book = _k_means(places[::step], 1 << self.spec.code_bits)
+        return {"low": low, "high": high, "codebook": book}
+
+    def _ranges(self) -> tuple[Tensor, Tensor]:
+        low, high = self.constant("low"), self.constant("high")
+        return (low + high) / 2, (high - low) / 2
+
+    def _places(self, numbers: Tensor) -> Tensor:
+        middle, half = self._ranges()
+        return (numbers - middle) / half.masked_fill(half == 0, 1.0)
+
+
+def _k_means(numbers: Float[Tensor, " number"], entries: int) -> Float[Tensor, " entries"]:
+    """Ascending means of the numbers nearest to them, from quantiles on."""
+    book = numbers.quantile((torch.arange(entries, device=numbers.device) + 0.5) / entries)
+    for _ in range(ITERATIONS):
+        nearest = torch.bucketize(numbers, (book[1:] + book[:-1]) / 2)
+        count = torch.bincount(nearest, minlength=entries)
+        total = torch.zeros_like(book).index_add_(0, nearest, numbers)
+        book = torch.where(count > 0, total / count.clamp_min(1), book).sort().values
+    return book

@@ -1,0 +1,72 @@
+"""int4 with outliers: the largest numbers of a vector are kept as float16, the others in groups.
+
+Outliers are taken out before the smallest and the largest number of a group are looked for, so one
+large channel does not cost its neighbours their digits. Of numbers equally large, those of lower
+channels are taken first.
+
+Bound: as for `grouped` with the scales that are left; outliers are rounded to float16.
+Source: SqueezeLLM's dense-and-sparse split (Kim et al. 2023), per vector as in KVQuant.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from quire.codecs.affine import decode_affine, encode_affine
+from quire.codecs.base import DTYPES, Codec, Planes
+from quire.codecs.grouped import in_groups
+from quire.codecs.half import finite
+from quire.codecs.packing import pack, unpack
+from quire.codecs.registry import register
+
+
+@register("int4_outliers")
+@dataclass(frozen=True, slots=True)
+class Int4Outliers(Codec):
+    """`percent` of a vector's numbers, at least one, stand beside it with their channels."""
+
+    def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
+        numbers = finite(vectors)
+        index = largest(numbers, self)
+        groups, apart = in_groups(numbers, self), in_groups(marked(index, self), self)
+        codes, scales, zeros = encode_affine(groups, self.spec.code_bits, -1, apart)
+        packed = pack(codes.flatten(-2), self.spec.code_bits)
+        return packed, scales.squeeze(-1), zeros.squeeze(-1), *taken(numbers, index, self)
+
+    def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
+        packed, scales, zeros, index, values = planes
+        codes = in_groups(unpack(packed, self.spec.code_bits), self)
+        numbers = decode_affine(codes, scales[..., None], zeros[..., None]).flatten(-2)
+        return put_back(numbers, index, values)
+
+
+def largest(numbers: Float[Tensor, "*batch head_dim"], codec: Codec) -> Tensor:
+    """Channels [*batch, outlier] of a vector's largest numbers."""
+    order = numbers.abs().sort(dim=-1, descending=True, stable=True).indices
+    return order[..., : codec.spec.num_outliers(codec.head_dim)]
+
+
+def marked(index: Tensor, codec: Codec) -> Bool[Tensor, "*batch head_dim"]:
+    """True at these channels."""
+    shape = (*index.shape[:-1], codec.head_dim)
+    mask = torch.zeros(shape, dtype=torch.bool, device=index.device)
+    return mask.scatter_(-1, index, value=True)
+
+
+def taken(
+    numbers: Float[Tensor, "*batch head_dim"], index: Tensor, codec: Codec
+) -> tuple[Tensor, Tensor]:
+    """Channels and values of outliers, as they are stored."""
+    planes = {plane.name: plane for plane in codec.spec.planes(codec.head_dim)}
+    stored = index.to(DTYPES[planes["outlier_indices"].dtype])
+    return stored, numbers.gather(-1, index).half()
+
+
+def put_back(
+    numbers: Float[Tensor, "*batch head_dim"], index: Tensor, values: Tensor
+) -> Float[Tensor, "*batch head_dim"]:
+    """Write outliers over what was decoded in their channels; in no slot live, to any."""
+    channel = index.long().clamp(0, numbers.shape[-1] - 1)
+    return numbers.scatter_(-1, channel, values.float())

@@ -1,0 +1,34 @@
+"""Affine codes with scale and zero for each channel of a page: what keys have in common.
+
+Keys have channels that are large in all tokens. Numbers of one channel share a scale here, over
+the tokens of a page, so a page can be encoded when its last token is there and not before, and its
+tokens stay or leave together.
+
+Formula and bound: see `quire.codecs.affine`; |x - decoded| <= scale / 2 of the channel.
+Source: KIVI (Liu et al. 2024), keys.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.codecs.affine import decode_affine, encode_affine
+from quire.codecs.base import Codec, Planes
+from quire.codecs.half import finite
+from quire.codecs.packing import pack, unpack
+from quire.codecs.registry import register
+
+
+@register("int4_page", "int2_page")
+@dataclass(frozen=True, slots=True)
+class PerPage(Codec):
+    """Groups along the tokens of a page, channel by channel."""
+
+    def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
+        codes, scales, zeros = encode_affine(finite(vectors), self.spec.code_bits, -2)
+        return pack(codes, self.spec.code_bits), scales, zeros
+
+    def decode(self, planes: Planes) -> Float[Tensor, "*batch token head_dim"]:
+        packed, scales, zeros = planes
+        return decode_affine(unpack(packed, self.spec.code_bits), scales, zeros)

@@ -1,0 +1,286 @@
+"""Codecs in the engine: what disturbs a request changes no logit of it, and bytes are as counted.
+
+Every codec x store x rules of eviction, pairwise. Products are exact (tests/exact_products.py), so
+that what should be equal is.
+"""
+
+from functools import cache
+from itertools import cycle
+
+import pytest
+import torch
+
+from engines import greedy, load, make_prompts
+from exact_products import use_exact_products
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.spec.codec_names import CODECS
+from quire.spec.kv_format import fill_plain, read_format
+from reference.test_eviction import largest_difference
+from reference.test_eviction_engine import Run, run
+
+MODEL = "qwen3"  # heads of 16 numbers
+BY_TOKEN = [
+    name
+    for name, codec in CODECS.items()
+    if not (codec.is_plain or codec.constants or codec.per_page)
+]
+PLAIN_BYTES = [*BY_TOKEN, "int8/int4:group=8", "none/int4_outliers", "int4_hadamard/none"]
+KEEPING = ["int4+sinks=2+residual=6", "int2_page/int2", "int4_page/int4+sinks=1+residual=9"]
+CODECS_HERE = [*PLAIN_BYTES, *KEEPING]
+RULES = {
+    "full": "full",
+    "recent": "recent:cap=24,every=6,sinks=2",
+    "h2o": "h2o:cap=24,every=6,recent=4",
+    "keydiff": "keydiff:cap=24,every=6",
+    "looks": "roco:cap=24,every=6",
+    "ragged": "h2o:cap=24,every=6,recent=4,budget=ada",
+    "in order": "h2o:cap=24,every=6,recent=4,granularity=chunk,chunk_tokens=2",
+    "by page": "h2o:cap=40,every=8,recent=4,granularity=page",
+    "once": "snapkv:cap=24,window=6,when=prefill_end",
+}
+PROMPTS = [make_prompts(1, 60, seed=3)[0], [3 + i * i % 60 for i in range(60)]]
+
+
+def covering() -> list[tuple[str, str]]:
+    """Each codec with a rule, and all rules with one codec or another."""
+    rules, pairs = list(RULES), []
+    for i, codec in enumerate(CODECS_HERE):
+        own = ["full", "by page"] if "_page" in codec else rules
+        pairs.append((codec, own[(3 * i + 1) % len(own)]))
+    usual = cycle(("int8", "int4+sinks=2+residual=6", "int4_outliers"))
+    return list(dict.fromkeys([*pairs, *zip(usual, rules, strict=False)]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_products():
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact_products(patch)
+        yield
+
+
+def answer(codec: str, rule: str, model: str = MODEL, **options) -> Run:
+    jobs = {f"r{i}": (prompt, RULES[rule]) for i, prompt in enumerate(PROMPTS)}
+    kv = {"codec": codec, "evict": RULES[rule], "evict_allow": "", "prefix_cache": False}
+    return run(jobs, model=model, kv=kv | options.pop("kv", {}), **options)
+
+
+@cache
+def undisturbed(codec: str, rule: str, model: str = MODEL) -> Run:
+    return answer(codec, rule, model, max_running=1)
+
+
+def assert_undisturbed(codec: str, rule: str, other: Run) -> None:
+    expected = undisturbed(codec, rule)
+    assert other.traces() == expected.traces()
+    assert largest_difference(other.logits, expected.logits) <= 1e-4
+
+
+@pytest.mark.parametrize(("codec", "rule"), covering())
+def test_companions_and_chunks_change_nothing(codec, rule):
+    """A prompt attends to what was stored, however it is cut."""
+    assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, step_tokens=20))
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize(("codec", "rule"), covering()[::2])
+def test_who_was_preempted_goes_on_as_if_nothing_had_been(codec, rule, preempt):
+    """Codes come back as they were, or are made again at the same tokens from the same numbers."""
+    host = "4MiB" if preempt == "swap" else 0
+    often = answer(codec, rule, host=host, preempt=preempt, preempts=2)
+
+    assert_undisturbed(codec, rule, often)
+    if rule != "full":  # taken out behind evictions
+        assert sum(usage.preemptions for usage in often.usages.values()) >= 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "store"),
+    [*zip(CODECS_HERE, cycle(["contiguous_max", "contiguous_growing", "ring"]), strict=False)],
+)
+def test_every_store_holds_every_codec(codec, store):
+    model = "mistral" if store == "ring" else MODEL
+    evicts = store != "ring" and "_page" not in codec
+    rule = "recent" if evicts else "full"
+
+    other = answer(codec, rule, model, kv={"store": store, "store_tokens": 96})
+
+    expected = undisturbed(codec, rule, model)
+    assert largest_difference(other.logits, expected.logits) <= 1e-4
+
+
+@pytest.mark.parametrize("codec", CODECS_HERE)
+def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
+    jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
+    kv = {"codec": codec, "evict_allow": ""}
+    alone = run(jobs, model=MODEL, kv=kv | {"prefix_cache": False})
+    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True}, max_running=1)
+
+    assert sum(usage.cached_tokens for usage in shared.usages.values()) == 2 * 40
+    assert largest_difference(shared.logits, alone.logits) <= 1e-4
+    cached = shared.engine.ledger()["prefix_cache"]
+    assert "approximate" in {extent["exactness"] for extent in cached}
+
+
+@pytest.mark.parametrize(
+    "codec", ["int4", "int8+plain_layers=1", "int4_page/int4+sinks=1+residual=3"]
+)
+def test_a_window_and_logit_caps_read_codes(codec):
+    """Four layers that take turns, as in Gemma 2."""
+    chunked = answer(codec, "full", "gemma2", chunk_tokens=7, step_tokens=20)
+
+    expected = undisturbed(codec, "full", "gemma2")
+    assert largest_difference(chunked.logits, expected.logits) <= 1e-4
+
+
+def test_answers_to_one_prompt_share_codes():
+    """Forks: each answer has the tokens of a request of its own with the same seed."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=4, ignore_eos=True)
+    together = answers_to(PROMPTS[-1], params, prefix_cache=False)
+    with_prefix = answers_to(PROMPTS[-1], params, prefix_cache=True)
+
+    assert together == with_prefix
+    assert len(set(map(tuple, together.values()))) > 1
+
+
+def answers_to(prompt, params, **kv) -> dict:
+    config = KVConfig(memory="4MiB", page_tokens=4, codec="int4", **kv)
+    engine = Engine(load(MODEL), config, ScheduleConfig())
+    engine.submit(prompt, params, request_id="r")
+    found: dict = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            found.setdefault(delta.index, []).extend(delta.token_ids)
+        engine.check()
+    return found
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", PLAIN_BYTES)
+def test_a_request_takes_the_bytes_that_its_codecs_say(codec):
+    """A key and a value of 16 numbers in two heads and two layers, pages rounded up to 64 bytes."""
+    prompt = PROMPTS[-1]
+    done = run({"r": (prompt, "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
+    form = read_format(fill_plain(codec, "float32"))
+    slot_bytes = sum(side.vector_bytes(16, 4) for side in (form.key, form.value))
+    page_bytes = -(-4 * 2 * slot_bytes // 64) * 64
+
+    pages = -(-(len(prompt) + len(done.logits["r"]) - 1) // 4)
+    assert done.usages["r"].kv_peak_bytes == 2 * pages * page_bytes
+    ledger = done.engine.ledger()
+    assert ledger["used_bytes"] + ledger["free_bytes"] == ledger["total_bytes"]
+
+
+def test_tokens_kept_as_they_were_made_are_counted_too():
+    """2 sinks and 6 newest tokens, or a page but one: key and value of 16 floats in two heads."""
+    for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):
+        done = run({"r": ([5, 6, 7], "full")}, model=MODEL, kv={"codec": codec, "evict_allow": ""})
+        layout = done.engine.pool.kv.memory.layout
+        coded, kept = (group.page_class.page_bytes for group in layout.groups)
+
+        assert kept == records * 2 * 2 * 16 * 4
+        pages = -(-(3 + len(done.logits["r"]) - 1) // 4)
+        assert done.usages["r"].kv_peak_bytes == 2 * (pages * coded + kept)
+
+
+def test_the_first_and_last_layers_may_hold_plain_numbers():
+    """Gemma 2: four layers, two of each kind; one at each end is plain."""
+    config = KVConfig(memory="1MiB", codec="int8+plain_layers=1")
+    groups = Engine(load("gemma2"), config, ScheduleConfig()).pool.kv.memory.layout.groups
+
+    assert {group.layers: group.page_class.is_plain for group in groups} == {
+        (0,): True,
+        (1,): False,
+        (2,): False,
+        (3,): True,
+    }
+
+
+def test_the_ledger_names_the_codecs():
+    engine = Engine(load(MODEL), KVConfig(memory="1MiB", codec="int8/int4"), ScheduleConfig())
+    engine.submit([3, 4, 5], greedy(), request_id="r")
+    engine.step()
+
+    assert list(engine.ledger()["axes"]["codec"]) == ["int8/int4"]
+    [request] = engine.ledger()["requests"]
+    assert not request["exact"]
+    assert "int8/int4" in engine.pool.explanation
+    assert "the C extension reads plain numbers" in engine.pool.reason
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "error", "message"),
+    [
+        ("int5", UnknownName, "unknown codec 'int5': did you mean"),
+        (
+            "int4:group=5",
+            ConfigError,
+            "groups of 5 do not divide head_dim 16; choose group=8 or 16",
+        ),
+        ("int8/float16", ConfigError, "the model computes in float32, .* --dtype float16"),
+        ("kivi4", ConfigError, "groups of 32 do not divide head_dim 16"),
+        ("int8_channel", UnsoundCombination, "needs constants that are measured .* use int8"),
+        ("int4+sink=3", UnknownName, "unknown option of a KV codec 'sink': did you mean sinks"),
+        ("int4+residual=few", ConfigError, "residual needs a whole number from 0 .*, got 'few'"),
+        ("none+sinks=4", ConfigError, "stores plain numbers, beside which none need be kept"),
+        ("int4+plain=float16", ConfigError, "the model computes in float32, .* --dtype float16"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
+    with pytest.raises(error, match=message):
+        Engine(load(MODEL), KVConfig(memory="1MiB", codec=codec), ScheduleConfig())
+
+
+@pytest.mark.parametrize(
+    ("codec", "kv", "message"),
+    [
+        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}, "share their scales, .* use gran"),
+        ("int8/int4_page", {"evict": "h2o:cap=24,every=6,granularity=chunk"}, "share their scales"),
+        (
+            "int4_page",
+            {"evict": "h2o:cap=64,every=16,granularity=page", "store": "contiguous_max"},
+            "in a run slots move .* use --kv-store paged",
+        ),
+        ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}, "use sinks=... and residual"),
+    ],
+)
+def test_a_rule_that_a_codec_excludes_is_refused_at_the_start(codec, kv, message):
+    with pytest.raises(UnsoundCombination, match=message):
+        Engine(load(MODEL), KVConfig(memory="4MiB", codec=codec, **kv), ScheduleConfig())
+
+
+def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
+    config = KVConfig(memory="4MiB", codec="int4_page/int4", page_tokens=4, evict_allow="h2o")
+    engine = Engine(load(MODEL), config, ScheduleConfig())
+
+    engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
+    with pytest.raises(RequestError, match="the tokens of a page share their scales"):
+        engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8")
+
+
+def test_fp8_without_its_type_is_refused_at_the_start(monkeypatch):
+    monkeypatch.delattr(torch, "float8_e4m3fn")
+
+    with pytest.raises(ConfigError, match="'fp8' cannot run here: this build of torch has no"):
+        Engine(load(MODEL), KVConfig(memory="1MiB", codec="fp8"), ScheduleConfig())
+
+
+def test_native_attention_cannot_be_insisted_on_for_codes():
+    config = KVConfig(memory="1MiB", codec="int8", attention="native")
+    with pytest.raises(ConfigError, match="attention=native cannot run here"):
+        Engine(load(MODEL), config, ScheduleConfig())
+
+
+def test_keys_before_rope_are_not_stored_as_codes():
+    config = KVConfig(memory="1MiB", codec="int8", evict="streaming:cap=24,every=6")
+    with pytest.raises(UnsoundCombination, match="use a plain codec, or 'sinks'"):
+        Engine(load(MODEL), config, ScheduleConfig())

@@ -1,0 +1,196 @@
+"""What every codec keeps to, over the registry: a new one is here by being there.
+
+Bounds of errors are in test_bounds.py; these are shapes, bytes, finite numbers, and that a vector
+is encoded by itself (or a page, where a codec works on whole pages).
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.codecs.base import DTYPES, Codec
+from quire.codecs.registry import make_codec, register, registered
+from quire.errors import ConfigError
+from quire.spec.codec_names import CODECS, codec_spec
+
+HEADS, TOKENS = 3, 32
+HEAD_DIMS = (8, 64, 80, 128)
+
+LOST = {2: 0.8, 3: 0.3, 4: 0.15, 8: 0.03, 16: 0.002, 32: 0.0001}
+"""Share of a vector's length that codes of so many bits may lose here."""
+
+every_codec = pytest.mark.parametrize("name", sorted(CODECS))
+every_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+
+
+def vectors_of(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers with a channel that is large in all vectors, as keys have."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    made[..., shape[-1] // 3] *= 8
+    return made
+
+
+def codec_of(name: str, head_dim: int) -> Codec:
+    codec = make_codec(codec_spec(name), head_dim)
+    return codec.calibrated(vectors_of(HEADS, 200, head_dim, seed=9))
+
+
+def test_every_codec_with_bytes_can_encode():
+    assert registered().keys() == CODECS.keys()
+
+
+@every_codec
+@every_head_dim
+def test_planes_are_those_that_its_bytes_are_counted_of(name, head_dim):
+    codec, vectors = codec_of(name, head_dim), vectors_of(2, HEADS, TOKENS, head_dim)
+
+    planes, declared = codec.encode(vectors), codec.spec.planes(head_dim)
+
+    assert len(planes) == len(declared)
+    for plane, spec in zip(planes, declared, strict=True):
+        assert plane.shape == (2, HEADS, 1 if spec.per_page else TOKENS, spec.width)
+        assert plane.dtype == DTYPES[spec.dtype]
+    stored_bytes = sum(plane.numel() * plane.itemsize for plane in planes)
+    assert stored_bytes == codec.spec.vector_bytes(head_dim, TOKENS) * 2 * HEADS * TOKENS
+
+
+@every_codec
+@every_head_dim
+def test_what_comes_back_is_near(name, head_dim):
+    codec, vectors = codec_of(name, head_dim), vectors_of(2, HEADS, TOKENS, head_dim)
+
+    decoded = codec.decode(codec.encode(vectors))
+
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == vectors.shape
+    assert (decoded - vectors).norm() < LOST[codec.spec.code_bits] * vectors.norm()
+
+
+@pytest.mark.parametrize("better", ["int4_outliers", "int4_hadamard", "int4_page", "kvquant4"])
+def test_what_a_large_channel_does_to_its_group_is_what_codecs_are_for(better):
+    vectors, lost = vectors_of(2, HEADS, TOKENS, 64), {}
+    for name in ("int4", better):
+        codec = codec_of(name, 64)
+        lost[name] = (codec.decode(codec.encode(vectors)) - vectors).norm()
+
+    assert lost[better] < 0.7 * lost["int4"]
+
+
+@every_codec
+def test_companions_change_no_bit(name):
+    codec, vectors = codec_of(name, 64), vectors_of(4, HEADS, TOKENS, 64)
+    alone = codec.spec.per_page or slice(5, 6)
+    tokens = slice(None) if codec.spec.per_page else alone
+
+    together = codec.encode(vectors)
+    single = codec.encode(vectors[2:3, :, tokens])
+
+    for whole, part in zip(together, single, strict=True):
+        assert torch.equal(whole[2:3, :, tokens if whole.shape[2] > 1 else slice(None)], part)
+
+
+@every_codec
+def test_what_decodes_needs_no_companions_either(name):
+    codec = codec_of(name, 64)
+    planes = codec.encode(vectors_of(4, HEADS, TOKENS, 64))
+
+    assert torch.equal(
+        codec.decode(planes)[1], codec.decode([plane[1].contiguous() for plane in planes])
+    )
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "number",
+    [0.0, -0.0, 1.0, -3.7, 1e-4, 1e-7, 6e-8, 1e-20, -1e-40, 1000.1, 60000.0, -65504.0],
+)
+def test_the_same_number_everywhere_comes_back(name, number):
+    """No division by an empty range; float16 next to codes rounds to 2 ** -11 or 2 ** -24."""
+    codec = codec_of(name, 64)
+    calibrated_for_others = bool(codec.constants)
+
+    decoded = codec.decode(codec.encode(torch.full((1, HEADS, TOKENS, 64), number)))
+
+    assert decoded.isfinite().all()
+    if not calibrated_for_others and "hadamard" not in name:
+        few_digits = 1 / 16 if name == "fp8" else 2**-7  # of bfloat16, and of half a scale of int8
+        assert (decoded - number).abs().max() <= max(few_digits * abs(number), 2**-24)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_numbers_decode_to_finite_ones(name, dtype):
+    if CODECS[name].is_plain:
+        pytest.skip("keeps what it is given")
+    codec, largest = codec_of(name, 64), torch.finfo(dtype).max
+    vectors = vectors_of(1, HEADS, TOKENS, 64)
+    vectors[0, 0, 3, 5], vectors[0, 1, 4, 6] = torch.inf, -torch.inf
+    vectors[0, 2, 5] = largest
+    vectors[0, 2, 6, ::2], vectors[0, 2, 6, 1::2] = largest, -largest
+    vectors[0, 2, 7] = torch.finfo(dtype).smallest_normal / 4
+
+    decoded = codec.decode(codec.encode(vectors.to(dtype)))
+
+    assert decoded.isfinite().all()
+
+
+@every_codec
+def test_nan_stays_nan_in_its_vector_and_reaches_no_other(name):
+    codec, vectors = codec_of(name, 64), vectors_of(2, HEADS, TOKENS, 64)
+    clean = codec.decode(codec.encode(vectors))
+    vectors[1, 2, 7, 11] = torch.nan
+
+    decoded = codec.decode(codec.encode(vectors))
+
+    assert decoded[1, 2, 7].isnan().any()
+    touched = torch.zeros_like(clean, dtype=torch.bool)
+    touched[1, 2, slice(None) if codec.spec.per_page else 7] = True
+    assert torch.equal(decoded[~touched], clean[~touched])
+
+
+@every_codec
+def test_no_vectors_are_no_planes(name):
+    codec = codec_of(name, 64)
+    if codec.spec.per_page:
+        pytest.skip("a page has tokens")
+
+    decoded = codec.decode(codec.encode(torch.empty(2, HEADS, 0, 64)))
+
+    assert decoded.shape == (2, HEADS, 0, 64)
+
+
+@every_codec
+def test_a_half_precision_vector_is_encoded_as_its_numbers_are(name):
+    """The arithmetic is in float32 whatever the model computes in."""
+    codec, vectors = codec_of(name, 64), vectors_of(1, HEADS, TOKENS, 64).bfloat16()
+
+    for given, widened in zip(codec.encode(vectors), codec.encode(vectors.float()), strict=True):
+        assert torch.equal(given, widened)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in CODECS.items() if spec.constants])
+def test_a_codec_that_was_not_measured_says_what_it_needs(name):
+    with pytest.raises(ConfigError, match="measured for each layer, and has none"):
+        make_codec(CODECS[name], 64).encode(vectors_of(HEADS, 2, 64))
+
+
+def test_a_name_without_bytes_cannot_be_registered():
+    with pytest.raises(ConfigError, match="'int5' says nowhere what it stores"):
+        register("int5")(registered()["int8"])
+
+
+def test_a_name_that_is_taken_cannot_be_registered():
+    class Other(Codec):
+        pass
+
+    with pytest.raises(ConfigError, match="two codecs are called 'int8'"):
+        register("int8")(Other)
+
+
+def test_fp8_says_what_a_build_of_torch_lacks(monkeypatch):
+    cpu = torch.device("cpu")
+    assert registered()["fp8"].why_not(cpu) is None
+
+    monkeypatch.delattr(torch, "float8_e4m3fn")
+
+    assert registered()["fp8"].why_not(cpu) == "this build of torch has no float8_e4m3fn"

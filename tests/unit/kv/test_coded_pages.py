@@ -1,0 +1,246 @@
+"""Pages of codes: attention equals that over what the codes decode to, and codes move bit for bit.
+
+Beside each memory of codes stands one of plain float32, which is given what the codes decode to.
+Both go through the same steps, evictions, forks and swaps.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.codecs.registry import make_codec
+from quire.errors import InvariantError
+from quire.kernels.backend import AttentionMath
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.select import select_backend
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.lane_reader import LaneReader
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import fork
+from quire.kv.step import PagedKV, StepAttention
+from quire.kv.store import PageStore
+from quire.kv.swap import swap_in, swap_out
+from quire.spec.codec_names import CODECS, codec_pair
+from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 4, 2, 3
+CPU = torch.device("cpu")
+BY_TOKEN = [
+    *(
+        name
+        for name, codec in CODECS.items()
+        if not (codec.is_plain or codec.per_page or codec.constants)
+    ),
+    "int4:group=8",
+    "int8/int4",
+    "float32/int8",
+    "int4_hadamard/float32",
+]
+
+
+def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
+    """A layer without order, one whose heads have pages of their own, and one with a window."""
+    key, value = codec_pair(codec)
+
+    def pages(heads: int, *, positions: bool) -> PageClass:
+        return PageClass(
+            key=key,
+            value=value,
+            head_dim=HEAD_DIM,
+            heads=heads,
+            tokens=page_tokens,
+            positions=positions,
+        )
+
+    whole, apart = pages(NUM_KV_HEADS, positions=True), pages(1, positions=True)
+    layout = CacheLayout(
+        (
+            LaneGroup(name="full", page_class=whole, layers=(0,), ordered=False),
+            LaneGroup(
+                name="ragged", page_class=apart, layers=(1,), lanes_per_layer=2, ordered=False
+            ),
+            LaneGroup(
+                name="window",
+                page_class=pages(NUM_KV_HEADS, positions=False),
+                layers=(2,),
+                window=7,
+            ),
+        )
+    )
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * 150, max_rows=8)
+    store = PageStore(memory.total_bytes, CPU)
+    store.arena.fill_(0xFF)  # NaN in every float type, and in codes what no encoder writes
+    memory.store = store
+    return PagedKV(memory, store, backend)
+
+
+class Twins:
+    """A memory of codes and one of what they decode to, always in the same state."""
+
+    def __init__(self, codec: str, backend, page_tokens: int, seed: int) -> None:
+        self.codecs = [make_codec(spec, HEAD_DIM) for spec in codec_pair(codec)]
+        self.coded = make_kv(codec, backend, page_tokens)
+        self.plain = make_kv("float32", GatheredAttention(CPU), page_tokens)
+        self.both = (self.coded, self.plain)
+        self.rng = np.random.default_rng(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def start(self) -> int:
+        _, row = [kv.memory.start() for kv in self.both]
+        return row
+
+    def step(self, tokens: dict[int, int]) -> None:
+        """Grow rows and attend in all layers; the outputs agree."""
+        order = sorted(tokens, key=lambda row: tokens[row] != 1)
+        rows = np.array(order, dtype=np.int64)
+        counts = np.array([tokens[row] for row in order], dtype=np.int32)
+        for kv in self.both:
+            kv.memory.grow(rows, counts)
+        coded, plain = (StepAttention(kv, rows, counts) for kv in self.both)
+        for layer in range(NUM_LAYERS):
+            query, key, value = self._draw(int(counts.sum()))
+            got = coded.attend(layer, MATH, query, key, value)
+            decoded = [
+                codec.decode(codec.encode(x[:, :, None])).squeeze(2)
+                for codec, x in zip(self.codecs, (key, value), strict=True)
+            ]
+            expected = plain.attend(layer, MATH, query, *decoded)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+    def _draw(self, count: int) -> list[torch.Tensor]:
+        shapes = [(count, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+        return [torch.randn(shape, generator=self.generator) for shape in shapes]
+
+    def evict(self, row: int) -> None:
+        for name in ("full", "ragged"):
+            slots = self.coded.memory.tables[name].num_slots[row]
+            keep = self.rng.random((len(slots), int(slots.max(initial=0)))) < 0.7
+            keep[:, :1] = True
+            for kv in self.both:
+                commit_compaction(kv.memory, plan_compaction(kv.memory, name, row, keep))
+
+    def fork(self, row: int) -> int:
+        _, child = [fork(kv.memory, row) for kv in self.both]
+        return child
+
+    def swap(self, row: int) -> int:
+        for kv in self.both:
+            away = swap_out(kv.memory, [row])
+            if not kv.memory.used_bytes:
+                kv.store.arena.fill_(0xFF)
+            [back] = swap_in(kv.memory, away)
+        return back
+
+    def compare(self, row: int) -> None:
+        """What lies in the codes' lanes decodes to the plain numbers, to the bit."""
+        for name in ("full", "ragged"):
+            coded, plain = (LaneReader(kv, name, row) for kv in self.both)
+            assert torch.equal(coded.positions, plain.positions)
+            assert torch.equal(coded.keys(), plain.keys())
+            assert torch.equal(coded.values(), plain.values())
+
+
+MATH = AttentionMath(scale=HEAD_DIM**-0.5)
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 10_000),
+    page_tokens=st.sampled_from([1, 3, 16]),
+    scratch_bytes=st.sampled_from([1, 20_000, 1 << 26]),
+)
+def test_attention_over_codes_is_that_over_what_they_decode_to(
+    codec, seed, page_tokens, scratch_bytes
+):
+    backend = GatheredAttention(CPU, scratch_bytes=scratch_bytes)
+    twins = Twins(codec, backend, page_tokens, seed)
+    rows = [twins.start() for _ in range(3)]
+    for _ in range(4):
+        chosen = [row for row in rows if twins.rng.random() < 0.8] or rows
+        twins.step({row: int(twins.rng.choice([1, 1, 2, 9, 20])) for row in chosen})
+        twins.evict(int(twins.rng.choice(rows)))
+        rows[0] = twins.swap(rows[0])
+        if len(rows) < 6:
+            rows.append(twins.fork(int(twins.rng.choice(rows))))
+        for row in rows:
+            twins.compare(row)
+        for kv in twins.both:
+            kv.memory.check()
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+def test_the_reference_reads_codes_too(codec):
+    twins = Twins(codec, ReferenceAttention(), 4, seed=1)
+    rows = [twins.start() for _ in range(2)]
+    for count in (9, 1, 6):
+        twins.step(dict.fromkeys(rows, count))
+        twins.evict(rows[0])
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4_outliers"])
+def test_slots_move_alike_in_c_and_in_torch(codec):
+    """Byte for byte, where the C extension was built."""
+    auto = select_backend(
+        "auto", CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=1 << 20
+    )
+    arenas = []
+    for backend in (auto.backend, GatheredAttention(CPU)):
+        twins = Twins(codec, backend, 4, seed=3)
+        row = twins.start()
+        for _ in range(3):
+            twins.step({row: 11})
+            twins.evict(row)
+        twins.compare(row)
+        arenas.append(twins.coded.store.arena)
+
+    assert torch.equal(*arenas)
+
+
+def test_column_sums_over_codes_are_those_over_what_they_decode_to():
+    twins = Twins("int4", GatheredAttention(CPU), 4, seed=5)
+    reference = make_kv("int4", ReferenceAttention(), 4)
+    rows = [twins.start() for _ in range(3)]
+    assert rows == [reference.memory.start() for _ in range(3)]
+    for tokens in ([6, 6, 6], [1, 1, 5]):
+        counts, numbers = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int64)
+        drawn = twins._draw(int(counts.sum()))
+        sums, fresh = [], (drawn[1], drawn[2])
+        for kv in (twins.coded, reference):
+            kv.memory.grow(numbers, counts)
+            StepAttention(kv, numbers, counts).attend(0, MATH, *drawn)
+            [group] = [g for g in kv.memory.layout.groups if g.name == "full"]
+            step = StepAttention(kv, numbers, counts)
+            found = step._groups[group.name]
+            sums.append(torch.zeros(3, NUM_HEADS, 16))
+            kv.backend.attend(
+                found.plans[0], found.pages[0], MATH, drawn[0], fresh, column_sums=sums[-1]
+            )
+
+        torch.testing.assert_close(*sums, atol=1e-5, rtol=1e-4)
+        assert sums[0].sum() == pytest.approx(NUM_HEADS * sum(tokens), rel=1e-4)
+
+
+def test_scratch_counts_what_is_decoded_and_keeps_to_its_bound():
+    """32 slots of two heads of 16: key and value in float32 and once more on the way, 16 KiB."""
+    backend = GatheredAttention(CPU, scratch_bytes=40_000)
+    twins = Twins("int4", backend, 16, seed=0)
+    rows = [twins.start() for _ in range(8)]
+    twins.step(dict.fromkeys(rows, 31))
+    twins.step(dict.fromkeys(rows, 1))
+
+    one_row = 32 * NUM_KV_HEADS * HEAD_DIM * 4 * 4
+    assert one_row == 16_384
+    assert one_row <= backend.peak_scratch_bytes <= 40_000
+
+
+def test_a_slot_that_shares_its_scales_is_never_moved():
+    kv = make_kv("int4_page", GatheredAttention(CPU), 4)
+    page_class = kv.memory.layout.groups[0].page_class
+    place = np.array([0], dtype=np.int32), np.array([1])
+
+    with pytest.raises(InvariantError, match="slots of pages in int4_page cannot move alone"):
+        kv.store.move_slots(page_class, place, place)

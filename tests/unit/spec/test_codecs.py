@@ -1,0 +1,130 @@
+"""Bytes of codecs by hand, what is written as their names, and what head_dim does not allow."""
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.spec.codec_names import CODECS, PAIRS, codec_pair, codec_spec
+from quire.spec.pages import PageClass
+
+FLOAT16_BYTES = 2 * 128  # of a vector of 128 numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "vector_bytes"),
+    [
+        ("float32", 128 * 4),
+        ("bfloat16", 128 * 2),
+        ("int8", 128 + 2),
+        ("fp8", 128 + 2),
+        ("int8_channel", 128),
+        ("int4", 64 + 2 * (2 + 2)),
+        ("int4:group=32", 64 + 4 * (2 + 2)),
+        ("int3:group=128", 48 + (2 + 2)),
+        ("int2:group=16", 32 + 8 * (2 + 2)),
+        ("int4_outliers", 64 + 2 * (2 + 2) + 2 * (1 + 2)),
+        ("int4_outliers:percent=3", 64 + 2 * (2 + 2) + 4 * (1 + 2)),
+        ("int4_hadamard", 64 + 2 * (2 + 2)),
+        ("int4_page", 64 + 128 * (2 + 2) / 32),
+        ("int2_page", 32 + 128 * (2 + 2) / 32),
+        ("kvquant3", 48 + 2 * (1 + 2)),
+    ],
+)
+def test_a_vector_of_128_numbers_takes(text, vector_bytes):
+    assert codec_spec(text).vector_bytes(128, 32) == vector_bytes
+
+
+def test_effective_bits_count_scales():
+    """KIVI with 2 bits, the channels of keys over 32 tokens: 2 + 32 / 32 = 3; int4:group=32: 5."""
+    assert codec_spec("int2_page").effective_bits(128, 32) == 3.0
+    assert codec_spec("int4:group=32").effective_bits(128, 16) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("codec", "least"), [("int8", 1.88), ("int4", 3.4), ("int4_outliers", 3.0)]
+)
+def test_so_many_times_the_tokens_of_half_precision_fit(codec, least):
+    """The page of 8 heads of 128 and 16 tokens, padding counted."""
+    of = {
+        name: PageClass(
+            key=codec_spec(name), value=codec_spec(name), head_dim=128, heads=8, tokens=16
+        ).page_bytes
+        for name in ("bfloat16", codec)
+    }
+
+    assert of["bfloat16"] / of[codec] >= least
+
+
+def test_a_long_vector_needs_two_bytes_to_say_which_number_is_an_outlier():
+    planes = {plane.name: plane for plane in codec_spec("int4_outliers").planes(320)}
+
+    assert planes["outlier_indices"].dtype == "int16"
+    assert planes["outlier_indices"].width == planes["outlier_values"].width == 4
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(128, 64), (64, 64), (80, 40), (96, 48), (32, 32), (8, 8), (256, 64)]
+)
+def test_the_default_group_is_the_largest_up_to_64_that_divides_head_dim(head_dim, group):
+    assert codec_spec("int4").group_of(head_dim) == group
+
+
+def test_groups_that_do_not_divide_head_dim_are_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"groups of 64 do not divide head_dim 80; .* 40 or 80"):
+        codec_spec("int4:group=64").planes(80)
+
+
+@pytest.mark.parametrize(("codec", "head_dim"), [("int4", 9), ("int2", 6), ("int3", 20)])
+def test_codes_that_fill_no_whole_bytes_are_refused(codec, head_dim):
+    with pytest.raises(ConfigError, match=f"got {head_dim}; use int8"):
+        codec_spec(codec).planes(head_dim)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_an_option_becomes_part_of_the_name_and_another_codec():
+    found = codec_spec("int4_outliers:group=32, percent=2")
+
+    assert found.name == "int4_outliers:group=32,percent=2"
+    assert (found.rule, found.group, found.percent) == ("int4_outliers", 32, 2.0)
+    assert codec_spec("int4_outliers:group=32,percent=2.0") == found != codec_spec("int4_outliers")
+
+
+def test_keys_and_values_may_be_named_apart_or_as_a_pair():
+    assert [one.name for one in codec_pair("int8")] == ["int8", "int8"]
+    assert [one.name for one in codec_pair("int8 / int4:group=32")] == ["int8", "int4:group=32"]
+    assert [one.name for one in codec_pair("kivi2")] == ["int2_page", "int2:group=32"]
+
+
+def test_every_pair_is_made_of_codecs():
+    for key, value in PAIRS.values():
+        assert {codec_spec(key).rule, codec_spec(value).rule} <= CODECS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int5", "unknown codec 'int5': did you mean int"),
+        ("kivi3", "unknown codec 'kivi3': did you mean kivi"),
+        ("int4:grup=32", "unknown option of codec 'int4' 'grup': did you mean group"),
+        ("int8:group=32", "unknown option of codec 'int8' 'group'"),
+        ("int4:group=no", "option group of codec 'int4:group=no' needs a number, got no"),
+        ("int4:group=0", "at most 65536, got 0"),
+        ("int4_outliers:percent=60", "above 0 and at most 50, got 60"),
+        ("int4_outliers:percent=nan", "above 0 and at most 50, got nan"),
+        ("int4:group", "expected option=value"),
+    ],
+)
+def test_what_is_written_wrong_is_said(text, message):
+    with pytest.raises(ConfigError, match=message):
+        codec_pair(text)
+
+
+def test_more_than_two_codecs_are_refused():
+    with pytest.raises(ConfigError, match="expected one codec, or keys/values"):
+        codec_pair("int8/int4/int2")
+
+
+def test_an_unknown_codec_is_an_unknown_name():
+    with pytest.raises(UnknownName):
+        codec_spec("")

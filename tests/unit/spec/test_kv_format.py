@@ -1,0 +1,176 @@
+"""What a KV format says, and the lane groups and bytes that follow."""
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.spec.codec_refusals import EXCLUDED, Storing, refuse_excluded, stored_codec
+from quire.spec.kv_format import fill_plain, read_format
+from quire.spec.layout import layout_for, page_and_fixed_bytes, statistics_used
+from quire.spec.model import LayerSpec, ModelSpec
+
+MODEL = ModelSpec(
+    architecture="llama",
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    hidden_size=128,
+    intermediate_size=64,
+    vocab_size=128,
+    max_positions=512,
+    tied_embeddings=False,
+    gated_mlp=True,
+    layers=(LayerSpec(), LayerSpec(window=64)) * 3,
+)
+
+
+def test_a_format_is_a_codec_and_what_stays_as_it_was():
+    form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
+
+    assert (form.key.name, form.value.name) == ("int8", "int4:group=16")
+    assert (form.sinks, form.residual, form.plain_layers) == (4, 64, 0)
+    assert form.required_plain.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("none", "float16"),
+        ("none/none", "float16"),
+        ("int8", "int8"),
+        ("int8/none", "int8/float16"),
+        ("int4+sinks=2", "int4+sinks=2+plain=float16"),
+        ("kivi4", "kivi4+plain=float16"),
+        ("int4+residual=0", "int4+residual=0"),
+        ("int4+sinks=2+plain=float32", "int4+sinks=2+plain=float32"),
+    ],
+)
+def test_nothing_is_left_to_the_model(text, written):
+    assert fill_plain(text, "float16") == written
+
+
+@pytest.mark.parametrize(
+    ("text", "page_tokens", "recent"),
+    [
+        ("int4+sinks=3", 16, 0),
+        ("int4+residual=9", 16, 9),
+        ("kivi4", 32, 31),
+        ("kivi4", 1, 0),
+        ("kivi4+residual=128", 32, 128),
+        ("int8/int4_page+residual=3", 8, 7),
+    ],
+)
+def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
+    assert read_format(text).recent(page_tokens) == recent
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("int4+sink=2", UnknownName, "did you mean sinks"),
+        ("int4+", UnknownName, "unknown option of a KV codec"),
+        ("int4+sinks", ConfigError, "sinks needs a whole number from 0 to 65536, got ''"),
+        ("int4+sinks=-1", ConfigError, "got '-1'"),
+        ("int4+residual=70000", ConfigError, "got '70000'"),
+        ("float16+residual=4", ConfigError, "beside which none need be kept"),
+    ],
+)
+def test_what_cannot_be_is_said(text, error, message):
+    with pytest.raises(error, match=message):
+        read_format(text)
+
+
+def test_a_layout_must_be_told_what_plain_numbers_are():
+    with pytest.raises(ConfigError, match=r"needs \+plain=float32"):
+        layout_for(MODEL, codec="kivi4", page_tokens=32)
+
+
+def test_kept_tokens_have_one_page_in_each_lane_whatever_the_length():
+    """4 + 64 tokens, key and value, 2 heads of 32 numbers of 2 bytes."""
+    layout = layout_for(MODEL, codec="int4+sinks=4+residual=64+plain=float16", page_tokens=16)
+    groups = {group.name: group for group in layout.groups}
+
+    assert list(groups) == ["full", "full.kept", "window_64", "window_64.kept"]
+    for name in ("full.kept", "window_64.kept"):
+        group = groups[name]
+        assert group.page_class.page_bytes == 68 * 2 * 2 * 32 * 2
+        assert group.layers == groups[name.removesuffix(".kept")].layers
+        assert group.bytes_at_most(1, 1) == group.bytes_at_most(9000, 512)
+        assert group.private
+    assert statistics_used(layout, ()) == {"full.kept", "window_64.kept"}
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
+    layout = layout_for(
+        MODEL,
+        codec="int4+sinks=1+plain=float16",
+        page_tokens=16,
+        evicting=True,
+        heads_apart=heads_apart,
+    )
+    full, kept = layout.groups[:2]
+
+    assert kept.kept.of == full.name == "full"
+    assert (kept.num_lanes, kept.page_class.heads) == (full.num_lanes, full.page_class.heads)
+    _, fixed_bytes = page_and_fixed_bytes(layout)
+    assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in layout.groups[1::2])
+
+
+def test_plain_layers_are_groups_of_their_own():
+    layout = layout_for(MODEL, codec="int8+plain_layers=2+plain=float16", page_tokens=16)
+
+    assert {group.name: group.layers for group in layout.groups} == {
+        "full": (2,),
+        "full.plain": (0, 4),
+        "window_64": (3,),
+        "window_64.plain": (1, 5),
+    }
+    assert [group.page_class.is_plain for group in layout.groups] == [False, True, False, True]
+
+
+def test_all_layers_may_be_plain():
+    layout = layout_for(MODEL, codec="int8+plain_layers=3+plain=float16", page_tokens=16)
+
+    assert all(group.page_class.is_plain for group in layout.groups)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "reason"),
+    [
+        ("kvquant3", {}, "constants that are measured"),
+        ("int8/int4_page", {"evicts": True}, "share their scales"),
+        ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "in a run"),
+        ("int8+plain_layers=1", {"evicts": True}, "leave all layers' lanes together"),
+    ],
+)
+def test_every_row_of_the_table_is_reached(text, asked, reason):
+    storing = Storing(form=read_format(text), **asked)
+    [row] = [row for row in EXCLUDED if row.meets(storing)]
+
+    assert reason in row.reason
+    with pytest.raises(ConfigError, match=f"{reason}.*; use "):
+        refuse_excluded(text, storing)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("int8", {"evicts": True, "in_runs": True}),
+        ("kivi4", {"in_runs": True}),
+        ("kivi4", {"evicts": True, "by_page": True}),
+        ("int4+sinks=4+residual=9", {"evicts": True}),
+        ("int8+plain_layers=1", {"in_runs": True}),
+    ],
+)
+def test_what_goes_together_is_not_refused(text, asked):
+    refuse_excluded(text, Storing(form=read_format(text), **asked))
+
+
+def test_a_plain_codec_is_the_one_the_model_computes_in():
+    assert stored_codec("none", "float32") == "float32"
+    with pytest.raises(ConfigError, match=r"computes in float32, .* or --dtype float16"):
+        stored_codec("int8/float16", "float32")
