@@ -131,7 +131,9 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
         arm: how KV is kept.
     """
     memory_bytes = load.kv_bytes(model.spec)
-    engine = Engine(model, arm.kv_config(load, memory_bytes), ScheduleConfig())
+    # all of the memory may be given away: it is that of so many contiguous lanes, to the page
+    schedule = ScheduleConfig(low_watermark=1.0)
+    engine = Engine(model, arm.kv_config(load, memory_bytes), schedule)
     started_s = time.perf_counter()
     clock = _Clock({_submit(engine, prompt, new): [] for prompt, new in load.drawn()})
     batches, used = [], []
