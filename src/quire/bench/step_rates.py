@@ -32,7 +32,7 @@ from quire.spec.eviction import (
 )
 
 # rows and prompt tokens
-SIZES = ((1, 64), (2, 64), (2, 2_048), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
+SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
 QUICK_SIZES = ((1, 64), (2, 128))
 _LEAST_SECONDS = 1e-12  # a fit may find none
 
@@ -210,7 +210,7 @@ def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[
         most_tokens: the model's context.
         quick: a few small ones: tries it out.
     """
-    new_tokens = 8 if quick else 24
+    new_tokens = 8 if quick else 12
     return tuple(
         RunShape(rows=rows, prompt_tokens=prompt, new_tokens=new_tokens, evict=rule)
         for rows, tokens in (QUICK_SIZES if quick else SIZES)

@@ -336,6 +336,7 @@ def test_cost_claims_by_hand():
     rounds = [
         found(
             full=(10.0, 1.0),
+            again=(9.9, 1.0),
             recent=(10.0, 2.0),
             rule=(12.5, 1.5),
             pressure_recent=(10.05, 1.0),
@@ -348,6 +349,7 @@ def test_cost_claims_by_hand():
         "statistics_cost_share": pytest.approx(11 / 8 - 1),
         "pressure_recent_cost": pytest.approx(0.005),
         "pressure_rule_cost": pytest.approx(0.05),
+        "equal_arms_difference": pytest.approx(-0.01),
     }
 
 
@@ -356,15 +358,15 @@ def test_every_arm_of_the_cost_decodes_as_many_steps():
 
     [found] = cost.measure_cost(config)
 
-    assert list(found) == ["full", "recent", "rule", "pressure_recent", "pressure_rule"]
+    assert list(found) == ["full", "again", "recent", "rule", "pressure_recent", "pressure_rule"]
     for one in found.values():
         assert 0 < one.schedule_s < one.step_s
-    assert cost.run_cost(config).tables[0].rows[2][0] == (
+    assert cost.run_cost(config).tables[0].rows[3][0] == (
         "average:cap=32,every=4,when=prefill_and_decode"
     )
 
 
-def test_the_full_run_is_that_of_the_issue():
+def test_the_full_run_is_that_of_the_claims():
     config = EvictionBenchConfig()
 
     assert config.quality.prompts >= 200
