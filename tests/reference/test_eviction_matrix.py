@@ -15,6 +15,7 @@ Kept sets may differ where scores are equal within 1e-6: `pytest -s` says at the
 runs of which cases they did.
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache
@@ -271,7 +272,8 @@ def assert_near_ties(name: str, ours: list, theirs: list, scores: dict) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _say_near_ties():
     yield
-    print(f"\n{sum(NEAR_TIES.values())} runs differ in near ties: {dict(NEAR_TIES)}")
+    found = f"{sum(NEAR_TIES.values())} runs differ in near ties: {dict(NEAR_TIES)}"
+    print(f"\n{found}", file=sys.stderr)  # with -s also shown by each of several workers
 
 
 # ---- the invariances -----------------------------------------------------------------------------
