@@ -70,8 +70,8 @@ class KVCrushOpenVINO(Crushed):
     def least_free(self, piece_tokens: int) -> int:
         return self.blocks * piece_tokens
 
-    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
-        del cap
+    def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
+        del kept
         return self.blocks * piece_tokens
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:

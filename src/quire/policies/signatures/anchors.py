@@ -6,7 +6,7 @@ mean          what most of the grouped signatures say; half of them counts as 0
 zeros, ones   all bits alike
 farthest      with several: the mean, then each time the signature farthest from those there are
 
-Source: KVCrush (Jha et al. 2025), section 3.2; `zeros` and `ones` are OpenVINO's.
+Source: KVCrush (Jha et al. 2025), section III-B and table II; `zeros` and `ones` are OpenVINO's.
 """
 
 from dataclasses import dataclass
