@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, UnknownName
 from quire.policies.crushed import Asked, on_host
 from quire.policies.crushed_share import CrushedShare
-from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.signatures.units import Marks
 
 SIGNATURES, KEYS = "signatures", "keys"
 FEATURES = (SIGNATURES, KEYS)
+MOST_ROUNDS = 1000  # a request may say how many
 
 
 @register("kmeans")
@@ -49,9 +49,10 @@ class KMeans(CrushedShare):
 
     def __post_init__(self) -> None:
         CrushedShare.__post_init__(self)
-        check_at_least(1, rounds=self.rounds)
+        if not 1 <= self.rounds <= MOST_ROUNDS:
+            raise ConfigError(f"expected rounds from 1 to {MOST_ROUNDS}, got {self.rounds}")
         if self.on not in FEATURES:
-            raise UnknownName("what is clustered", self.on, FEATURES)
+            raise UnknownName("kind of features (on)", self.on, FEATURES)
 
     def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
         features, chosen = self._features(asked, grouped), np.zeros_like(grouped)

@@ -107,7 +107,7 @@ def plain_representatives(signature, count, policy, layer):
 def plain_count(policy, room, score):
     """How many of the units that stay are representatives."""
     count = floor(room * policy.share_of_all + 1e-9)
-    if not policy.dynamic:
+    if not getattr(policy, "dynamic", False):
         return count
     above = {n: s - min(score.values()) for n, s in score.items()}
     mass = sum(above[n] for n in best(above, [], room)) / sum(above.values())

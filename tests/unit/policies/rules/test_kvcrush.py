@@ -1,6 +1,7 @@
 """KVCrush and its relatives against plain ones: lists, sets and sums, token by token."""
 
 from math import ceil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from quire.policies.signatures import anchors, bits
 from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum
+from quire.spec.statistics import AttentionSum, SignatureBits
 from unit.policies.histories import best, changed, kept_positions, make_history
 from unit.policies.plain_kvcrush import (
     history_of,
@@ -71,6 +72,26 @@ def test_kvcrush_keeps_whole_pieces_with_their_tokens_bits_side_by_side(piece, a
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 0.9])
 def test_a_share_of_what_is_left_is_for_representatives(share):
     check(history_of(), KVCrush(base=BASE, share=share), 36)
+
+
+def test_more_query_heads_than_a_word_has_bits():
+    """80 of them: two words."""
+    check(history_of(tokens=30, group=40), KVCrush(base=BASE, share=0.5), 18)
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+def test_layers_of_other_fullness_lose_as_many_as_each_may(piece):
+    history = history_of(tokens=80)
+    per_layer = len(history.cached[0])
+    history.cached[0] = history.cached[1] = history.cached[0][:-20]
+    policy = KVCrush(base=BASE, share=0.5)
+    view = history.view(policy.statistics)
+
+    for first, second in ((30, 40), (41, 33), (per_layer - 20, 40)):
+        keep = torch.tensor([first, first, second, second])
+        kept = kept_positions(view, policy.select(view, keep, piece))
+        expected = [plain_kvcrush(history, policy, number, piece) for number in (first, second)]
+        assert kept == [*expected[0][:2], *expected[1][2:]]
 
 
 def test_additive_representatives_come_on_top_of_the_cap():
@@ -308,6 +329,13 @@ def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time()
     assert again["signed_until"].flatten().tolist() == [58] * 4
 
 
+def test_kept_signatures_of_too_many_heads_are_refused():
+    """One number holds 24 bits exactly."""
+    assert SignatureBits().width(SimpleNamespace(num_heads=48, num_kv_heads=2)) == 1
+    with pytest.raises(ConfigError, match="got 25; use signatures=recomputed"):
+        SignatureBits().width(SimpleNamespace(num_heads=50, num_kv_heads=2))
+
+
 # ---- OpenVINO's --------------------------------------------------------------------------------
 
 
@@ -365,6 +393,15 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
         ),
         ("kvcrush:cap=99,share=0,every=9,base=(h2o:recent=90)", ConfigError, "raise cap or lower"),
         ("value_norm:cap=99,every=9,base=kvcrush", ConfigError, "put value_norm inside"),
+        (
+            "kvcrush:cap=99,base=(h2o:cap=9,every=3)",
+            ConfigError,
+            "cap, every of .* behind the",
+        ),
+        ("kvcrush:cap=99,every=9,anchors=65", ConfigError, "from 1 to 64 anchors, got 65"),
+        ("kvcrush:cap=99,every=9,anchor=farthest", ConfigError, "anchors=2 or more"),
+        ("kmeans:cap=99,every=9,rounds=1001", ConfigError, "rounds from 1 to 1000"),
+        ("kmeans:cap=99,every=9,on=values", UnknownName, "signatures"),
         (
             "kvcrush_openvino:cap=2,when=prefill_end,granularity=page,blocks=1,base=(h2o:sinks=9)",
             ConfigError,
