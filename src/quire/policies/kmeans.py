@@ -26,6 +26,7 @@ from quire.policies.signatures.units import Marks
 SIGNATURES, KEYS = "signatures", "keys"
 FEATURES = (SIGNATURES, KEYS)
 MOST_ROUNDS = 1000  # a request may say how many
+_AS_NEAR = 1 + 1e-9  # both points of a pair are as near to its mean, but for rounding
 
 
 @register("kmeans")
@@ -87,6 +88,6 @@ def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> N
     free = np.ones(len(points), dtype=bool)
     for mean in means:
         far = np.where(free, ((points - mean) ** 2).sum(axis=1), np.inf)
-        chosen.append(int(far.argmin()))
+        chosen.append(int((far <= far.min() * _AS_NEAR).argmax()))
         free[chosen[-1]] = False
     return np.array(chosen)

@@ -25,8 +25,8 @@ def plain_kmeans(points, clusters, rounds):
             means[number] = np.mean(own, axis=0) if own else means[number]
     chosen = []
     for mean in means:
-        free = [n for n in range(len(points)) if n not in chosen]
-        chosen.append(min(free, key=lambda n: (np.linalg.norm(points[n] - mean), n)))
+        free = {n: np.linalg.norm(p - mean) for n, p in enumerate(points) if n not in chosen}
+        chosen.append(next(n for n in free if free[n] <= min(free.values()) + 1e-9))
     return chosen
 
 

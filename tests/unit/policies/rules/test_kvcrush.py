@@ -1,7 +1,6 @@
 """KVCrush and its relatives against plain ones: lists, sets and sums, token by token."""
 
 from math import ceil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from quire.policies.signatures import anchors, bits
 from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum, SignatureBits
+from quire.spec.statistics import AttentionSum
 from unit.policies.histories import best, changed, kept_positions, make_history
 from unit.policies.plain_kvcrush import (
     history_of,
@@ -327,13 +326,6 @@ def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time()
 
     assert notes["signed_until"].flatten().tolist() == [0, 0, 56, 56]
     assert again["signed_until"].flatten().tolist() == [58] * 4
-
-
-def test_kept_signatures_of_too_many_heads_are_refused():
-    """One number holds 24 bits exactly."""
-    assert SignatureBits().width(SimpleNamespace(num_heads=48, num_kv_heads=2)) == 1
-    with pytest.raises(ConfigError, match="got 25; use signatures=recomputed"):
-        SignatureBits().width(SimpleNamespace(num_heads=50, num_kv_heads=2))
 
 
 # ---- OpenVINO's --------------------------------------------------------------------------------
