@@ -30,7 +30,7 @@ def _draw_map(figure: "Figure", found: HeatMap) -> None:
     figure.set_size_inches(figure.get_figwidth(), _PANEL_INCHES * down + 0.6)
     for i, (label, rows) in enumerate(found.panels.items()):
         axes = figure.add_subplot(down, across, i + 1)
-        axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=False)
+        axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=True)
         axes.invert_yaxis()
         axes.set_title(label, fontsize="medium")
     figure.suptitle(found.title)

@@ -88,8 +88,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     files = files_of_tasks(data or ())
     config = _config(settings.model, quick=quick)
     quality, sweeps = (
-        _quality(part, tasks, budget, tokens, None if quick else prompts)
-        for part in (config.quality, config.sweeps)
+        _quality(part, tasks, budget, tokens, prompts) for part in (config.quality, config.sweeps)
     )
     config = _with_bases(replace(config, quality=quality, sweeps=sweeps), bases)
     if settings.loading.dtype != "auto":

@@ -82,9 +82,14 @@ class EvictionPolicy(ABC):
         # pieces that hold a protected slot stay whole, at both ends
         return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
 
-    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
-        """Tokens that a lane may hold beyond the cap that is written; 0 for nearly all rules."""
-        del cap, piece_tokens
+    def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
+        """Tokens that a lane may hold beyond the cap that is written; 0 for nearly all rules.
+
+        Args:
+            kept: tokens that an eviction would leave under that cap.
+            piece_tokens: neighbouring tokens that stay or go together.
+        """
+        del kept, piece_tokens
         return 0
 
     @abstractmethod

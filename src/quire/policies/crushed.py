@@ -28,6 +28,9 @@ from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 from quire.spec.statistics import Statistic
 
+_MOST_ASKED = 1 << 20
+"""Where a lane must hold so many tokens, no cap will do: what else is protected is not asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Crushed(ScorePolicy):
@@ -96,12 +99,13 @@ class Crushed(ScorePolicy):
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.least_free(piece_tokens)
         keep = self.base.least_cap - 1 + free
-        while True:  # what is protected may grow with what is kept: half of it are the newest
+        while keep < _MOST_ASKED:  # what is protected may grow with what is kept, as half of it
             slots = torch.arange(2 * keep)[None]
             held = int(self._base.protected(KVView(slots, 2 * keep), torch.tensor([keep])).sum())
             if held + free <= keep:
-                return keep + edges
+                break
             keep = held + free
+        return keep + edges
 
     # ---- choosing ------------------------------------------------------------------------------
 
@@ -124,9 +128,7 @@ class Crushed(ScorePolicy):
         base, heads = self._base, by_query_head(view, self._base.statistics)
         score = heads.by_layer(base.checked_score(heads))
         layers, keep = first_heads(view), view.first_heads(keep)
-        # each end of what is protected may widen to a whole piece
-        least = keep - 2 * (piece_tokens - 1) if piece_tokens > 1 else keep
-        protected = base.checked_protected(layers, least)
+        protected = base.checked_protected(layers, keep, piece_tokens)
         return Asked(base, view, layers, heads, score, protected, keep, piece_tokens)
 
     def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:
@@ -177,6 +179,12 @@ class Asked:
         """What stays or goes together."""
         live, protected, keep = map(on_host, (self.layers.live, self.protected, self.keep))
         return Units.of(live, protected & live, keep, self.piece_tokens)
+
+    @property
+    def may_leave(self) -> Bool[Tensor, "layer slot"]:
+        """Slots that are not protected, in layers that lose any."""
+        loses = self.keep < self.layers.num_slots[:, 0]
+        return self.layers.live & ~self.protected & loses[:, None]
 
     @cached_property
     def mean_score(self) -> Floats:

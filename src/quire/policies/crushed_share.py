@@ -2,8 +2,11 @@
 
     B_rep = floor(share * B)      B: the budget left after protection
 
-`representatives=additive`: a lane holds share * B tokens more than the cap that is written, for
-them; the base rule alone is then to be compared at a cap so much larger.
+`representatives=additive`: they come on top of the cap. Where an eviction leaves K tokens of the
+cap that is written, and the base rule protects F whatever the cap is, a lane holds share * (K - F)
+more, and of what is left after protection representatives get share / (1 + share): as many. What is
+protected in proportion (h2o's newest half) has its part of them. The base rule alone is then to be
+compared at a cap so much larger.
 """
 
 from abc import ABC
@@ -53,15 +56,17 @@ class CrushedShare(Crushed, ABC):
 
     @property
     def more_room(self) -> str:
+        if not self.share:
+            return self.base.more_room
         return "raise cap or share (0 is without representatives), or lower every"
 
     def least_free(self, piece_tokens: int) -> int:
         return piece_tokens * (ceil(round(1 / self.share_of_all, 9)) if self.share else 1)
 
-    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
+    def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
         if self.representatives == INSIDE:
             return 0
-        left = max(0, cap - (self.base.least_cap - 1))
+        left = max(0, kept - (self.base.least_cap - 1))
         return int(round(self.share * left, 9)) // piece_tokens * piece_tokens
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:

@@ -145,7 +145,7 @@ class EvictionRule:
         pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
         cap = self._tokens(self.cap, prompt_tokens, lanes)
         if self.cap.num_bytes is None:  # a cap in bytes is all there is
-            cap += self.policy.added_tokens(cap, pieces)
+            cap += self.policy.added_tokens(cap - self.leaving, pieces)
         shape = self._shape(cap, prompt_tokens, lanes, pieces)
         lane_caps = self.budget.lane_caps(shape)
         least_cap = min(cap, *lane_caps) if lane_caps else cap
@@ -262,7 +262,8 @@ def make_eviction(text: str) -> EvictionRule:
             "granularity=page"
         )
     if rule.cap is not None and rule.cap.tokens is not None:
-        _check_cap(rule, rule.cap.tokens + policy.added_tokens(rule.cap.tokens), policy)
+        added = policy.added_tokens(rule.cap.tokens - rule.leaving)
+        _check_cap(rule, rule.cap.tokens + added, policy)
     return rule
 
 

@@ -1,13 +1,13 @@
 """KVCrush (Jha et al. 2025): tokens that heads treat alike stand for each other.
 
 1. One bit for each query head: would this head alone keep the token under the base rule, with its
-   protection and the whole budget? The bits are the token's signature (section 3.1).
+   protection and the whole budget? The bits are the token's signature (section III-A).
 2. One anchor; the Hamming distance of each token's signature to it: S distances for S tokens, where
-   clustering needs S * B (section 3.2, algorithm 1).
+   clustering needs S * B in every round (section III-B).
 3. Tokens sorted by distance go into B_rep buckets; one of each stays.
 
 Pieces (`granularity=chunk` or `page`): the signature of a piece is its tokens' bits one behind the
-other, its score their sum (section 3.3).
+other, its score their sum (section IV-E).
 
 Worked: 8 tokens, 4 heads, budget 4, of which 2 for representatives; anchor `zeros`.
 
@@ -22,10 +22,12 @@ Differs from the paper: with one anchor there are no more distances than heads +
 buckets, and the paper does not say what happens then. Here tokens are sorted by (distance,
 position) and cut into equal slices. The paper takes a random token of a bucket (`pick=random`); by
 default the slice's middle is taken, which needs no seed. Grouped are the tokens that are not
-important: those that would leave. A rule that does more than rank its scores (RoCo) gives bits by
-its own choice; what is important goes by its scores. `anchors` above 1 measures from several, each
-token from the nearest, and representatives in proportion; `dynamic` takes a part of the share, by
-layer: both answer what the paper leaves for later.
+important: those that would leave. The paper does not say what becomes of signatures when tokens
+leave again: they are made anew, or (`signatures=kept`) written down when a token may leave for the
+first time. A rule that does more than rank its scores (RoCo) gives bits by its own choice; what is
+important goes by its scores. `anchors` above 1 measures from several, each token from the nearest,
+and representatives in proportion; `dynamic` takes a part of the share, by layer: both answer what
+the paper leaves for later.
 
 `dynamic`: with p = the layer's scores above the least one, as parts of their sum over the n tokens
 that may leave, m = what the R best have of it, and R / n what they would have were all alike:
@@ -78,7 +80,7 @@ class KVCrush(CrushedShare):
         anchors: how many.
         pick: of a slice, its middle, or random.
         dynamic: a layer takes a part of the share, less where few tokens have most of the scores.
-        signatures: recomputed whenever tokens leave, or kept as they were the first time.
+        signatures: recomputed whenever tokens leave, or kept as when a token could first leave.
     """
 
     cost = "the base rule's for each query head; one distance for each token and anchor"
@@ -112,7 +114,9 @@ class KVCrush(CrushedShare):
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
         asked = self.ask(view, keep, piece_tokens)
         stays = self.stays(asked)
-        return Decision(stays, notes_of(view, asked.all_bits) if self.takes_notes else {})
+        if not self.takes_notes:
+            return Decision(stays)
+        return Decision(stays, notes_of(view, asked.all_bits, asked.may_leave))
 
     def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
         signatures = asked.signatures(grouped)

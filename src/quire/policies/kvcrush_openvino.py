@@ -20,13 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError
 from quire.policies.best import Floats, best_of, count_of
 from quire.policies.crushed import Asked, Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
-    FARTHEST,
     MEAN,
     Signatures,
     check_anchor,
@@ -56,8 +54,6 @@ class KVCrushOpenVINO(Crushed):
         Crushed.__post_init__(self)
         check_at_least(1, blocks=self.blocks)
         check_anchor(self.anchor, 1)
-        if self.anchor == FARTHEST:
-            raise ConfigError("anchor=farthest is for several anchors; use mean, or kvcrush")
 
     @property
     def needs_pieces(self) -> bool:
@@ -70,8 +66,8 @@ class KVCrushOpenVINO(Crushed):
     def least_free(self, piece_tokens: int) -> int:
         return self.blocks * piece_tokens
 
-    def added_tokens(self, cap: int, piece_tokens: int = 1) -> int:
-        del cap
+    def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
+        del kept
         return self.blocks * piece_tokens
 
     def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:

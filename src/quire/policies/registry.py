@@ -86,6 +86,12 @@ def make_policy(text: str) -> EvictionPolicy:
         raise ConfigError(
             f"{text!r} keeps everything: no rule stands around it; name one that evicts, as h2o"
         )
+    misplaced = [option for option in parsed.options if option in SCHEDULE_OPTIONS]
+    if misplaced:
+        raise ConfigError(
+            f"{', '.join(misplaced)} of {text!r} cannot stand inside another rule, whose schedule "
+            "holds; write it behind the parentheses"
+        )
     return policy_of(parsed.name, parsed.options)
 
 

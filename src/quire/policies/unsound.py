@@ -73,7 +73,7 @@ UNSOUND: tuple[Unsound, ...] = (
     ),
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-        other="a rule with one set a layer (recent, sinks, random, tova)",
+        other="a rule with one set a layer (recent, sinks, random, tova, kvcrush and its forms)",
         meets=lambda parts: parts.budget.by_head and parts.policy.grain == LAYER,
         reason="{budget} divides a layer over its heads, and this rule keeps one set for all heads "
         "of a layer",

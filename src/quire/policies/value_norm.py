@@ -47,6 +47,11 @@ class ValueNorm(ScorePolicy):
             raise ConfigError(
                 f"value_norm multiplies scores, and {type(self.base).__name__} gives none"
             )
+        if type(self.base).select is not ScorePolicy.select:
+            raise ConfigError(
+                f"value_norm ranks scores, and {type(self.base).__name__} does more than rank its "
+                "own; put value_norm inside, as kvcrush:base=(value_norm:base=h2o)"
+            )
         check_at_least(0, power=self.power, epsilon=self.epsilon)
 
     @property

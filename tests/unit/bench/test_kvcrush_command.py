@@ -119,11 +119,15 @@ def test_recorded_examples_and_lengths_are_chosen(tmp_path: Path):
 
 def test_bases_and_types_are_chosen():
     run = last_object(
-        quire("--parts", "overhead,bytes", "--bases", "average; h2o", "--dtype", "float32")
+        quire(
+            *("--parts", "overhead,bytes", "--bases", "average; h2o", "--dtype", "float32"),
+            *("--prompts", "3"),
+        )
     )
 
     assert run["config"]["overhead"]["base"] == {"text": "average"}
     assert run["config"]["overhead"]["dtype"] == "float32"
+    assert run["config"]["quality"]["prompts"] == run["config"]["sweeps"]["prompts"] == 3
     assert run["config"]["quality"]["bases"] == [{"text": "average"}, {"text": "h2o"}]
     assert "base=(average)" in run["arms"]["overhead"]["raw"]["runs"]["kvcrush"]["evict"]
     assert run["claims"]["key_bits_over_signature_bits"] == 64

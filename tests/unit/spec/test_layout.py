@@ -1,5 +1,7 @@
 """Lane groups of a model: which there are, and how many bytes their pages take."""
 
+import dataclasses
+
 import pytest
 
 from quire.errors import ConfigError
@@ -7,7 +9,14 @@ from quire.spec.codec_names import codec_spec
 from quire.spec.layout import layout_for, statistics_used
 from quire.spec.model import LayerSpec, ModelSpec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
-from quire.spec.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing, SquareSum
+from quire.spec.statistics import (
+    AttentionShift,
+    AttentionSum,
+    QueryMoments,
+    QueryRing,
+    SignatureBits,
+    SquareSum,
+)
 
 
 def model_of(*windows):
@@ -197,3 +206,12 @@ def test_a_mirror_has_the_lanes_and_the_pages_of_what_it_mirrors(mirrors, layers
     assert CacheLayout((KV, WINDOW, SUMS)).mirrors_of("kv") == (SUMS,)
     with pytest.raises(ConfigError, match=f"'x' mirrors '{mirrors}'"):
         CacheLayout((KV, WINDOW, SUMS, mirror))
+
+
+def test_kept_signatures_of_too_many_heads_are_refused():
+    """A float32 number holds 24 bits exactly."""
+    model = model_of(None)
+
+    assert SignatureBits().width(dataclasses.replace(model, num_heads=48)) == 1
+    with pytest.raises(ConfigError, match="got 25; use signatures=recomputed"):
+        SignatureBits().width(dataclasses.replace(model, num_heads=50))

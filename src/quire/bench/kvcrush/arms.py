@@ -28,7 +28,7 @@ class Arm:
 
     @property
     def tokens(self) -> int:
-        """That a lane may hold, what a rule adds among them; by tokens."""
+        """That a lane may hold, what a rule adds among them; by tokens, after a prompt."""
         policy = make_eviction(self.rule.evict(self.cap, 1, self.when)).policy
         return self.cap + (0 if policy is None else policy.added_tokens(self.cap))
 

@@ -6,7 +6,7 @@ mean          what most of the grouped signatures say; half of them counts as 0
 zeros, ones   all bits alike
 farthest      with several: the mean, then each time the signature farthest from those there are
 
-Source: KVCrush (Jha et al. 2025), section 3.2; `zeros` and `ones` are OpenVINO's.
+Source: KVCrush (Jha et al. 2025), section III-B and table II; `zeros` and `ones` are OpenVINO's.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros
 FARTHEST = "farthest"
 ANCHORS = (RANDOM, ALTERNATING, MEAN, ZEROS, ONES, FARTHEST)
 SEVERAL = (RANDOM, MEAN, FARTHEST)
+MOST_ANCHORS = 64  # each is a pass over all tokens, and a request may say how many
 
 
 def check_anchor(kind: str, count: int) -> None:
@@ -32,12 +33,16 @@ def check_anchor(kind: str, count: int) -> None:
 
     Raises:
         UnknownName: with the anchors there are.
-        ConfigError: no anchor at all, or several alike.
+        ConfigError: no anchor at all, far too many, several alike, or one that needs others.
     """
     if kind not in ANCHORS:
         raise UnknownName("anchor", kind, ANCHORS)
-    if count < 1:
-        raise ConfigError(f"expected 1 anchor or more, got {count}")
+    if not 1 <= count <= MOST_ANCHORS:
+        raise ConfigError(f"expected from 1 to {MOST_ANCHORS} anchors, got {count}")
+    if kind == FARTHEST and count == 1:
+        raise ConfigError(
+            "anchor=farthest is for several anchors; use mean, or kvcrush with anchors=2 or more"
+        )
     if count > 1 and kind not in SEVERAL:
         raise ConfigError(
             f"{count} anchors of kind {kind!r} are all one; use {', '.join(SEVERAL)}, or 1 anchor"

@@ -1,4 +1,8 @@
-"""Signatures that stay with their tokens: written when tokens leave, read when the next ones do."""
+"""Signatures that stay with their tokens: written when others leave, read when the next ones do.
+
+Those of tokens that are protected so far, as the newest are, and of layers that lose nothing yet
+are not written: every head would keep all of these, which says nothing about them.
+"""
 
 from collections.abc import Mapping
 
@@ -29,13 +33,20 @@ def stored_bits(
 
 
 def notes_of(
-    view: KVView, bits: Bool[Tensor, "layer head slot"]
+    view: KVView, bits: Bool[Tensor, "layer head slot"], may_leave: Bool[Tensor, "layer slot"]
 ) -> Mapping[Statistic, Float[Tensor, "..."]]:
-    """What to write down of the bits of each query head."""
+    """What to write down of the bits of each query head.
+
+    Args:
+        view: with what was written before.
+        bits: of each query head.
+        may_leave: slots that something is to be known of.
+    """
     heads = torch.arange(view.group, device=bits.device)
     numbers = (bits.view(-1, view.group, bits.shape[2]).long() << heads[:, None]).sum(dim=1)
-    until = numbers.new_full((len(numbers), 1, 1), view.next_position)
-    return {BITS: numbers.float(), UNTIL: until.float()}
+    behind = torch.where(may_leave, view.first_heads(view.positions) + 1, 0).amax(dim=1)
+    behind = behind.repeat_interleave(view.heads_per_layer)[:, None, None]
+    return {BITS: numbers.float(), UNTIL: torch.maximum(view.remembered(UNTIL), behind.float())}
 
 
 def _by_layer(

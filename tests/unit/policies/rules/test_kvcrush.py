@@ -1,6 +1,6 @@
 """KVCrush and its relatives against plain ones: lists, sets and sums, token by token."""
 
-from math import ceil, floor
+from math import ceil
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
-from quire.policies.lots import lots_of
+from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.roco import RoCo
 from quire.policies.signatures import anchors, bits
@@ -20,6 +20,14 @@ from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
 from quire.spec.statistics import AttentionSum
 from unit.policies.histories import best, changed, kept_positions, make_history
+from unit.policies.plain_kvcrush import (
+    history_of,
+    of_layers,
+    pieces_of,
+    plain_anchor,
+    plain_distance,
+    plain_kvcrush,
+)
 
 BASES = [
     H2O(recent=4, sinks=2),
@@ -28,78 +36,6 @@ BASES = [
 ]
 BASE = BASES[0]
 PLAIN_ANCHORS = [anchors.RANDOM, anchors.ALTERNATING, anchors.MEAN, anchors.ZEROS, anchors.ONES]
-
-
-def history_of(tokens=60, group=3, seed=0, layers=(0, 2)):
-    return make_history(tokens=tokens, group=group, seed=seed, layers=layers, ragged=False)
-
-
-# ---- plain -------------------------------------------------------------------------------------
-
-
-def of_layers(history, policy, keep, piece):
-    """By layer: positions, scores [head][token], tokens that stay, what a head would keep."""
-    view = history.view(policy.statistics)
-    heads = by_query_head(view, policy.base.statistics)
-    scores = policy.base.score(heads)
-    protected = policy.protected(view, torch.full((len(view.positions),), keep - 2 * (piece - 1)))
-    per_layer = history.heads * view.group
-    for number, layer in enumerate(history.layers):
-        lane = number * history.heads
-        tokens = history.cached[lane]
-        own = range(number * per_layer, (number + 1) * per_layer)
-        of_head = [dict(zip(tokens, scores[head].tolist(), strict=False)) for head in own]
-        must = {t for t, held in zip(tokens, protected[lane], strict=False) if held}
-        yield layer, tokens, of_head, must, [set(best(s, must, keep)) for s in of_head]
-
-
-def plain_distance(signature, anchor):
-    return sum(a != b for a, b in zip(signature, anchor, strict=True))
-
-
-def plain_anchor(kind, signatures, layer, seed=0):
-    width = len(signatures[0])
-    if kind == anchors.MEAN:
-        return [2 * sum(s[i] for s in signatures) > len(signatures) for i in range(width)]
-    if kind == anchors.RANDOM:
-        lots = lots_of(seed, torch.tensor(layer), torch.arange(width))
-        return [lot % 2 == 1 for lot in lots.tolist()]
-    return {
-        anchors.ALTERNATING: [i % 2 == 1 for i in range(width)],
-        anchors.ZEROS: [False] * width,
-        anchors.ONES: [True] * width,
-    }[kind]
-
-
-def plain_slices(ordered, count):
-    count, total = min(count, len(ordered)), len(ordered)
-    cuts = [ordered[i * total // count : (i + 1) * total // count] for i in range(count)]
-    return {part[(len(part) - 1) // 2] for part in cuts}
-
-
-def pieces_of(tokens, piece):
-    return [tokens[i : i + piece] for i in range(0, len(tokens), piece)]
-
-
-def plain_kvcrush(history, policy, keep, piece=1):
-    """What stays in each layer."""
-    kept = []
-    for layer, tokens, of_head, must, would in of_layers(history, policy, keep, piece):
-        cut = pieces_of(tokens, piece)
-        held = [p for p in cut if must & set(p) or len(p) < piece]
-        free = [p for p in cut if p not in held]
-        room = min((keep - sum(map(len, held))) // piece, len(free))
-        count = floor(room * policy.share_of_all + 1e-9)
-        mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
-        score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
-        important = best(score, [], room - count)
-        grouped = [number for number in range(len(free)) if number not in important]
-        signature = {n: [t in head for t in free[n] for head in would] for n in grouped}
-        anchor = plain_anchor(policy.anchor, list(signature.values()), layer, policy.seed)
-        ordered = sorted(grouped, key=lambda n: (plain_distance(signature[n], anchor), n))
-        stays = set(important) | (plain_slices(ordered, count) if count else set())
-        kept.append(sorted(t for p in [*held, *(free[n] for n in stays)] for t in p))
-    return [layer for layer in kept for _ in range(history.heads)]
 
 
 def check(history, policy, keep, piece=1):
@@ -137,32 +73,66 @@ def test_a_share_of_what_is_left_is_for_representatives(share):
     check(history_of(), KVCrush(base=BASE, share=share), 36)
 
 
+def test_more_query_heads_than_a_word_has_bits():
+    """80 of them: two words."""
+    check(history_of(tokens=30, group=40), KVCrush(base=BASE, share=0.5), 18)
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+def test_layers_of_other_fullness_lose_as_many_as_each_may(piece):
+    history = history_of(tokens=80)
+    per_layer = len(history.cached[0])
+    history.cached[0] = history.cached[1] = history.cached[0][:-20]
+    policy = KVCrush(base=BASE, share=0.5)
+    view = history.view(policy.statistics)
+
+    for first, second in ((30, 40), (41, 33), (per_layer - 20, 40)):
+        keep = torch.tensor([first, first, second, second])
+        kept = kept_positions(view, policy.select(view, keep, piece))
+        expected = [plain_kvcrush(history, policy, number, piece) for number in (first, second)]
+        assert kept == [*expected[0][:2], *expected[1][2:]]
+
+
 def test_additive_representatives_come_on_top_of_the_cap():
-    """Cap 46 with 6 protected: 40 left, half of it on top: 66, of which 20 are representatives."""
+    """46 would stay, 6 of them protected: 40 left, half of it on top, and 20 are representatives.
+
+    So many whatever the schedule: a cap of 55 of which 9 leave at a time leaves 46 too.
+    """
     policy = KVCrush(base=BASE, share=0.5, representatives="additive")
+    lanes = LaneShape(num_layers=2, heads=2, page_tokens=16, page_bytes=1)
+
+    def cap_of(text):
+        rule = make_eviction(f"kvcrush:base=(h2o:sinks=2,recent=4),share=0.5,{text}")
+        return rule.for_request(99, lanes).spec.cap
 
     assert policy.added_tokens(46) == 20
+    assert cap_of("representatives=additive,cap=46,when=prefill_end") == 66
+    assert cap_of("representatives=additive,cap=55,every=9") == 75
     check(history_of(tokens=99), policy, 66)
 
 
 def test_figure_3_by_hand():
     """8 tokens, 4 heads, budget 4, half of it for representatives; anchor zeros.
 
-    Each head keeps its four best. Sums 36, 30, 9, 5, 14, 13, 8, 19 -> important 0 and 1.
+    Each head would keep its four best (x). By the sums 0 and 1 are important; the rest is grouped.
 
-        token       0     1     2     3     4     5     6     7
-        head 0     9 x   8 x   1     1     4 x   2     3 x   0
-        head 1     9 x   8 x   1     0     4     3     2     7 x     (5 x: 5)
-        ...
-    Signatures of the rest: 2 0001, 3 0000, 4 1100, 5 0011, 6 1000, 7 0111; distances to 0000 are 1,
-    0, 2, 2, 1, 3; sorted 3 2 6 4 5 7; slices 3 2 6 and 4 5 7; their middles 2 and 5 stay.
+        token        0     1     2     3     4     5     6     7
+        head 0      90 x  80 x   1     0    40 x   2    30 x   3
+        head 1      90 x  80 x   2     0    40 x   1     3    30 x
+        head 2      90 x  80 x   1     0     2    40 x   3    30 x
+        head 3      90 x   1    30 x   0     2    40 x   3    50 x
+        sum        360   241    34     0    84    83    39   113
+        signature 1111  1110  0001  0000  1100  0011  1000  0111
+        distance                 1     0     2     2     1     3     to 0000
+
+    Sorted by distance and position 3 2 6 4 5 7; slices 3 2 6 and 4 5 7; their middles 2 and 5 stay.
     """
     scores = torch.tensor(
         [
-            [90.0, 80, 1, 0, 40, 2, 30, 3],  # keeps 0 1 4 6
-            [90, 80, 2, 0, 40, 1, 3, 30],  # keeps 0 1 4 7
-            [90, 80, 1, 0, 2, 40, 3, 30],  # keeps 0 1 5 7
-            [90, 1, 30, 0, 2, 40, 3, 50],  # keeps 0 2 5 7
+            [90.0, 80, 1, 0, 40, 2, 30, 3],
+            [90, 80, 2, 0, 40, 1, 3, 30],
+            [90, 80, 1, 0, 2, 40, 3, 30],
+            [90, 1, 30, 0, 2, 40, 3, 50],
         ]
     )
     statistic = AttentionSum().each()
@@ -176,30 +146,50 @@ def test_figure_3_by_hand():
     assert kept_positions(view, kept) == [[0, 1, 2, 5]]
 
 
-def test_a_random_pick_is_the_same_each_time_and_another_with_another_seed():
+def test_a_random_pick_is_another_with_another_seed():
     history = history_of(tokens=200)
-    policies = [KVCrush(base=BASE, pick="random", share=0.5, seed=seed) for seed in (0, 0, 1)]
+    policies = [KVCrush(base=BASE, pick="random", share=0.5, seed=seed) for seed in (0, 1)]
     view = history.view(policies[0].statistics)
     keep = torch.full((len(view.positions),), 60)
 
-    first, again, other = (policy.select(view, keep) for policy in policies)
+    first, other = (policy.select(view, keep) for policy in policies)
 
-    assert torch.equal(first, again)
+    check(history, policies[0], 60)
     assert not torch.equal(first, other)
-    assert torch.equal(first.sum(dim=1), keep)
 
 
+@pytest.mark.parametrize("pick", ["middle", "random"])
 @pytest.mark.parametrize("anchor", [anchors.RANDOM, anchors.MEAN, anchors.FARTHEST])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_several_anchors_share_the_representatives_in_proportion(anchor, count):
-    history = history_of(tokens=120)
-    policy = KVCrush(base=BASE, anchor=anchor, anchors=count, share=0.5)
-    view = history.view(policy.statistics)
+def test_several_anchors_share_the_representatives_in_proportion(anchor, count, pick):
+    for seed in range(2):
+        history = history_of(tokens=100, seed=seed)
+        policy = KVCrush(base=BASE, anchor=anchor, anchors=count, share=0.5, pick=pick, seed=seed)
+        check(history, policy, 50)
 
-    kept = policy.select(view, torch.full((len(view.positions),), 60))
 
-    assert kept.sum(dim=1).tolist() == [60] * len(kept)
-    assert torch.equal(kept[0], kept[1])
+def test_anchors_that_find_all_signatures_alike_are_one():
+    """Nobody tells tokens apart: those at the lowest positions are important, slices are even."""
+    each = AttentionSum().each()
+    view = KVView(torch.arange(12)[None], 12, group=3, statistics={each.name: torch.ones(3, 12)})
+
+    for count, anchor in ((1, "mean"), (1, "ones"), (4, "farthest"), (2, "mean"), (8, "random")):
+        policy = KVCrush(base=H2O(recent=0), share=0.5, anchor=anchor, anchors=count)
+        kept = policy.select(view, torch.tensor([6]))
+        # heads would keep 0 to 5, so 3, 4, 5 and 6 to 11 are two kinds
+        assert kept[0, :3].all()
+        assert int(kept.sum()) == 6
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_a_dynamic_share_is_a_part_of_the_share_by_layer(share):
+    for seed in range(3):
+        policy = KVCrush(base=BASE, share=share, dynamic=True)
+        history = history_of(seed=seed)
+        check(history, policy, 36)
+        assert plain_kvcrush(history, policy, 36) != plain_kvcrush(
+            history, KVCrush(base=BASE, share=share), 36
+        )
 
 
 def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
@@ -222,7 +212,7 @@ def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
 def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_have_all():
     statistic = AttentionSum().each()
     policy = KVCrush(base=H2O(recent=0), share=0.5, dynamic=True, anchor="zeros")
-    flat = torch.arange(20.0, 0, -1)[None] * 1e-3 + 1
+    flat = torch.ones(1, 20)
     peaked = torch.where(torch.arange(20) < 6, 1.0, 0.0)[None] * torch.arange(20.0, 0, -1)
 
     def important(scores):
@@ -231,7 +221,7 @@ def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_ha
         return int(kept[:8].sum()), int(kept.sum())
 
     assert important(peaked) == (8, 8)
-    assert important(flat)[0] < 8
+    assert important(flat) == (5, 8)  # 0 to 3; and 5, which stands for 4 to 7: the head keeps them
 
 
 # ---- what a head says --------------------------------------------------------------------------
@@ -309,11 +299,33 @@ def test_kept_signatures_are_those_of_the_first_time():
     again = policy.ask(changed(view, statistics={**view.statistics, **noted}), keep, 1)
 
     assert torch.equal(decision.stays, KVCrush(base=BASE, share=0.5).select(view, keep))
-    assert until.unique().tolist() == [history.tokens]
+    assert until.unique().tolist() == [history.tokens - BASE.recent]
     positions = view.positions.repeat_interleave(3, dim=0)
     old, again = positions < 40, again.all_bits.flatten(0, 1)
     assert torch.equal(again[old], positions[old] % 2 == 0)
     assert torch.equal(again[~old], before[~old])
+
+
+def test_signatures_are_written_down_when_a_token_may_leave_for_the_first_time():
+    """Layer 0 loses nothing; in layer 1 the newest are protected. What was signed stays so."""
+    history = history_of()
+    policy = KVCrush(base=BASE, signatures="kept", share=0.5)
+    view = history.view(policy.statistics)
+    held = view.num_slots[:, 0]
+    keep = torch.where(torch.arange(len(held)) < history.heads, held, 30)
+
+    notes = {s.name: n for s, n in policy.decide(view, keep).notes.items()}
+    later = changed(
+        view,
+        statistics={
+            **view.statistics,
+            "signed_until": torch.full_like(notes["signed_until"], 58.0),
+        },
+    )
+    again = {s.name: n for s, n in policy.decide(later, keep).notes.items()}
+
+    assert notes["signed_until"].flatten().tolist() == [0, 0, 56, 56]
+    assert again["signed_until"].flatten().tolist() == [58] * 4
 
 
 # ---- OpenVINO's --------------------------------------------------------------------------------
@@ -365,6 +377,23 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
         ("kvcrush:cap=99,every=9,representatives=outside", UnknownName, "inside"),
         ("kvcrush:cap=14,every=8", ConfigError, "needs 7; raise cap or share"),
         ("kvcrush:cap=99,every=9,share=0.01", ConfigError, "needs 199; raise cap or share"),
+        ("kvcrush:cap=99,every=9,share=1e-12", ConfigError, "needs 1000000000000; raise cap or sh"),
+        (
+            "kvcrush:cap=99,every=9,base=(h2o:recent=999999999999)",
+            ConfigError,
+            "raise cap or share",
+        ),
+        ("kvcrush:cap=99,share=0,every=9,base=(h2o:recent=90)", ConfigError, "raise cap or lower"),
+        ("value_norm:cap=99,every=9,base=kvcrush", ConfigError, "put value_norm inside"),
+        (
+            "kvcrush:cap=99,base=(h2o:cap=9,every=3)",
+            ConfigError,
+            "cap, every of .* behind the",
+        ),
+        ("kvcrush:cap=99,every=9,anchors=65", ConfigError, "from 1 to 64 anchors, got 65"),
+        ("kvcrush:cap=99,every=9,anchor=farthest", ConfigError, "anchors=2 or more"),
+        ("kmeans:cap=99,every=9,rounds=1001", ConfigError, "rounds from 1 to 1000"),
+        ("kmeans:cap=99,every=9,on=values", UnknownName, "signatures"),
         (
             "kvcrush_openvino:cap=2,when=prefill_end,granularity=page,blocks=1,base=(h2o:sinks=9)",
             ConfigError,
