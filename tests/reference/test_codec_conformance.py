@@ -17,10 +17,12 @@ import torch
 from engines import greedy, load
 from exact_products import use_exact_products
 from quire.codecs.registry import registered as registered_codecs
+from quire.engine.calibration import measure, read_vectors
 from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import UnsoundCombination
 from quire.kv.config import KVConfig
+from quire.kv.measured import write_constants
 from quire.kv.step import StepAttention
 from quire.kv.stores.registry import STORES
 from quire.kv.swap import append_tail, can_split, swap_out
@@ -28,11 +30,13 @@ from quire.policies.eviction import GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered
 from quire.spec.codec_names import CODECS
 from quire.spec.eviction import PREFILL_AND_DECODE
+from quire.spec.kv_format import read_format
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from reference.test_eviction_matrix import Case
 
-LOSSY = [name for name, codec in CODECS.items() if not (codec.is_plain or codec.constants)]
+LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
+MODELS = ("qwen3", "gemma2")
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 STORE_TOKENS = 96
 CAP = 44  # leaves room for all that any rule protects, pages of 4 tokens included
@@ -58,12 +62,32 @@ def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
 
 def model_for(store: str) -> str:
     """One with windows, where lanes can go round."""
-    return "gemma2" if store == "ring" else "qwen3"
+    return MODELS[store == "ring"]
 
 
 @cache
 def loaded(name: str):
     return load(name)
+
+
+_folders: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured(tmp_path_factory):
+    """What codecs with constants need, for both models."""
+    for model in MODELS:
+        vectors = read_vectors(loaded(model).decoder, [2 + i * i % 61 for i in range(300)])
+        folder = tmp_path_factory.mktemp(model)
+        for form in (read_format(name) for name in LOSSY if CODECS[name].constants):
+            write_constants(folder, form, measure(vectors, form), {})
+        _folders[model] = str(folder)
+
+
+def constants_of(codec: str, store: str = "paged") -> str:
+    """Where they are; nothing for codecs that need none."""
+    known = CODECS.get(codec.partition("+")[0])
+    return _folders[model_for(store)] if known is not None and known.constants else ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,6 +100,7 @@ def _exact_products():
 def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
     kv = {
         "codec": codec,
+        "constants": constants_of(codec, store),
         "evict": rule,
         "evict_allow": "",
         "prefix_cache": False,
@@ -89,10 +114,11 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
 @cache
 def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
     """Ring or not: in pages one by one, with the same model."""
+    store = "ring" if ring else "paged"
     kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
-    model = model_for("ring" if ring else "paged")
-    return run(jobs, model=model, kv=kv, max_running=1)
+    kv |= {"constants": constants_of(codec, store)}
+    return run(jobs, model=model_for(store), kv=kv, max_running=1)
 
 
 # ---- allowed or refused --------------------------------------------------------------------------
@@ -107,6 +133,7 @@ def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
             memory="8MiB",
             page_tokens=4,
             codec=codec,
+            constants=constants_of(codec, store),
             store=store,
             store_tokens=STORE_TOKENS,
             evict=rule_of(policy, granularity),
