@@ -228,7 +228,7 @@ def test_the_ledger_names_the_codecs():
         ),
         ("int8/float16", ConfigError, "the model computes in float32, .* --dtype float16"),
         ("kivi4", ConfigError, "groups of 32 do not divide head_dim 16"),
-        ("int8_channel", UnsoundCombination, "needs constants that are measured .* use int8"),
+        ("int8_channel", ConfigError, "needs constants that are measured .* or use int8"),
         ("int4+sink=3", UnknownName, "unknown option of a KV codec 'sink': did you mean sinks"),
         ("int4+residual=few", ConfigError, "residual needs a whole number from 0 .*, got 'few'"),
         ("none+sinks=4", ConfigError, "stores plain numbers, beside which none need be kept"),

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from quire.cli.batch import batch
 from quire.cli.bench import bench_app
+from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
@@ -63,7 +64,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (generate, chat, batch, serve, plan, profile, simulate, demo, doctor, policies, codecs)
+_COMMANDS = (
+    *(generate, chat, batch, serve, plan, profile, calibrate, simulate, demo, doctor),
+    *(policies, codecs),
+)
 for _command in _COMMANDS:
     app.command(help=reflowed(_command.__doc__ or ""))(_command)
 app.add_typer(eval_app, name="eval")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import ConfigError
@@ -17,6 +17,8 @@ from quire.spec.codecs import CodecSpec
 
 Planes = Sequence[Shaped[Tensor, "*batch record width"]]
 """One tensor for each of `CodecSpec.planes`; `record` is the token, or one for a whole page."""
+
+PER_HEAD_DIMS = 3  # of constants that each head of a layer has for itself, [head, 1, number]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "uint8": torch.uint8,
@@ -56,6 +58,18 @@ class Codec(ABC):
         """What this codec lacks on a device; None where it runs."""
         del device
         return None
+
+    def of_heads(self, heads: Int[Tensor, "*place head"]) -> "Codec":
+        """This codec for vectors of some heads, each with its own constants.
+
+        Args:
+            heads: which head of the layer stands where a batch of vectors [*place, head, token, _]
+                has one.
+        """
+        if not self.constants:
+            return self
+        chosen = {n: c[heads] if c.dim() == PER_HEAD_DIMS else c for n, c in self.constants.items()}
+        return replace(self, constants=chosen)
 
     @abstractmethod
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class KVQuant(Codec):
     def encode(self, vectors: Float[Tensor, "*batch token head_dim"]) -> tuple[Tensor, ...]:
         numbers = finite(vectors)
         places, book = self._places(numbers), self.constant("codebook")
-        codes = torch.bucketize(places.nan_to_num(nan=0.0), (book[1:] + book[:-1]) / 2)
+        codes = torch.bucketize(places.nan_to_num(nan=0.0).contiguous(), (book[1:] + book[:-1]) / 2)
         index = largest(places, self)  # a NaN is larger than any number
         packed = pack(codes.to(torch.uint8), self.spec.code_bits)
         return packed, *taken(numbers, index, self)
@@ -54,7 +54,7 @@ class KVQuant(Codec):
         middle, half = (low + high) / 2, (high - low) / 2
         places = ((numbers - middle) / half.masked_fill(half == 0, 1.0)).clamp(-1, 1).flatten()
         step = max(1, len(places) // MOST_SAMPLES)
-        book = _k_means(places[::step], 1 << self.spec.code_bits)
+        book = _k_means(places[::step].contiguous(), 1 << self.spec.code_bits)
         return {"low": low, "high": high, "codebook": book}
 
     def _ranges(self) -> tuple[Tensor, Tensor]:

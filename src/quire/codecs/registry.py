@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from quire import codecs
 from quire.codecs.base import Codec
+from quire.codecs.equalised import equalised
 from quire.errors import ConfigError
 from quire.spec.codec_names import CODECS
 from quire.spec.codecs import CodecSpec
@@ -52,4 +53,4 @@ def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
     Raises:
         ConfigError: head_dim does not suit the codec.
     """
-    return registered()[spec.rule](spec, head_dim)
+    return equalised(registered()[spec.rule](spec, head_dim))

@@ -1,24 +1,51 @@
 """Which codec an engine stores KV in, and whether it can."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.kv.measured import MeasuredConstants, read_constants, sides_of
 from quire.kv.store import plain_codec
 from quire.models.loader import LoadedModel
 from quire.spec.codec_refusals import stored_codec
 from quire.spec.kv_format import read_format
 
 
-def codec_of(text: str, model: LoadedModel) -> str:
-    """The codec as it is counted and remembered: nothing left to a default.
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How numbers are stored.
+
+    Attributes:
+        codec: as it is counted: nothing left to a default.
+        measured: what was measured of the model for it; None where it needs nothing.
+    """
+
+    codec: str
+    measured: MeasuredConstants | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What codes depend on besides numbers: equal ones give equal codes."""
+        return self.codec if self.measured is None else f"{self.codec} {self.measured.digest}"
+
+
+def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
+    """The codec as it is counted and remembered.
 
     Raises:
-        ConfigError: it is not known, or cannot store vectors of this model on this device.
+        ConfigError: it is not known, cannot store vectors of this model on this device, or needs
+            constants that nobody has measured.
     """
     decoder, head_dim = model.decoder, model.spec.head_dim
-    written = stored_codec(text, plain_codec(decoder.dtype))
+    written = stored_codec(config.codec, plain_codec(decoder.dtype))
     form = read_format(written)
     for codec in (form.key, form.value):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:
-            raise ConfigError(f"KV codec {text!r} cannot run here: {why_not}; use int8")
-    return written
+            raise ConfigError(f"KV codec {config.codec!r} cannot run here: {why_not}; use int8")
+    if not sides_of(form):
+        return StoredAs(written)
+    folder = Path(config.constants).expanduser() if config.constants else model.folder
+    return StoredAs(written, read_constants(folder, form, model.spec))

@@ -57,7 +57,7 @@ def make_scheduler(
     residency = Residency(
         memory,
         prefix,
-        identities=PrefixIdentities((model.name, pool.codec, str(kv.page_tokens))),
+        identities=PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens))),
         events=events,
     )
     parts = make_parts(schedule, residency, _swapper(pool, schedule, model))

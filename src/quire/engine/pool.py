@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from quire.engine.activation import measure_activation_peak
-from quire.engine.codec import codec_of
+from quire.engine.codec import StoredAs, codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.schedule_config import ScheduleConfig
@@ -48,7 +48,7 @@ class KVPool:
         kv: bookkeeping, bytes and backend.
         rules: which tokens may leave.
         eviction: the default rule, for the longest prompt there is.
-        codec: how numbers are stored.
+        stored_as: how numbers are stored.
         reason: why this backend.
         store: who gives lanes their pages.
         host: where preempted sequences wait; None where they are read again.
@@ -57,10 +57,15 @@ class KVPool:
     kv: PagedKV
     rules: EvictionRules
     eviction: Eviction
-    codec: str
+    stored_as: StoredAs
     reason: str
     store: str
     host: HostPool | None = None
+
+    @property
+    def codec(self) -> str:
+        """How numbers are stored, as it is written."""
+        return self.stored_as.codec
 
     @property
     def explanation(self) -> str:
@@ -103,7 +108,8 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
-    codec = codec_of(config.codec, model)
+    stored_as = codec_of(config, model)
+    codec = stored_as.codec
     rules = EvictionRules(
         config.evict,
         config.evict_allow,
@@ -142,9 +148,9 @@ def build_pool(
     else:
         _check_member(config, member)
         memory, store = member.make_memory(layout, schedule.max_running, decoder.device)
-    kv = PagedKV(memory, store, choice.backend)
+    kv = PagedKV(memory, store, choice.backend, stored_as.measured)
     host = _host_pool(store, layout, host_bytes) if host_bytes else None
-    return KVPool(kv, rules, longest, codec, choice.reason, config.store, host)
+    return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host)
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:

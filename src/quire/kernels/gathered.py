@@ -231,7 +231,7 @@ class GatheredAttention:
         """Keys and values [entries, heads, slots, head_dim] of table columns [entries, columns]."""
         numbers = page_numbers(pages, rows, lanes, columns)
         if pages.coded is not None:
-            return self._decode_pages(pages.coded, numbers, pages.page_tokens, dtype)
+            return self._decode_pages(pages, pages.coded, numbers, lanes, dtype)
         planes = (pages.key, pages.value)
         counts = [numbers.numel() * plane[0].numel() for plane in planes]
         key_bytes, value_bytes = (
@@ -246,14 +246,19 @@ class GatheredAttention:
         return key, value
 
     def _decode_pages(
-        self, coded: CodedPages, numbers: Tensor, page_tokens: int, dtype: torch.dtype
+        self,
+        pages: LayerPages,
+        coded: CodedPages,
+        numbers: Tensor,
+        lanes: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         heads, head_dim = coded.key.planes[0].shape[1], coded.key.codec.head_dim
-        slots = numbers.numel() * page_tokens
+        slots = numbers.numel() * pages.page_tokens
         side_bytes = slots * heads * head_dim * dtype.itemsize
         scratch = self._scratch_of(2 * side_bytes)
         key, value = (
-            decode_pages(side, numbers, scratch[start : start + side_bytes].view(dtype))
+            decode_pages(side, numbers, scratch[start : start + side_bytes].view(dtype), lanes)
             for side, start in ((coded.key, 0), (coded.value, side_bytes))
         )
         held_bytes = slots * decoded_slot_bytes(heads, head_dim)

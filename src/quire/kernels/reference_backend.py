@@ -98,7 +98,8 @@ def _attend_lane(
         key, value = (x[numbers.long(), :, offsets] for x in (pages.key, pages.value))
     else:
         sides = (pages.coded.key, pages.coded.value)
-        key, value = (decode_slots(side, numbers.long(), offsets) for side in sides)
+        of_lane = torch.tensor(lane, device=query.device)
+        key, value = (decode_slots(side, numbers.long(), offsets, of_lane) for side in sides)
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
     own = slot[len(slot) - len(query) :]

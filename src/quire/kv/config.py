@@ -45,6 +45,11 @@ class KVConfig:
         "kivi4+sinks=4+residual=128; none: as the model computes",
         flag="kv-codec",
     )
+    constants: str = option(
+        "",
+        help="folder in which quire calibrate has put what some codecs need; not said: the model's",
+        flag="kv-constants",
+    )
     evict: str = option(
         "full",
         help="which tokens stay where a request says nothing else, such as "

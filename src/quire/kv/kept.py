@@ -4,6 +4,7 @@ In each layer: pages that fill up are encoded, from the step's tokens and from t
 then attention; and only then the step's tokens take the places of the ones that were kept.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ from quire.kernels.coded import CodedPlanes, write_codes
 from quire.kernels.kept import KeptPages
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.store import PageViews
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.spec.kept_tokens import KeptTokens
 
@@ -40,6 +42,24 @@ class KeptPlace:
     device_table: DeviceTable
     coded: PageViews
     coded_table: LaneTable
+
+
+def kept_places(
+    memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
+) -> dict[str, KeptPlace]:
+    """Where tokens of each lane group are kept, by its name."""
+    return {
+        group.kept.of: KeptPlace(
+            tokens=group.kept,
+            views=store.views(group.page_class),
+            table=memory.tables[group.name],
+            device_table=tables[group.name],
+            coded=store.views(memory.tables[group.kept.of].group.page_class),
+            coded_table=memory.tables[group.kept.of],
+        )
+        for group in memory.layout.groups
+        if group.kept is not None
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 is made at a time, so that a large model can be looked at in parts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
-from quire.kernels.coded import CodedPlanes, decode_slots
+from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.kept import attended_as_made, record_of
 from quire.kv.kept import KeptPlace
 from quire.kv.statistics.places import StatisticPages
@@ -107,17 +107,15 @@ class LaneReader:
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         """Keys as stored, decoded, float32; zeros where no slot is."""
         views = self._views
-        coded = None if views.coded is None else views.coded.key
         kept = None if self._kept is None else self._kept.views.key
-        return self._gather(views.key, coded, kept)
+        return self._gather(views.key, lambda coded: coded.key, kept)
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, likewise."""
         views = self._views
         assert views.value is not None, "lanes that attend have a value plane"
-        coded = None if views.coded is None else views.coded.value
         kept = None if self._kept is None else self._kept.views.value
-        return self._gather(views.value, coded, kept)
+        return self._gather(views.value, lambda coded: coded.value, kept)
 
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
         """A mask over the view as [lanes of the table, slots], slots as they lie.
@@ -201,19 +199,35 @@ class LaneReader:
     def _kept(self) -> KeptPlace | None:
         return self._kv.kept.get(self._group.name)
 
-    def _gather(self, plane: Tensor, coded: CodedPlanes | None, kept: Tensor | None) -> Tensor:
+    def _gather(
+        self, plane: Tensor, side: Callable[[CodedPages], CodedPlanes], kept: Tensor | None
+    ) -> Tensor:
         """Float32 [KV heads, slots, width] of a plane's live slots in the order of positions."""
         column, offset = np.divmod(self._order.slot, plane.shape[2])
         numbers = np.take_along_axis(self._pages(self._table.pages), column, axis=1)
         place = self._tensor(numbers), self._tensor(offset)
-        if coded is None:
+        if self._views.coded is None:
             found = plane[place[0], :, place[1]].float()
         else:
-            found = decode_slots(coded, *place)
+            found = self._decoded(side, *place)
         if kept is not None:
             self._put_kept(found, kept)
         found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
         return found.transpose(1, 2).flatten(0, 1)
+
+    def _decoded(
+        self, side: Callable[[CodedPages], CodedPlanes], pages: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Slots [lane, slot] as vectors, layer by layer: each may have constants of its own."""
+        per_layer = self._group.lanes_per_layer
+        lanes = torch.arange(per_layer, device=pages.device)[:, None]
+        found = []
+        for index, layer in enumerate(self.layers):
+            coded = self._kv.coded.of(self._group.page_class, layer)
+            assert coded is not None, "asked where pages hold codes"
+            part = slice(index * per_layer, (index + 1) * per_layer)
+            found.append(decode_slots(side(coded), pages[part], offsets[part], lanes))
+        return torch.cat(found)
 
     def _put_kept(self, found: Tensor, kept: Tensor) -> None:
         """Tokens as the model made them, where the newest one attends to them so."""

@@ -19,14 +19,15 @@ from quire.kernels.backend import (
     NewSlots,
 )
 from quire.kernels.coded import decoded_slot_bytes
+from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.kept import KeptPlace, KeptStep
+from quire.kv.kept import KeptStep, kept_places
+from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
-from quire.spec.kept_tokens import KeptTokens
 from quire.spec.pages import LaneGroup
 
 
@@ -42,10 +43,18 @@ class PagedKV:
         memory: bookkeeping, whose store is `store`.
         store: the bytes.
         backend: computes attention.
+        measured: constants of codecs that need some.
     """
 
-    def __init__(self, memory: KVMemory, store: PageStore, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        store: PageStore,
+        backend: AttentionBackend,
+        measured: MeasuredConstants | None = None,
+    ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
+        self.coded = CodedLayers(store, measured)
         store.mover = backend.move
         self.scale = 1.0  # on products of queries and keys, as the last layer that attended said
         self.tables = {
@@ -58,11 +67,7 @@ class PagedKV:
             for index, layer in enumerate(group.layers)
         }
         self.statistics = self._statistics()
-        self.kept = {
-            group.kept.of: self._kept_place(group, group.kept)
-            for group in memory.layout.groups
-            if group.kept is not None
-        }
+        self.kept = kept_places(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
@@ -93,17 +98,6 @@ class PagedKV:
                 places.setdefault(of.name, []).append(place)
         return places
 
-    def _kept_place(self, group: LaneGroup, tokens: KeptTokens) -> KeptPlace:
-        of = self.memory.tables[tokens.of]
-        return KeptPlace(
-            tokens=tokens,
-            views=self.store.views(group.page_class),
-            table=self.memory.tables[group.name],
-            device_table=self.tables[group.name],
-            coded=self.store.views(of.group.page_class),
-            coded_table=of,
-        )
-
     def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
         """The shape of a step; the last one again when nothing changed."""
         if self._batch is None or not self._batch.is_for(rows, tokens):
@@ -126,9 +120,9 @@ class PagedKV:
                     first_lane=index * group.lanes_per_layer,
                     num_lanes=group.lanes_per_layer,
                     positions=views.positions,
-                    coded=views.coded,
+                    coded=self.coded.of(group.page_class, layer),
                 )
-                for index in range(len(group.layers))
+                for index, layer in enumerate(group.layers)
             )
             self._layer_pages[group.name] = made
         return made
@@ -236,13 +230,13 @@ class StepAttention:
         slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
         layers = self._kv.layer_pages(group, self._batch.row_index)
         pages, offsets = self._new_slots(group, slots)
-        places = zip(pages.unbind(), offsets.unbind(), strict=True)
+        places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
             plans=self._plans(group, slots),
             pages=layers,
             new_slots=tuple(
-                NewSlots(layers[0].key, layers[0].value, *place, coded=layers[0].coded)
-                for place in places
+                NewSlots(layer.key, layer.value, page, offset, coded=layer.coded)
+                for layer, page, offset in places
             ),
             positions=self._kv.store.views(group.page_class).positions,
             watch=watch_group(

@@ -51,6 +51,7 @@ class LoadedModel:
         spec: its shape.
         name: for people: the folder's name or the hub's.
         weight_bytes: memory of parameters and buffers, on the decoder's device.
+        folder: where its files are; None where it was made in memory.
     """
 
     decoder: Decoder
@@ -59,6 +60,7 @@ class LoadedModel:
     spec: ModelSpec
     name: str
     weight_bytes: int
+    folder: Path | None = None
 
 
 def load_model(
@@ -109,6 +111,7 @@ def load_model(
         spec=decoder.spec,
         name=name,
         weight_bytes=weight_bytes(model),
+        folder=folder,
     )
 
 

@@ -30,7 +30,7 @@ def _grouped(rule: str, bits: int, summary: str) -> CodecSpec:
         code_bits=bits,
         scaled=GROUP,
         has_zeros=True,
-        options=("group",),
+        options=("group", "equalise"),
     )
 
 
@@ -68,6 +68,7 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
                 code_bits=8,
                 codes="int8",
                 scaled=VECTOR,
+                options=("equalise",),
             ),
             CodecSpec(
                 name="fp8",
@@ -90,7 +91,7 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
             replace(
                 _grouped("int4_outliers", 4, "int4, the largest numbers of a vector as they are."),
                 percent=1.0,
-                options=("group", "percent"),
+                options=("group", "percent", "equalise"),
             ),
             _grouped("int4_hadamard", 4, "int4 of the rotated vector, its length kept."),
             _grouped("int3_hadamard", 3, "int3 of the rotated vector, its length kept."),
@@ -102,6 +103,11 @@ CODECS: Mapping[str, CodecSpec] = MappingProxyType(
     }
 )
 """All codecs by name, with their default options."""
+
+OPTIONS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(
+    {"group": (int, 1, 1 << 16), "percent": (float, 0.0, 50.0), "equalise": (int, 1, 1)}
+)
+"""What can be written behind a name: type, least and largest value, of which none is 0."""
 
 PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"kivi4": ("int4_page", "int4:group=32"), "kivi2": ("int2_page", "int2:group=32")}
@@ -129,7 +135,8 @@ def codec_spec(text: str) -> CodecSpec:
             raise UnknownName(f"option of codec {name!r}", option, found.options or ("no option",))
         values[option] = _number(text, option, value)
     written = ",".join(f"{option}={value:g}" for option, value in values.items())
-    return replace(found, name=f"{name}:{written}", **values)  # type: ignore[arg-type]
+    constants = (*found.constants, *(("equal",) if values.get("equalise") else ()))
+    return replace(found, name=f"{name}:{written}", constants=constants, **values)  # type: ignore[arg-type]
 
 
 def codec_pair(text: str) -> tuple[CodecSpec, CodecSpec]:
@@ -152,13 +159,13 @@ def codec_pair(text: str) -> tuple[CodecSpec, CodecSpec]:
 
 
 def _number(text: str, option: str, value: str) -> int | float:
+    kind, low, high = OPTIONS[option]
     try:
-        number = int(value) if option == "group" else float(value)
+        number = kind(value)
     except ValueError:
         raise ConfigError(
             f"option {option} of codec {text!r} needs a number, got {value}"
         ) from None
-    low, high = (1, 1 << 16) if option == "group" else (0.0, 50.0)
     if not low <= number <= high or not number:
         raise ConfigError(
             f"option {option} of codec {text!r}: expected above 0 and at most {high:g}, got {value}"

@@ -46,13 +46,6 @@ class Excluded:
 _OF_PAGES = "codecs of whole pages (`int4_page`, `int2_page`, `kivi4`, `kivi2`)"
 EXCLUDED: tuple[Excluded, ...] = (
     Excluded(
-        codecs="codecs with measured constants (`int8_channel`, `kvquant4`, `kvquant3`)",
-        beside="everything",
-        meets=lambda asked: bool(asked.form.key.constants or asked.form.value.constants),
-        reason="it needs constants that are measured for each layer of a model, and there are none",
-        instead="int8 or int4_outliers, which need none",
-    ),
-    Excluded(
         codecs=_OF_PAGES,
         beside="eviction of tokens or chunks",
         meets=lambda asked: asked.form.per_page and asked.evicts and not asked.by_page,

@@ -58,6 +58,7 @@ class CodecSpec:
         has_zeros: whether the smallest of these numbers is stored beside the scale.
         group: numbers of a group; 0: the most up to 64 that divide head_dim.
         percent: of a vector's numbers are kept as they are, at least one; 0: none.
+        equalise: 1: channels are brought to like size by measured numbers before all else.
         constants: names of what is measured once for a model, and kept beside it.
         options: attributes that can be written behind the name.
     """
@@ -71,6 +72,7 @@ class CodecSpec:
     has_zeros: bool = False
     group: int = 0
     percent: float = 0.0
+    equalise: int = 0
     constants: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 

@@ -27,6 +27,7 @@ from quire.spec.codec_names import CODECS, codec_pair
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 4, 2, 3
+PAGE = 4
 CPU = torch.device("cpu")
 BY_TOKEN = [
     *(
@@ -179,6 +180,51 @@ def test_the_reference_reads_codes_too(codec):
     for count in (9, 1, 6):
         twins.step(dict.fromkeys(rows, count))
         twins.evict(rows[0])
+
+
+def lying_bytes(kv: PagedKV, name: str, row: int) -> dict[tuple[int, int], bytes]:
+    """All that a slot has, codes, scales and outliers, by its lane and position."""
+    table, found = kv.memory.tables[name], {}
+    views = kv.store.views(table.group.page_class)
+    for lane, held in enumerate(table.num_slots[row].tolist()):
+        for slot in range(held):
+            page, offset = int(table.pages[row, lane, slot // PAGE]), slot % PAGE
+            planes = [plane[page, :, offset] for plane in views.by_slot]
+            raw = b"".join(plane.contiguous().numpy().tobytes() for plane in planes)
+            found[lane, int(views.positions[page, offset])] = raw
+    return found
+
+
+@pytest.mark.parametrize("codec", BY_TOKEN)
+def test_codes_and_what_decodes_them_move_bit_for_bit(codec):
+    """Through evictions, which move slots into holes, forks and swaps."""
+    kv = make_kv(codec, GatheredAttention(CPU), PAGE)
+    row, draw = kv.memory.start(), torch.Generator().manual_seed(4)
+    rows, count = np.array([row]), np.array([23], dtype=np.int32)
+    kv.memory.grow(rows, count)
+    step = StepAttention(kv, rows, count)
+    for layer in range(NUM_LAYERS):
+        made = [torch.randn(23, h, HEAD_DIM, generator=draw) for h in (NUM_HEADS, 2, 2)]
+        step.attend(layer, MATH, *made)
+    written = {name: lying_bytes(kv, name, row) for name in ("full", "ragged")}
+
+    child = fork(kv.memory, row)
+    for name, before in written.items():
+        lanes = 1 if name == "full" else 2
+        keep = np.random.default_rng(5).random((lanes, 23)) < 0.6
+        plan = plan_compaction(kv.memory, name, row, keep)
+        assert len(plan.moves)
+        commit_compaction(kv.memory, plan)
+        after = lying_bytes(kv, name, row)
+        assert len(after) == keep.sum()
+        assert after.items() <= before.items()
+    left = {name: lying_bytes(kv, name, row) for name in written}
+    away = swap_out(kv.memory, [row, child])
+    kv.store.arena.fill_(0xFF)
+    row, child = swap_in(kv.memory, away)
+
+    assert {name: lying_bytes(kv, name, row) for name in written} == left
+    assert {name: lying_bytes(kv, name, child) for name in written} == written
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4_outliers"])

@@ -141,7 +141,6 @@ def test_all_layers_may_be_plain():
 @pytest.mark.parametrize(
     ("text", "asked", "reason"),
     [
-        ("kvquant3", {}, "constants that are measured"),
         ("int8/int4_page", {"evicts": True}, "share their scales"),
         ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "in a run"),
         ("int8+plain_layers=1", {"evicts": True}, "leave all layers' lanes together"),

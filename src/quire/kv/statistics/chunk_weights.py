@@ -88,4 +88,4 @@ def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tens
     numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
     if pages.coded is None:
         return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
-    return decode_head(pages.coded.key, numbers, head)[None, None, :slots]
+    return decode_head(pages.coded.key, numbers, head, lane)[None, None, :slots]

@@ -1,0 +1,107 @@
+"""`quire calibrate`: measure what some codecs need of a model, and keep it beside the model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.report import envelope
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.calibration import LayerVectors
+    from quire.models.loader import LoadedModel
+
+LONGEST_TOKEN_CHARACTERS = 16  # more of a text would not be read
+
+
+def calibrate(
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="Folder or name of the model.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a text like those it will read. Default: books in the package."
+        ),
+    ] = None,
+    kv_codec: Annotated[
+        str,
+        typer.Option(
+            help="Codecs as --kv-codec has them, one after another with semicolons; those that "
+            "need nothing measured are shown to compare with."
+        ),
+    ] = "int4; int4:equalise=1; int8_channel; kvquant4",
+    tokens: Annotated[int, typer.Option(min=64, help="Of the text that are read.")] = 4096,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write to. Default: the model's.")
+    ] = None,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the constants that some codecs need of a model, once, and store them beside it.
+
+    Scales and ranges of channels and codebooks come from three quarters of the text; shown is what
+    each codec does to the other quarter: to products of queries and keys, and to values.
+    """
+    from quire.engine.calibration import read_vectors
+    from quire.models.loader import load_model
+    from quire.spec.kv_format import fill_plain, read_format
+
+    use_threads(threads)
+    texts = [part.strip() for part in kv_codec.split(";") if part.strip()]
+    for part in texts:  # before a model is read
+        read_format(fill_plain(part, "float32"))
+    loaded = load_model(model)
+    folder = output or loaded.folder
+    vectors = read_vectors(loaded.decoder, _token_ids(loaded, text, tokens))
+    arms = {part: _one(part, loaded, vectors, folder) for part in texts}
+    if as_json:
+        claims = {
+            f"{name}_{what}": found[what]
+            for name, found in arms.items()
+            for what in ("product_error", "value_error")
+        }
+        config = {
+            "model": model,
+            "text": str(text or "packaged"),
+            "tokens": tokens,
+            "output": str(folder),
+        }
+        typer.echo(json.dumps(envelope("calibrate", claims, arms, config)))
+
+
+def _one(
+    text: str, loaded: "LoadedModel", vectors: "list[LayerVectors]", folder: Path | None
+) -> dict[str, float]:
+    """Measure, store and show one codec; its errors over all layers."""
+    from quire.engine.calibration import errors_of, measure
+    from quire.kv.measured import write_constants
+    from quire.spec.kv_format import fill_plain, read_format
+
+    form = read_format(fill_plain(text, "float32"))
+    measured = measure(vectors, form)
+    errors = errors_of(vectors, form, measured)
+    product = sum(error.product for error in errors) / len(errors)
+    value = sum(error.value for error in errors) / len(errors)
+    typer.echo(f"{text}: error of products {product:.4f}, of values {value:.4f}")
+    if measured.layers and folder is not None:
+        notes = {"model": loaded.name, "tokens": str(vectors[0].key.shape[1])}
+        for path in write_constants(folder, form, measured, notes):
+            typer.echo(f"written: {path}")
+    return {"product_error": product, "value_error": value}
+
+
+def _token_ids(loaded: "LoadedModel", text: Path | None, tokens: int) -> list[int]:
+    from quire.evals.haystack import book_text
+
+    if loaded.tokenizer is None:
+        raise ConfigError(f"{loaded.name} has no tokenizer, which a text needs")
+    try:
+        written = book_text() if text is None else text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {text} cannot be read: {error}") from error
+    some = written[: tokens * LONGEST_TOKEN_CHARACTERS]
+    ids: list[int] = loaded.tokenizer.encode(some, add_special_tokens=False, verbose=False)
+    return ids[:tokens]

@@ -1,0 +1,316 @@
+"""Every codec x rule x granularity x store, from the registries: allowed or refused, undisturbed.
+
+A new codec, rule or store is in here by being there. Beside `undisturbed` (a request alone in pages
+one by one) stands a run in chunks, with companions, in some store, whose requests are swapped out
+or read again behind evictions: the same tokens stay, and logits are within 1e-4.
+
+Products are exact (tests/exact_products.py), so that what should be equal is.
+"""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from engines import greedy, load
+from exact_products import use_exact_products
+from quire.codecs.registry import registered as registered_codecs
+from quire.engine.calibration import measure, read_vectors
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.kv.measured import write_constants
+from quire.kv.step import StepAttention
+from quire.kv.stores.registry import STORES
+from quire.kv.swap import append_tail, can_split, swap_out
+from quire.policies.eviction import GRANULARITIES, PAGE, TOKEN, make_eviction
+from quire.policies.registry import registered
+from quire.spec.codec_names import CODECS
+from quire.spec.eviction import PREFILL_AND_DECODE
+from quire.spec.kv_format import read_format
+from reference.test_eviction import largest_difference
+from reference.test_eviction_engine import Run, run
+from reference.test_eviction_matrix import Case
+
+LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
+MODELS = ("qwen3", "gemma2")
+PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
+STORE_TOKENS = 96
+CAP = 44  # leaves room for all that any rule protects, pages of 4 tokens included
+
+
+def rule_of(policy: str, granularity: str) -> str | None:
+    """A rule with small numbers; None where this rule does not leave by such pieces."""
+    case = Case(policy, granularity, PREFILL_AND_DECODE)
+    return case.with_cap(CAP) if case.is_sound else None
+
+
+SOUND = [(p, g) for p, g in product(registered(), GRANULARITIES) if rule_of(p, g)]
+RENUMBERS = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.renumbers}
+
+
+def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
+    """What is true of codecs, said here once more."""
+    if policy in RENUMBERS:  # keys would be turned at every look
+        return False
+    # tokens that share scales leave together, by an edit of the table
+    return not CODECS[codec].per_page or (granularity == PAGE and store == "paged")
+
+
+def model_for(store: str) -> str:
+    """One with windows, where lanes can go round."""
+    return MODELS[store == "ring"]
+
+
+@cache
+def loaded(name: str):
+    return load(name)
+
+
+_folders: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured(tmp_path_factory):
+    """What codecs with constants need, for both models."""
+    for model in MODELS:
+        vectors = read_vectors(loaded(model).decoder, [2 + i * i % 61 for i in range(300)])
+        folder = tmp_path_factory.mktemp(model)
+        for form in (read_format(name) for name in LOSSY if CODECS[name].constants):
+            write_constants(folder, form, measure(vectors, form), {})
+        _folders[model] = str(folder)
+
+
+def constants_of(codec: str, store: str = "paged") -> str:
+    """Where they are; nothing for codecs that need none."""
+    known = CODECS.get(codec.partition("+")[0])
+    return _folders[model_for(store)] if known is not None and known.constants else ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_products():
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact_products(patch)
+        yield
+
+
+def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
+    kv = {
+        "codec": codec,
+        "constants": constants_of(codec, store),
+        "evict": rule,
+        "evict_allow": "",
+        "prefix_cache": False,
+        "store": store,
+        "store_tokens": STORE_TOKENS,
+    }
+    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
+    return run(jobs, model=model_for(store), kv=kv, **options)
+
+
+@cache
+def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
+    """Ring or not: in pages one by one, with the same model."""
+    store = "ring" if ring else "paged"
+    kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
+    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
+    kv |= {"constants": constants_of(codec, store)}
+    return run(jobs, model=model_for(store), kv=kv, max_running=1)
+
+
+# ---- allowed or refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
+    """Refused at the start, with the reason and what to use."""
+    found = Counter()
+    for (policy, granularity), store in product(SOUND, STORES):
+        config = KVConfig(
+            memory="8MiB",
+            page_tokens=4,
+            codec=codec,
+            constants=constants_of(codec, store),
+            store=store,
+            store_tokens=STORE_TOKENS,
+            evict=rule_of(policy, granularity),
+            evict_allow="",
+        )
+        wanted = goes(codec, policy, granularity, store)
+        found[wanted] += 1
+        if wanted:
+            Engine(loaded(model_for(store)), config, ScheduleConfig(max_running=4))
+            continue
+        with pytest.raises(UnsoundCombination, match="; use "):
+            Engine(loaded(model_for(store)), config, ScheduleConfig(max_running=4))
+    assert found[True]
+    assert found[False]
+
+
+def cells() -> list:
+    """Each codec with each rule it goes with; a few of them in the normal suite."""
+    found = []
+    for number, (codec, (policy, granularity)) in enumerate(product(LOSSY, SOUND)):
+        if goes(codec, policy, granularity, "paged"):
+            marks = [] if number % 127 == 0 else [pytest.mark.slow]
+            name = f"{codec}-{policy}-{granularity}"
+            found.append(pytest.param(codec, policy, granularity, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("codec", "policy", "granularity"), cells())
+def test_no_disturbance_changes_an_answer_whatever_the_store(codec, policy, granularity):
+    """In pages one by one, and in another store: over all cells each codec and rule is in each."""
+    rule, others = rule_of(policy, granularity), [store for store in STORES if store != "paged"]
+    turn = LOSSY.index(codec) + SOUND.index((policy, granularity))
+    for number, store in enumerate(("paged", others[turn % len(others)]), start=turn):
+        if not goes(codec, policy, granularity, store):
+            continue
+        preempt = ("swap", "recompute")[number % 2]
+        host = "4MiB" if preempt == "swap" else 0
+        options = {"chunk_tokens": 7, "step_tokens": 20, "preempt": preempt, "preempts": 1}
+
+        other = answer(codec, rule, store, host=host, **options)
+
+        expected = undisturbed(codec, rule, ring=store == "ring")
+        assert other.traces() == expected.traces()
+        assert largest_difference(other.logits, expected.logits) <= 1e-4
+        evicted = any(usage.evicted_tokens for usage in expected.usages.values())
+        assert evicted == any(usage.preemptions for usage in other.usages.values())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4_outliers", "int4+residual=6", "int4_page"])
+def test_a_head_that_is_read_again_goes_before_a_tail_of_codes(codec):
+    """The first 16 of about 60 tokens are read again; codes behind them come back as they were.
+
+    Not where tokens are kept as they were made: those at the head's end are gone.
+    """
+    prompt, kv = PROMPTS["b"], {"codec": codec, "evict_allow": "", "prefix_cache": False}
+    expected = run({"r": (prompt, "full")}, model="qwen3", kv=kv)
+    splits = []
+
+    def split(engine: Engine) -> None:
+        memory = engine.pool.kv.memory
+        for request in engine.scheduler.running:
+            length = int(memory.lengths[request.row])
+            if request.num_uncomputed > 1 or not can_split(memory, request.row, 16):
+                continue
+            swapped = swap_out(memory, [request.row], keep_from=16)
+            engine.pool.kv.store.arena.fill_(0xFF)
+            request.row, request.num_computed = memory.start(), 0
+            engine.step()
+            append_tail(memory, request.row, swapped)
+            request.num_computed = length
+            splits.append(length)
+
+    other = run({"r": (prompt, "full")}, model="qwen3", kv=kv, chunk_tokens=16, before_step=split)
+
+    assert len(splits) == (0 if "residual" in codec or "_page" in codec else 13)
+    assert largest_difference(other.logits, expected.logits) <= 1e-4
+
+
+# ---- each token is encoded once ------------------------------------------------------------------
+
+
+class Encoders:
+    """Counts the vectors that codecs encode, and where they came from.
+
+    Args:
+        patch: undone at the end of the test.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.vectors = 0
+        self.decoded: set[int] = set()
+        self.made: list[torch.Tensor] = []
+        for cls in set(registered_codecs().values()):
+            patch.setattr(cls, "encode", self._counted(cls.encode))
+        attend = StepAttention.attend
+
+        def attending(step, layer, math, query, key, value, rotary=None):
+            self.made += [key.detach().clone(), value.detach().clone()]
+            return attend(step, layer, math, query, key, value, rotary)
+
+        patch.setattr(StepAttention, "attend", attending)
+
+    def _counted(self, encode):
+        def counted(codec, vectors):
+            self.vectors += vectors[..., 0].numel()
+            self._must_be_made(vectors)
+            return encode(codec, vectors)
+
+        return counted
+
+    def _must_be_made(self, vectors: torch.Tensor) -> None:
+        """Every vector is one that the model has made, to the bit."""
+        known = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.made])
+        flat = vectors.reshape(-1, vectors.shape[-1])
+        assert (flat[:, None] == known).all(dim=-1).any(dim=-1).all()
+
+
+ONCE = [*(name for name in LOSSY if not CODECS[name].per_page), "int4+sinks=2+residual=6"]
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize("codec", ONCE)
+def test_a_token_is_encoded_once_from_what_the_model_made(codec, preempt, monkeypatch):
+    """Key and value of two heads in two layers, for each token that is read: no other ever."""
+    seen = Encoders(monkeypatch)
+    host = "4MiB" if preempt == "swap" else 0
+
+    done = answer(codec, rule_of("h2o", TOKEN), host=host, preempt=preempt, preempts=2)
+
+    assert all(usage.preemptions == 2 for usage in done.usages.values())
+    assert seen.vectors == 2 * 2 * 2 * done.engine.stats().num_processed_tokens
+    read_once = sum(len(prompt) + 13 for prompt in PROMPTS.values())
+    assert (done.engine.stats().num_processed_tokens > read_once) == (preempt == "recompute")
+
+
+@pytest.mark.parametrize("codec", [name for name in LOSSY if CODECS[name].per_page])
+def test_a_page_is_encoded_once_when_its_last_token_is_there(codec, monkeypatch):
+    seen = Encoders(monkeypatch)
+
+    done = answer(codec, rule_of("h2o", PAGE), host="4MiB", preempt="swap", preempts=2)
+
+    assert all(usage.preemptions == 2 for usage in done.usages.values())
+    pages = sum((len(prompt) + 13) // 4 for prompt in PROMPTS.values())
+    assert seen.vectors == 2 * 2 * 2 * 4 * pages
+
+
+@pytest.mark.parametrize("codec", ["int8", "int2_page/int4_page", "int4+residual=5"])
+def test_what_a_prefix_lends_and_a_fork_shares_is_not_encoded_again(codec, monkeypatch):
+    seen = Encoders(monkeypatch)
+    kv = {"codec": codec, "evict_allow": ""}
+    jobs = {f"r{i}": ([*PROMPTS["b"][:40], 5 + i], "full") for i in range(3)}
+
+    done = run(jobs, model="qwen3", kv=kv | {"prefix_cache": True}, max_running=1)
+
+    assert sum(usage.cached_tokens for usage in done.usages.values()) == 2 * 40
+    tokens = done.engine.stats().num_processed_tokens
+    assert tokens == 3 * (41 + 13) - 2 * 40
+    written = 40 + 3 * (14 // 4 * 4) if "_page" in codec else tokens
+    assert seen.vectors == 2 * 2 * 2 * written
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4:group=8", "int8+residual=4", "none/int8"])
+def test_a_prefix_is_known_under_the_codec_that_made_it(codec):
+    """Equal tokens of a model have other keys in the prefix index under each codec."""
+    engines = [
+        Engine(loaded("qwen3"), KVConfig(memory="1MiB", codec=text), ScheduleConfig())
+        for text in (codec, "none", "int4", codec)
+    ]
+    roots = []
+    for engine in engines:
+        engine.submit(PROMPTS["a"], greedy(2), request_id="r")
+        engine.step()
+        [request] = engine.scheduler.running
+        roots.append(engine.scheduler.residency.identities.of(request).root)
+
+    assert roots[0] == roots[3]
+    assert len(set(roots)) == 3
