@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 
 FLAGS = [
     "-O3",
+    "-g0",  # debugging information would be most of the file
     "-std=c11",
     "-ffp-contract=fast",
     "-fno-math-errno",

@@ -140,6 +140,108 @@ static int one_case(int path, int dtype) {
     return 1;
 }
 
+/* Some coding of vectors; its planes are laid one behind the other from *at on, in bytes of a page. */
+static coding some_coding(int dim, int records, int64_t *at, int64_t *codes) {
+    int kind = dim % 4 ? 0 : between(0, 3), bits = kind == BIT_CODES ? 2 << between(0, 1) : 8;
+    int channels = kind == BIT_CODES && between(0, 1) ? dim / 4 : dim, stretch = dim * bits / 8, run = channels;
+    while (kind == BIT_CODES && (stretch % run || channels % run)) run--;
+    int groups = kind == PLAIN_NUMBERS ? 0 : dim / channels, outliers = kind == BIT_CODES ? between(0, 2) : 0;
+    coding c = {.kind = kind, .dtype = F32, .bits = bits, .channels = channels, .run = run,
+                .num_runs = dim / run, .num_outliers = outliers, .index_bytes = 1,
+                .vector_bytes = kind == PLAIN_NUMBERS ? 4 * dim : stretch};
+    int64_t here = *at, half = 2ll * groups * records;
+#define LAY(bytes) ((const uint8_t *)(here += (bytes + 3) / 4 * 4) - (bytes + 3) / 4 * 4)
+    *codes = here, here += (c.vector_bytes * records + 3) / 4 * 4;
+    if (groups) c.scales = LAY(half);
+    if (kind == BIT_CODES) c.zeros = LAY(half);
+    if (outliers) c.outliers = LAY(2ll * outliers * records), c.indices = LAY((int64_t)outliers * records);
+#undef LAY
+    *at = here;
+    return c;
+}
+
+/* Codes of any kind, in pages that end where their memory ends, against what they decode to. */
+static int one_coded(int path) {
+    int dims[] = {8, 12, 33, 64, 96, 128, 256}, dim = dims[between(0, 6)], tokens = between(1, 35);
+    int heads = between(1, 3), group = between(1, 9), count = between(0, 1) ? 1 : between(2, 30);
+    int32_t slots = count + between(0, 200), columns = (slots + tokens - 1) / tokens, new_tokens = count;
+    int64_t page_bytes = 0, codes[2], zero = 0;
+    coding key = some_coding(dim, heads * tokens, &page_bytes, &codes[0]);
+    coding value = some_coding(dim, heads * tokens, &page_bytes, &codes[1]);
+    uint8_t *arena = malloc((size_t)(page_bytes * columns));
+    coding *both[2] = {&key, &value};
+    for (int64_t i = 0; i < page_bytes * columns; i++) arena[i] = (uint8_t)random_bits();
+    for (int side = 0; side < 2; side++) {
+        const uint8_t **planes[4] = {&both[side]->scales, &both[side]->zeros, &both[side]->outliers, &both[side]->indices};
+        coding *c = both[side];
+        for (int k = 0; k < 4; k++)
+            if (*planes[k]) *planes[k] = arena + (int64_t)*planes[k]; /* codes stand before them */
+        for (int64_t p = 0; p < columns; p++) {
+            int halves = heads * tokens * (dim / c->channels);
+            for (int i = 0; c->scales && i < halves; i++) ((uint16_t *)(c->scales + p * page_bytes))[i] = to_f16(0.01f * number());
+            for (int i = 0; c->zeros && i < halves; i++) ((uint16_t *)(c->zeros + p * page_bytes))[i] = to_f16(number());
+            for (int i = 0; c->num_outliers && i < heads * tokens * c->num_outliers; i++) {
+                ((uint16_t *)(c->outliers + p * page_bytes))[i] = to_f16(number());
+                ((uint8_t *)(c->indices + p * page_bytes))[i] = (uint8_t)((i % c->num_outliers) * dim / 2 + between(0, dim / 2 - 1));
+            }
+            for (int i = 0; c->kind == PLAIN_NUMBERS && i < heads * tokens * dim; i++) ((float *)(arena + codes[side] + p * page_bytes))[i] = number();
+        }
+    }
+    int32_t *table = malloc(sizeof(int32_t) * columns);
+    for (int i = 0; i < columns; i++) table[i] = columns - 1 - i;
+    int num_heads = heads * group;
+    float *query = malloc(sizeof(float) * count * num_heads * dim), *out = malloc(sizeof(float) * count * num_heads * dim);
+    float *sums = calloc((size_t)num_heads * slots, sizeof(float)), *normalisers = malloc(sizeof(float) * 2 * count * num_heads);
+    for (int i = 0; i < count * num_heads * dim; i++) query[i] = number();
+    int blocked = count > 1 && quire_block_queries(path, dim);
+    part whole = {0, 0, blocked ? count * group : slots, blocked ? 1 : -1};
+    int64_t scratch_bytes = quire_scratch_bytes(dim, slots, heads);
+    uint8_t *scratch = aligned_alloc(64, scratch_bytes);
+    attention_args a = {
+        .key = arena + codes[0], .value = arena + codes[1], .page_bytes = page_bytes, .table = table,
+        .table_row_stride = columns, .table_lane_stride = columns, .rows = &zero, .slots = &slots,
+        .starts = &zero, .tokens = &new_tokens, .query = query, .query_token_stride = (int64_t)num_heads * dim,
+        .query_head_stride = dim, .out = out, .column_sums = sums, .sums_stride = slots,
+        .normalisers = normalisers, .scratch = scratch, .scratch_bytes = scratch_bytes, .walks = &whole,
+        .blocks = &whole, .num_walks = !blocked, .num_blocks = blocked, .num_lanes = 1, .heads_per_page = heads,
+        .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim, .page_tokens = tokens,
+        .dtype = F32, .scale = 0.3f, .path = path, .coded = 1, .key_coding = key, .value_coding = value,
+    };
+    if (quire_attend(&a, NULL, 1)) return 1;
+    double worst = 0, *weight = malloc(sizeof(double) * slots), *expected = malloc(sizeof(double) * dim);
+    float *vector = malloc(sizeof(float) * dim);
+    for (int h = 0; h < num_heads; h++)
+        for (int n = 0; n < count; n++) {
+            lane l = lane_of(&a, 0, h / group);
+            const float *q = query + ((int64_t)n * num_heads + h) * dim, *got = out + (q - query);
+            double top = -INFINITY, sum = 0;
+            int own = slots - count + n;
+            for (int s = 0; s <= own; s++) {
+                decode_vector(&key, dim, a.key, place_of(&a, &l, s), vector);
+                weight[s] = 0;
+                for (int d = 0; d < dim; d++) weight[s] += (double)q[d] * vector[d] * a.scale;
+                top = fmax(top, weight[s]);
+            }
+            for (int s = 0; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
+            for (int d = 0; d < dim; d++) expected[d] = 0;
+            for (int s = 0; s <= own; s++) {
+                decode_vector(&value, dim, a.value, place_of(&a, &l, s), vector);
+                for (int d = 0; d < dim; d++) expected[d] += weight[s] / sum * vector[d];
+                sums[(int64_t)h * slots + s] -= (float)(weight[s] / sum);
+            }
+            for (int d = 0; d < dim; d++)
+                if (!(fabs(expected[d] - got[d]) <= worst)) worst = fabs(expected[d] - got[d]);
+        }
+    for (int i = 0; i < num_heads * slots; i++)
+        if (!(fabs(sums[i]) <= worst)) worst = fabs(sums[i]);
+    free(arena), free(table), free(query), free(out), free(sums), free(normalisers), free(scratch);
+    free(weight), free(expected), free(vector);
+    double allowed = value.kind == FP8_CODES || key.kind == FP8_CODES ? 1e-3 : 5e-5; /* up to 448 */
+    if (worst <= allowed) return 0;
+    fprintf(stderr, "path %d dim %d codes %d %d: error %g\n", path, dim, key.kind, value.kind, worst);
+    return 1;
+}
+
 /* Every new vector stands in its slot, in planes that end where their memory ends. */
 static int one_write(void) {
     int tokens = between(1, 40), lanes = between(1, 3), heads = between(1, 3), per_page = between(1, 17);
@@ -265,6 +367,7 @@ int main(void) {
     for (int path = 0; path <= quire_best_path(); path++)
         for (int dtype = F32; dtype <= F16; dtype++)
             for (int i = 0; i < 40; i++) failures += one_case(path, dtype);
+    for (int i = 0; i < 300; i++) failures += one_coded(i % (quire_best_path() + 1));
     printf("%d failures\n", failures);
     return failures != 0;
 }

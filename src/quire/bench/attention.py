@@ -15,14 +15,18 @@ from quire.kernels.backend import (
     LayerPages,
     StepShape,
 )
+from quire.kernels.coded import CodedPlanes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.select import select_backend, usable_library
 from quire.kv.store import PageStore
 from quire.spec.layout import layout_for
 from quire.spec.model import LayerSpec, ModelSpec
 
+PLAIN = "bfloat16"
+
 _CPU = torch.device("cpu")
 _SCRATCH_BYTES = 64 << 20
+_ENCODED_PAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +76,30 @@ class AttentionBench:
 
     Args:
         shape: of the batch.
+        codec: how pages store numbers.
+
+    Attributes:
+        pages: of the layer.
+        kv_bytes: that a step reads, with all that decodes numbers.
     """
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self._shape = shape
-        layout = layout_for(shape.spec, page_tokens=shape.page_tokens, codec="bfloat16")
+    def __init__(self, shape: AttentionShape, codec: str = PLAIN) -> None:
+        self._shape, self._codec = shape, codec
+        layout = layout_for(shape.spec, page_tokens=shape.page_tokens, codec=codec)
         (group,) = layout.groups
         self._page_class = group.page_class
         per_row = -(-shape.tokens // shape.page_tokens)
-        self._store = PageStore(shape.batch * per_row * self._page_class.page_bytes, _CPU)
+        self.kv_bytes = shape.batch * per_row * self._page_class.page_bytes
+        self._store = PageStore(self.kv_bytes, _CPU)
         views = self._store.views(self._page_class)
         assert views.value is not None, "layers that attend have a value plane"
         generator = torch.Generator().manual_seed(0)
-        for plane in (views.key, views.value):
-            plane.normal_(generator=generator)
+        if views.coded is None:
+            for plane in (views.key, views.value):
+                plane.normal_(generator=generator)
+        else:
+            for side in (views.coded.key, views.coded.value):
+                fill_with_codes(side, shape.head_dim, generator)
         scattered = torch.randperm(shape.batch * per_row, generator=generator)
         self.pages = LayerPages(
             key=views.key,
@@ -94,6 +108,7 @@ class AttentionBench:
             rows=torch.arange(shape.batch),
             first_lane=0,
             num_lanes=1,
+            coded=views.coded,
         )
         query = torch.randn(shape.batch, shape.num_heads, shape.head_dim, generator=generator)
         self._query = query.bfloat16()
@@ -101,13 +116,18 @@ class AttentionBench:
 
     def ways(self) -> dict[str, Callable[[], Tensor]]:
         """Calls that attend once each; `native` and `native sums` only where C can run."""
-        ways = {"gathered": self._paged("gathered"), "sdpa": self._contiguous()}
+        ways = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
         if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
-            ways["native"] = self._paged("native")
-            ways["native sums"] = self._paged("native", statistics=True)
+            ways["native"] = self.paged("native")
+            ways["native sums"] = self.paged("native", statistics=True)
         return ways
 
-    def _paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
+    def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
+        """A call that attends once through a backend, with column sums or without.
+
+        Raises:
+            ConfigError: the backend cannot read these pages here.
+        """
         shape = self._shape
         backend: AttentionBackend = select_backend(
             name,
@@ -115,6 +135,7 @@ class AttentionBench:
             dtype=torch.bfloat16,
             head_dim=shape.head_dim,
             scratch_bytes=_SCRATCH_BYTES,
+            codec=self._codec,
         ).backend
         ones = np.ones(shape.batch, dtype=np.int32)
         lanes = LaneSlots(np.full((shape.batch, 1), shape.tokens, dtype=np.int32), None)
@@ -129,7 +150,9 @@ class AttentionBench:
         )
 
     def _fresh(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens, as they stand in their slots."""
+        """Keys and values of the new tokens, as they stand in their slots; codes need none."""
+        if self.pages.coded is not None:
+            return self._query, self._query
         last = self._shape.tokens - 1
         page = self.pages.table[:, 0, last // self._shape.page_tokens].long()
         offset = last % self._shape.page_tokens
@@ -150,3 +173,13 @@ class AttentionBench:
         )
         query = self._query.view(shape.batch, shape.num_kv_heads, -1, shape.head_dim)
         return lambda: F.scaled_dot_product_attention(query, key, value, scale=self._math.scale)
+
+
+def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator) -> None:
+    """Fill all pages of a class with the codes of random vectors, some pages' again and again."""
+    num_pages, heads, tokens, _ = side.planes[0].shape
+    drawn = min(num_pages, _ENCODED_PAGES)
+    made = side.codec.encode(torch.randn(drawn, heads, tokens, head_dim, generator=generator))
+    again = torch.arange(num_pages) % drawn
+    for plane, codes in zip(side.planes, made, strict=True):
+        plane.copy_(codes[again])

@@ -7,8 +7,8 @@ import torch
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.native.arguments import DTYPES
 from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.coding import DTYPES, why_not
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
@@ -67,13 +67,25 @@ def select_backend(
     if name == "gathered":
         return BackendChoice(gathered, "asked for by name")
     library = usable_library(device, dtype, head_dim)
-    if codec and not read_format(codec).is_plain:
-        library = NotLoaded(f"the C extension reads plain numbers, and pages hold {codec}")
+    unread = _unread(codec, head_dim)
+    if unread is not None:
+        library = NotLoaded(f"the C extension cannot serve these pages: {unread}")
     if isinstance(library, NativeLibrary):
         return BackendChoice(NativeAttention(library, gathered), library.description)
     if name == "native":
         raise ConfigError(f"attention=native cannot run here: {library.reason}; use auto")
     return BackendChoice(gathered, f"runs on any device; not native: {library.reason}")
+
+
+def _unread(codec: str, head_dim: int) -> str | None:
+    """What of a way to store numbers the C extension does not read, or None."""
+    if not codec:
+        return None
+    form = read_format(codec)
+    if not form.is_plain and (form.sinks or form.residual):
+        return "beside codes it does not read tokens that are kept as they were made"
+    reasons = (why_not(spec, head_dim) for spec in (form.key, form.value))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def usable_library(

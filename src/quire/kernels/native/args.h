@@ -14,7 +14,10 @@
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,avx512bf16")))
 #endif
 
+#define MAX_HEAD_DIM 512
+
 enum { F32 = 0, BF16 = 1, F16 = 2 };
+enum { PLAIN_NUMBERS = 0, INT8_CODES = 1, BIT_CODES = 2, FP8_CODES = 3 };
 enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
 
 /* A share of the work, done for every KV head.
@@ -28,6 +31,18 @@ enum { PATH_PLAIN = 0, PATH_AVX2 = 1, PATH_AVX512 = 2, PATH_AVX512_BF16 = 3 };
 typedef struct {
     int32_t row, first, count, partial;
 } part;
+
+/* How pages store the vectors of a side; see quire.codecs. CodingArgs in arguments.py mirrors this.
+ *
+ * A run is neighbouring channels that stand in one stretch of the bytes and share a scale. */
+typedef struct {
+    const uint8_t *scales, *zeros, *indices, *outliers; /* planes like the codes'; or NULL */
+    int64_t vector_bytes;                               /* of the codes of a vector */
+    int32_t kind, dtype;                                /* dtype of plain numbers */
+    int32_t bits, channels;                             /* of a code; that share a scale */
+    int32_t run, num_runs;
+    int32_t num_outliers, index_bytes;
+} coding;
 
 typedef struct {
     const uint8_t *key, *value; /* planes: page n at n * page_bytes */
@@ -54,7 +69,8 @@ typedef struct {
     int32_t heads_together; /* KV heads of a page walked by one thread; divides heads_per_page */
     int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
     float scale, softcap;                         /* softcap 0: none */
-    int32_t path;
+    int32_t path, coded; /* coded: pages hold vectors as the two codings say, not as `dtype` */
+    coding key_coding, value_coding;
 } attention_args;
 
 static inline int num_kv_heads(const attention_args *a) { return a->num_lanes * a->heads_per_page; }
@@ -65,6 +81,7 @@ static inline int itemsize(const attention_args *a) { return a->dtype == F32 ? 4
 typedef struct {
     const int32_t *pages;
     int64_t slots, head_bytes, vector_bytes;
+    int64_t first_record; /* of the KV head in its page: each plane has a record for each slot */
 } lane;
 
 static inline lane lane_of(const attention_args *a, int row, int kv_head) {
@@ -75,6 +92,7 @@ static inline lane lane_of(const attention_args *a, int row, int kv_head) {
         a->slots[row * a->num_lanes + number],
         (kv_head % a->heads_per_page) * a->page_tokens * vector_bytes,
         vector_bytes,
+        (int64_t)(kv_head % a->heads_per_page) * a->page_tokens,
     };
     return l;
 }

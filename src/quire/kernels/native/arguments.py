@@ -13,8 +13,7 @@ from quire.kernels.backend import (
     MovedSlots,
     NewSlots,
 )
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from quire.kernels.native.coding import DTYPES, CodingArgs, unfit_codes
 
 MAX_TOGETHER = 8  # KV heads one thread walks side by side, as in walk.h
 SUM_SLOTS = 256  # slots of a part of column sums: BLOCK_SLOTS of blocked.h
@@ -68,6 +67,9 @@ class AttentionArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("path", ctypes.c_int32),
+        ("coded", ctypes.c_int32),
+        ("key_coding", CodingArgs),
+        ("value_coding", CodingArgs),
     )
 
 
@@ -137,28 +139,41 @@ def unfit_tensors(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
     """Why C cannot read these tensors, or None."""
-    _, heads, _, head_dim = pages.key.shape
+    heads, head_dim = pages.key.shape[1], query.shape[2]
     planes = (pages.key, pages.value)
     if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
         return "tensors are not all on the CPU"
-    if query.dtype not in DTYPES or any(plane.dtype != query.dtype for plane in planes):
-        return f"pages of {pages.key.dtype} and queries of {query.dtype}"
-    if not _are_pages(pages.key, pages.value):
-        return f"pages with strides {pages.key.stride()} and {pages.value.stride()}"
+    unfit = _unfit_pages(pages, query) if pages.coded is None else unfit_codes(pages, pages.coded)
+    if unfit is not None:
+        return unfit
+    if query.dtype not in DTYPES:
+        return f"queries of {query.dtype}"
     if any(t.data_ptr() % t.itemsize for t in (*planes, query)):
         return "tensors that begin between two numbers"
     if pages.table.dtype != torch.int32 or pages.rows.dtype != torch.int64:
         return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
     if pages.table.stride(2) != 1 or not pages.rows.is_contiguous():
         return "a page table or rows that are not contiguous"
-    if query.shape[1] % (pages.num_lanes * heads) or query.shape[2] != head_dim:
-        return f"queries {tuple(query.shape)} for pages of {heads} heads of {head_dim}"
+    if query.shape[1] % (pages.num_lanes * heads) or _head_dim(pages) != head_dim:
+        return f"queries {tuple(query.shape)} for pages of {heads} heads of {_head_dim(pages)}"
     if math.sinks is not None and math.sinks.numel() != query.shape[1]:
         return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
     if column_sums is not None and not (
         column_sums.dtype == torch.float32 and column_sums.is_contiguous()
     ):
         return "column sums that are no contiguous float32"
+    return None
+
+
+def _head_dim(pages: LayerPages) -> int:
+    return pages.key.shape[3] if pages.coded is None else pages.coded.key.codec.head_dim
+
+
+def _unfit_pages(pages: LayerPages, query: Tensor) -> str | None:
+    if any(plane.dtype != query.dtype for plane in (pages.key, pages.value)):
+        return f"pages of {pages.key.dtype} and queries of {query.dtype}"
+    if not _are_pages(pages.key, pages.value):
+        return f"pages with strides {pages.key.stride()} and {pages.value.stride()}"
     return None
 
 
@@ -172,6 +187,8 @@ def _are_pages(key: Tensor, value: Tensor) -> bool:
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
     """Whether C can copy these keys and values into these planes."""
+    if slots.coded is not None:
+        return False
     _, heads, _, head_dim = slots.key.shape
     num_tokens, num_lanes = slots.pages.shape
     places = (slots.pages, slots.offsets)

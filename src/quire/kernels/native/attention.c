@@ -30,7 +30,7 @@
 static void do_block(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) attend_block_avx2(a, p, kv_head, scratch);
-    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) attend_block_bf16(a, p, kv_head, scratch);
+    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) attend_block_bf16(a, p, kv_head, scratch);
     else attend_block_f32(a, p, kv_head, scratch);
 #endif
 }
@@ -38,7 +38,7 @@ static void do_block(const attention_args *a, const part *p, int kv_head, uint8_
 static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) sum_columns_avx2(a, p, kv_head, scratch);
-    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16) sum_columns_bf16(a, p, kv_head, scratch);
+    else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) sum_columns_bf16(a, p, kv_head, scratch);
     else sum_columns_f32(a, p, kv_head, scratch);
 #endif
 }
@@ -107,6 +107,8 @@ int quire_block_queries(int path, int head_dim) {
     return 0;
 }
 
+int quire_max_runs(void) { return MAX_RUNS; }
+int quire_max_outliers(void) { return MAX_OUTLIERS; }
 int quire_max_together(void) { return MAX_TOGETHER; }
 /* Logits, query vectors times slots, up to which a block of a whole row adds up its columns itself. */
 int quire_kept_logits(void) {

@@ -15,6 +15,7 @@
 
 #include <math.h>
 
+#include "codes.h"
 #include "vectors.h"
 
 #ifdef HAVE_X86
@@ -56,9 +57,13 @@ static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
     return b;
 }
 
-#define JOINED(left, right) left##right
-#define JOIN(left, right) JOINED(left, right)
-#define V(name) JOIN(name, LANES) /* `name` of vectors.h in this many lanes */
+/* Where the numbers of a slot are, or where its codes were decoded to, as float32. */
+INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane, const coding *c,
+                                   const lane *l, int64_t slot, float *decoded) {
+    if (!a->coded) return plane + slot_at(a, l, slot);
+    decode_vector(c, a->head_dim, plane, place_of(a, l, slot), decoded);
+    return (const uint8_t *)decoded;
+}
 
 /* A function of blocked_body.h compiled for float32 units is `name_f32`, or `name_avx2`; for pairs
  * `name_bf16`. COLUMNS slots or dimensions, in VECTORS vectors, are in registers: of 32, or of 16. */

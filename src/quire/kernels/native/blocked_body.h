@@ -59,16 +59,20 @@ INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, i
 /* Keys of slots first + skip .. first + count - 1; zeros for the others up to a multiple of COLUMNS. */
 static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, int64_t first,
                                    int skip, int count) {
+    float decoded[LANES][MAX_HEAD_DIM];
+    int dtype = a->coded ? F32 : a->dtype;
     for (int group = 0; group < count; group += COLUMNS)
         for (int i = group; i < group + COLUMNS; i += LANES) {
             const uint8_t *vectors[LANES];
             for (int j = 0; j < LANES; j++)
-                vectors[j] = i + j >= skip && i + j < count ? a->key + slot_at(a, l, first + i + j) : NULL;
+                vectors[j] = i + j >= skip && i + j < count
+                                 ? slot_numbers(a, a->key, &a->key_coding, l, first + i + j, decoded[j])
+                                 : NULL;
             uint32_t *packed = b->key + (int64_t)group * b->units + i - group;
             for (int unit = 0; unit < b->units; unit += LANES) {
                 V(units) rows[LANES];
                 for (int j = 0; j < LANES; j++)
-                    rows[j] = vectors[j] ? NAME(load_units)(vectors[j], unit * STEP, a->head_dim, a->dtype)
+                    rows[j] = vectors[j] ? NAME(load_units)(vectors[j], unit * STEP, a->head_dim, dtype)
                                          : V(no_units)();
                 V(transpose)(rows);
                 for (int j = 0; j < LANES && unit + j < b->units; j++)
@@ -80,11 +84,19 @@ static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane
 /* Likewise their values, up to a multiple of 16 slots. */
 static TARGET void NAME(pack_values)(const attention_args *a, block *b, const lane *l, int64_t first,
                                      int skip, int count) {
+#if !PAIRS
+    float decoded[MAX_HEAD_DIM];
+    int dtype = a->coded ? F32 : a->dtype;
+#endif
     for (int i = 0; i < (count + 15) / 16 * 16; i += STEP) {
         uint32_t *packed = b->value + (int64_t)(i / STEP) * a->head_dim;
-        const uint8_t *one = i >= skip && i < count ? a->value + slot_at(a, l, first + i) : NULL;
 #if PAIRS
+        const uint8_t *one = i >= skip && i < count ? a->value + slot_at(a, l, first + i) : NULL;
         const uint8_t *two = i + 1 >= skip && i + 1 < count ? a->value + slot_at(a, l, first + i + 1) : NULL;
+#else
+        const uint8_t *one = NULL;
+        if (i >= skip && i < count)
+            one = slot_numbers(a, a->value, &a->value_coding, l, first + i, decoded);
 #endif
         for (int d = 0; d < a->head_dim; d += LANES) {
             V(units) units = V(no_units)();
@@ -95,7 +107,7 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
                 units = _mm512_or_si512(units, _mm512_slli_epi32(_mm512_cvtepu16_epi32(above), 16));
             }
 #else
-            if (one) units = NAME(load_units)(one, d, a->head_dim, a->dtype);
+            if (one) units = NAME(load_units)(one, d, a->head_dim, dtype);
 #endif
             V(put_units)(packed + d, units);
         }

@@ -17,13 +17,13 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.native.arguments import (
-    DTYPES,
     MAX_TOGETHER,
     AttentionArgs,
     MoveArgs,
     TallyArgs,
     WriteArgs,
 )
+from quire.kernels.native.coding import DTYPES, coding_of
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
 from quire.spec.statistics import REDUCTIONS
@@ -110,7 +110,12 @@ class AttentionCall:
             dtype=DTYPES[query.dtype],
             window=lanes.window or 0,
             path=library.path,
+            coded=0,
         )
+        if pages.coded is not None:
+            self._args.coded = 1
+            self._args.key_coding = coding_of(pages.coded.key)
+            self._args.value_coding = coding_of(pages.coded.value)
 
     def attend(
         self,

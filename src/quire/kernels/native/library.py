@@ -24,6 +24,7 @@ from quire.kernels.native.arguments import (
     TallyArgs,
     WriteArgs,
 )
+from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
 from quire.kernels.native.fitness import unfit_reason
 
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
@@ -97,6 +98,7 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
             library.quire_tally_args_size,
         )
         limit, write, tally = library.quire_max_head_dim, library.quire_write, library.quire_tally
+        max_runs, max_outliers = library.quire_max_runs, library.quire_max_outliers
         together, sum_slots = library.quire_max_together, library.quire_sum_slots
         kept_logits = library.quire_kept_logits
         attend, best_path = library.quire_attend, library.quire_best_path
@@ -109,6 +111,8 @@ def load_from(path: Path) -> NativeLibrary | NotLoaded:
     mirrors = (AttentionArgs, WriteArgs, MoveArgs, TallyArgs)
     if [size() for size in sizes] != [ctypes.sizeof(args) for args in mirrors]:
         return NotLoaded(f"{path.name} was built from another version; reinstall Quire")
+    if (max_runs(), max_outliers()) != (MAX_RUNS, MAX_OUTLIERS):
+        return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")
     sizes_of_blocks = sum_slots(), kept_logits()
     if together() < MAX_TOGETHER or sizes_of_blocks not in ((0, 0), (SUM_SLOTS, KEPT_LOGITS)):
         return NotLoaded(f"{path.name} was built with other sizes; reinstall Quire")

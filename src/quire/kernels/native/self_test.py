@@ -28,6 +28,7 @@ from quire.kernels.backend import (
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
+from quire.kernels.native.self_test_codes import codes_right
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.spec.statistics import REDUCTIONS
 
@@ -51,7 +52,8 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
     """Step down from the library's path to the first whose numbers are right."""
     for path in range(library.path, -1, -1):
         tried = replace(library, path=path)
-        if all(_is_right(tried, dtype) for dtype in _TOLERANCES) and _counts_right(tried):
+        plain_right = all(_is_right(tried, dtype) for dtype in _TOLERANCES)
+        if plain_right and _counts_right(tried) and codes_right(tried):
             return tried
         _log.warning("the C extension gives wrong numbers with %s; not used", PATHS[path])
     return NotLoaded("the C extension gives wrong numbers on this machine; please report it")

@@ -14,6 +14,10 @@
 
 #include "numbers.h"
 
+#define JOINED(left, right) left##right
+#define JOIN(left, right) JOINED(left, right)
+#define V(name) JOIN(name, LANES) /* `name` in this many lanes */
+
 #ifdef HAVE_X86
 
 /* ---- sixteen: most stands in numbers.h ---------------------------------------------------------- */

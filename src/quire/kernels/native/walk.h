@@ -9,17 +9,21 @@
 
 #define MAX_QUERIES 8
 #define TILE 16
-#define MAX_HEAD_DIM 512
+#define MAX_RUNS 16 /* of a vector in codes */
 #define MAX_TOGETHER 8 /* KV heads of a page that one thread walks side by side */
+
+#define LINED _Alignas(64) /* begins with a line of the cache */
 
 typedef struct {
     int count, head_dim;
     int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
     float *logits[MAX_QUERIES];                  /* by slot, kept for column sums; or NULL */
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];
-    float query[MAX_QUERIES][MAX_HEAD_DIM];   /* times scale */
-    uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
-    float out[MAX_QUERIES][MAX_HEAD_DIM];
+    LINED float query[MAX_QUERIES][MAX_HEAD_DIM]; /* times scale */
+    LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
+    LINED float out[MAX_QUERIES][MAX_HEAD_DIM];
+    LINED float packed[MAX_QUERIES * MAX_HEAD_DIM]; /* the query vectors as strips read them */
+    float query_sums[MAX_QUERIES][MAX_RUNS]; /* of a run's numbers, for codes with zeros */
 } walk;
 
 static inline size_t walk_bytes(void) { return (sizeof(walk) + 63) / 64 * 64; }
@@ -63,15 +67,16 @@ static void keep_logits(const walk *w, const tile *t, int m, const float *logits
         if (t->slot + i >= w->low[m] && t->slot + i < w->high[m]) w->logits[m][t->slot + i] = logits[i];
 }
 
-static void walk_tile_plain(walk *w, const tile *t, int dtype, float softcap) {
-    float vectors[TILE][MAX_HEAD_DIM], weights[MAX_QUERIES][TILE];
+typedef float tile_vectors[TILE][MAX_HEAD_DIM];
+
+/* Logits of the tile's keys become weights, and what was there is scaled. */
+static void weigh_tile(walk *w, const tile *t, float softcap, tile_vectors keys,
+                       float (*weights)[TILE]) {
     int dim = w->head_dim;
-    for (int i = 0; i < t->count; i++)
-        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->key, (int64_t)i * dim + d, dtype);
     for (int m = 0; m < w->count; m++) {
         for (int i = 0; i < t->count; i++) {
             float product = 0;
-            for (int d = 0; d < dim; d++) product += w->query[m][d] * vectors[i][d];
+            for (int d = 0; d < dim; d++) product += w->query[m][d] * keys[i][d];
             weights[m][i] = product;
         }
         cap_and_mask(w, t, m, softcap, weights[m]);
@@ -80,11 +85,24 @@ static void walk_tile_plain(walk *w, const tile *t, int dtype, float softcap) {
         if (factor != 1)
             for (int d = 0; d < dim; d++) w->out[m][d] *= factor;
     }
-    for (int i = 0; i < t->count; i++)
-        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->value, (int64_t)i * dim + d, dtype);
+}
+
+static void add_tile(walk *w, const tile *t, tile_vectors values, float (*weights)[TILE]) {
     for (int m = 0; m < w->count; m++)
         for (int i = 0; i < t->count; i++)
-            for (int d = 0; d < dim; d++) w->out[m][d] += weights[m][i] * vectors[i][d];
+            for (int d = 0; d < w->head_dim; d++) w->out[m][d] += weights[m][i] * values[i][d];
+}
+
+static void walk_tile_plain(walk *w, const tile *t, int dtype, float softcap) {
+    float weights[MAX_QUERIES][TILE];
+    tile_vectors vectors;
+    int dim = w->head_dim;
+    for (int i = 0; i < t->count; i++)
+        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->key, (int64_t)i * dim + d, dtype);
+    weigh_tile(w, t, softcap, vectors, weights);
+    for (int i = 0; i < t->count; i++)
+        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->value, (int64_t)i * dim + d, dtype);
+    add_tile(w, t, vectors, weights);
 }
 
 #endif

@@ -3,6 +3,7 @@
 #define QUIRE_WALKING_H
 
 #include "walk_avx2.h"
+#include "walk_coded.h"
 #include "walk_wide.h"
 
 static void walk_tile(const attention_args *a, walk *w, const tile *t) {
@@ -223,11 +224,12 @@ static void walk_heads(const attention_args *a, const part *p, int kv_head, int 
         for (int h = 0; h < heads; h++) begin_walk(a, p, kv_head + h, walks[h], first);
         lane l = lane_of(a, p->row, kv_head);
         int64_t slot = walks[0]->low[0] < p->first ? p->first : walks[0]->low[0];
-        if (heads > 1 && is_wide(a, walks[0], slot))
+        if (a->coded) walk_codes(a, walks, heads, &l, slot, end);
+        else if (heads > 1 && is_wide(a, walks[0], slot))
             slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
         for (int h = 0; h < heads; h++) {
             l = lane_of(a, p->row, kv_head + h);
-            walk_lane(a, walks[h], &l, slot, end);
+            if (!a->coded) walk_lane(a, walks[h], &l, slot, end);
             finish_walk(a, p, kv_head + h, walks[h], first);
         }
     }

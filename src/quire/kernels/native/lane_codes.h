@@ -1,0 +1,68 @@
+/* Codes as vectors of float32, and sums of vectors, under names that end with the number of lanes:
+ *
+ *     codeN(at, kind, dtype, mask)   N neighbouring codes as numbers; `mask` picks the bits of one
+ *     maskN(c, run)                  that mask, of a run's stretch
+ *     sumsN(v)                       the sums of N vectors, sum i in lane i
+ */
+#ifndef QUIRE_LANE_CODES_H
+#define QUIRE_LANE_CODES_H
+
+#include "vectors.h"
+#include "walk_avx512.h"
+
+/* Runs of a stretch stand behind each other, then those of the next. */
+static inline int stretch_of(const coding *c, int run) {
+    return c->kind == BIT_CODES ? run / (c->num_runs * c->bits / 8) : 0;
+}
+static inline int bits_of(const coding *c, int run) {
+    return c->kind == BIT_CODES ? ((1 << c->bits) - 1) << (stretch_of(c, run) * c->bits) : 0;
+}
+
+/* Codes are masked and not shifted, and float16 has another exponent than e4m3: what a scale makes up
+ * for. */
+static inline float factor_of(const coding *c, int run) {
+    if (c->kind == FP8_CODES) return 256;
+    return 1.0f / (float)(1 << (stretch_of(c, run) * c->bits));
+}
+
+INLINE AVX512 units16 bits16(const coding *c, int run) { return _mm512_set1_epi32(bits_of(c, run)); }
+INLINE AVX2 units8 bits8(const coding *c, int run) { return _mm256_set1_epi32(bits_of(c, run)); }
+
+INLINE AVX512 vec16 code16(const uint8_t *at, int kind, int dtype, units16 bits) {
+    if (kind == PLAIN_NUMBERS) return load16(at, 0, dtype, 0xffff);
+    __m128i codes = _mm_loadu_si128((const void *)at);
+    if (kind == INT8_CODES) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+    if (kind == FP8_CODES) {
+        __m256i wide = _mm256_cvtepi8_epi16(codes);
+        __m256i sign = _mm256_and_si256(wide, _mm256_set1_epi16((short)0x8000));
+        __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+        return _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+    }
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_cvtepu8_epi32(codes), bits));
+}
+
+INLINE AVX2 vec8 code8(const uint8_t *at, int kind, int dtype, units8 bits) {
+    if (kind == PLAIN_NUMBERS) return load8(at, 0, dtype);
+    __m128i codes = _mm_loadl_epi64((const void *)at);
+    if (kind == INT8_CODES) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+    if (kind == FP8_CODES) {
+        __m128i wide = _mm_cvtepi8_epi16(codes);
+        __m128i sign = _mm_and_si128(wide, _mm_set1_epi16((short)0x8000));
+        __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
+        return _mm256_cvtph_ps(_mm_or_si128(sign, rest));
+    }
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_cvtepu8_epi32(codes), bits));
+}
+
+/* Float16 as float32, as many as there are lanes. */
+INLINE AVX512 vec16 halves16(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
+INLINE AVX2 vec8 halves8(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128(from)); }
+
+INLINE AVX512 vec16 sums16(const vec16 *v) { return sums_of(v); }
+INLINE AVX2 vec8 sums8(const vec8 *v) {
+    vec8 low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    vec8 high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+#endif

@@ -1,0 +1,78 @@
+"""Compares a loaded library, reading codes, with the reference on what these decode to."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.codecs.registry import make_codec
+from quire.kernels.backend import AttentionBackend, AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.library import NativeLibrary
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.spec.codec_names import codec_spec
+
+_CODECS = ("int8", "int4", "int4_outliers", "int2", "fp8")
+_NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 101, 37)  # walks over pages, and a chunk
+_HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 4, 64, 16
+_COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
+_TOLERANCE = 1e-4
+
+
+def codes_right(library: NativeLibrary) -> bool:
+    """Whether every codec that C reads gives what its numbers give."""
+    native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
+    return all(_is_right(native, name) for name in _CODECS)
+
+
+def _is_right(native: AttentionBackend, name: str) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    num_pages = len(_SLOTS) * _COLUMNS
+    codec = make_codec(codec_spec(name), _HEAD_DIM)
+    made = [
+        codec.encode(torch.randn(num_pages, _HEADS, _PAGE_TOKENS, _HEAD_DIM, generator=generator))
+        for _ in range(2)
+    ]
+    planes = _in_pages([plane for side in made for plane in side])
+    coded = CodedPages(
+        CodedPlanes(codec, planes[: len(planes) // 2]),
+        CodedPlanes(codec, planes[len(planes) // 2 :]),
+    )
+    table = torch.randperm(num_pages, generator=generator).int().view(len(_SLOTS), 1, _COLUMNS)
+    query = torch.randn(sum(_NEW_TOKENS), _HEADS * _GROUP, _HEAD_DIM, generator=generator)
+    pages = LayerPages(
+        key=coded.key.planes[0],
+        value=coded.value.planes[0],
+        table=table,
+        rows=torch.arange(len(_SLOTS)),
+        first_lane=0,
+        num_lanes=1,
+        coded=coded,
+    )
+    found = (_attend(backend, query, pages) for backend in (ReferenceAttention(), native))
+    return all(
+        bool((got - expected).abs().max() / expected.abs().max() <= _TOLERANCE)
+        for expected, got in zip(*found, strict=True)  # NaN is not
+    )
+
+
+def _in_pages(planes: list[Tensor]) -> tuple[Tensor, ...]:
+    """Copies of planes that lie side by side in pages, as those of a page class do."""
+    starts = np.cumsum([0] + [-(-plane[0].nbytes // 4) * 4 for plane in planes])
+    pages = torch.zeros(len(planes[0]), int(starts[-1]), dtype=torch.uint8)
+    placed = []
+    for plane, start in zip(planes, starts.tolist(), strict=False):
+        part = pages[:, start : start + plane[0].nbytes].view(plane.dtype).view(plane.shape)
+        placed.append(part.copy_(plane))
+    return tuple(placed)
+
+
+def _attend(backend: AttentionBackend, query: Tensor, pages: LayerPages) -> tuple[Tensor, Tensor]:
+    step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
+    lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
+    plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
+    sums = torch.zeros(len(_SLOTS), query.shape[1], max(_SLOTS))
+    math = AttentionMath(scale=_HEAD_DIM**-0.5)
+    fresh = (query[:, :_HEADS], query[:, :_HEADS])  # nobody looks: the codes count
+    return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums

@@ -1,0 +1,140 @@
+/* Strips: up to 64 slots of a lane, read as they are stored, in codes or as plain numbers.
+ *
+ * Of logits = q . k with k = scale * codes + zero, the scale and the zero are taken out of the sum:
+ * scale * (q . codes) + zero * sum(q), run by run. Of values the scale goes into the weight, and all
+ * that the zeros give is one number for each run. So a code costs its conversion to float32, which
+ * the query heads of a KV head share, and one product for each of them. One softmax a strip. While a
+ * strip's logits are made, the next strip's lines are asked for.
+ */
+#ifndef QUIRE_STRIP_H
+#define QUIRE_STRIP_H
+
+#include "codes.h"
+#include "walk.h"
+
+#define STRIP 64
+
+typedef struct {
+    int64_t slot; /* number of the first in the lane */
+    int count, num_pieces;
+    const uint8_t *key[STRIP], *value[STRIP]; /* vectors; behind `count` the last once more */
+    struct {
+        place at; /* of its first slot */
+        int count;
+    } piece[STRIP]; /* slots of one page */
+} strip;
+
+/* The slots from `slot` on that are in its strip of the lane, below `end`. */
+static void point_strip(const attention_args *a, const lane *l, int64_t slot, int64_t end, strip *s) {
+    int64_t key_bytes = a->key_coding.vector_bytes, value_bytes = a->value_coding.vector_bytes;
+    int64_t last = (slot / STRIP + 1) * STRIP < end ? (slot / STRIP + 1) * STRIP : end;
+    s->slot = slot, s->count = (int)(last - slot), s->num_pieces = 0;
+    for (int i = 0; i < s->count; s->num_pieces++) {
+        place p = s->piece[s->num_pieces].at = place_of(a, l, slot + i);
+        const uint8_t *key = a->key + p.page_at + p.record * key_bytes;
+        const uint8_t *value = a->value + p.page_at + p.record * value_bytes;
+        int64_t left = a->page_tokens - (p.record - l->first_record);
+        int count = left < s->count - i ? (int)left : s->count - i;
+        s->piece[s->num_pieces].count = count;
+        for (; count; count--, i++, key += key_bytes, value += value_bytes)
+            s->key[i] = key, s->value[i] = value;
+    }
+    for (int i = s->count; i < STRIP; i++)
+        s->key[i] = s->key[s->count - 1], s->value[i] = s->value[s->count - 1];
+}
+
+/* Scales or zeros of a strip: for each run, those of its slots. */
+typedef float by_run[MAX_RUNS][STRIP];
+
+/* A strip of one KV head while it is walked. */
+typedef struct {
+    const attention_args *a;
+    walk *w;
+    const strip *here, *next; /* next: whose lines are asked for, or NULL */
+    int64_t key_shift, value_shift, next_key_shift, next_value_shift; /* from head to head in a page */
+    int64_t first_record; /* of this head, from the first of those that are walked together */
+    LINED by_run key_scales, key_zeros, value_scales, value_zeros;
+    LINED float dots[STRIP * 4];              /* [slot][query], four queries at most */
+    float logits[MAX_QUERIES][STRIP];   /* then weights */
+    struct {
+        by_run of;    /* times scales of values */
+        float gap[4]; /* so that those of four vectors lie in different banks of the cache */
+    } weights[MAX_QUERIES];
+    float extra[MAX_QUERIES][MAX_RUNS]; /* sums of weights times zeros of values */
+    float factor[MAX_QUERIES];          /* on the output so far */
+} strip_walk;
+
+static inline void ask_for(const uint8_t *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+/* Ask for what decodes a strip, of all heads that are walked together. */
+static void ask_for_scales(const attention_args *a, const coding *c, const strip *s, int heads) {
+    int64_t each = c->scales ? 2 * (a->head_dim / c->channels) : 0;
+    int64_t bytes = each * ((heads - 1) * a->page_tokens + 1);
+    for (int n = 0; each && n < s->num_pieces; n++) {
+        int64_t at = s->piece[n].at.page_at + s->piece[n].at.record * each;
+        ask_for(c->scales + at, bytes + each * s->piece[n].count);
+        if (c->zeros) ask_for(c->zeros + at, bytes + each * s->piece[n].count);
+    }
+}
+
+#define MAX_OUTLIERS 8 /* of a vector */
+
+/* What outliers are beyond what their codes decode to. */
+typedef struct {
+    int count;
+    struct {
+        int slot, channel;
+        float beyond;
+    } list[STRIP * MAX_OUTLIERS];
+} strip_outliers;
+
+/* Those of one slot, the `i`th of the strip, whose codes are at `codes`. */
+static void find_in_slot(const strip_walk *t, const coding *c, place p, const uint8_t *codes, int i,
+                         by_run scales, by_run zeros, strip_outliers *found) {
+    int dim = t->a->head_dim, stretch = dim * c->bits / 8, most = (1 << c->bits) - 1;
+    for (int o = 0; o < c->num_outliers; o++) {
+        int channel;
+        float value;
+        if (!outlier_at(c, dim, p, o, &channel, &value)) continue;
+        /* scales are those of codes as they stand in their bytes, not shifted down */
+        int code = codes[channel % stretch] & most << channel / stretch * c->bits, r = channel / c->run;
+        found->list[found->count].slot = i;
+        found->list[found->count].channel = channel;
+        found->list[found->count++].beyond = value - ((float)code * scales[r][i] + zeros[r][i]);
+    }
+}
+
+static void find_outliers(const strip_walk *t, const coding *c, const uint8_t *const *vectors,
+                          int64_t shift, by_run scales, by_run zeros, strip_outliers *found) {
+    found->count = 0;
+    for (int n = 0, i = 0; n < t->here->num_pieces; n++)
+        for (int j = 0; j < t->here->piece[n].count; j++, i++) {
+            place p = t->here->piece[n].at;
+            p.record += t->first_record + j;
+            find_in_slot(t, c, p, vectors[i] + shift, i, scales, zeros, found);
+        }
+}
+
+#ifdef HAVE_X86
+#include "lane_codes.h"
+
+#define TARGET AVX512
+#define NAME(name) name##_avx512
+#define LANES 16
+#include "strip_body.h"
+#undef TARGET
+#undef NAME
+#undef LANES
+
+#define TARGET AVX2
+#define NAME(name) name##_avx2
+#define LANES 8
+#include "strip_body.h"
+#undef TARGET
+#undef NAME
+#undef LANES
+#endif
+
+#endif

@@ -1,0 +1,96 @@
+/* Walks over pages of codes, or of plain numbers beside codes: by strips, or in portable C. */
+#ifndef QUIRE_WALK_CODED_H
+#define QUIRE_WALK_CODED_H
+
+#include "strip.h"
+
+/* Sixteen slots at most, decoded one by one. */
+static void walk_tile_decoded(const attention_args *a, walk *w, const lane *l, int64_t slot, int count) {
+    float weights[MAX_QUERIES][TILE];
+    tile_vectors vectors;
+    tile t = {NULL, NULL, slot, count};
+    for (int i = 0; i < count; i++)
+        decode_vector(&a->key_coding, a->head_dim, a->key, place_of(a, l, slot + i), vectors[i]);
+    weigh_tile(w, &t, a->softcap, vectors, weights);
+    for (int i = 0; i < count; i++)
+        decode_vector(&a->value_coding, a->head_dim, a->value, place_of(a, l, slot + i), vectors[i]);
+    add_tile(w, &t, vectors, weights);
+}
+
+#ifdef HAVE_X86
+/* Lanes of the vectors that runs of both sides are made of; 0: none. */
+static int strip_lanes(const attention_args *a) {
+    int runs = a->key_coding.run | a->value_coding.run;
+    if (a->path >= PATH_AVX512 && runs % 16 == 0) return 16;
+    return a->path >= PATH_AVX2 && runs % 8 == 0 ? 8 : 0;
+}
+
+/* Four query vectors side by side, `lanes` numbers of each; and the sums of their runs. */
+static void pack_queries(const coding *c, walk *w, int lanes) {
+    for (int m = 0; m < w->count; m++)
+        for (int d = 0; d < w->head_dim; d += lanes)
+            memcpy(w->packed + m / 4 * 4 * MAX_HEAD_DIM + d * 4 + m % 4 * lanes, w->query[m] + d,
+                   lanes * sizeof(float));
+    for (int m = 0; c->zeros && m < w->count; m++)
+        for (int r = 0; r < c->num_runs; r++) {
+            float sum = 0;
+            for (int d = 0; d < c->run; d++) sum += w->query[m][r * c->run + d];
+            w->query_sums[m][r] = sum;
+        }
+}
+
+/* Strips of some neighbouring heads of a page in turn: their vectors are neighbours. */
+static void walk_strips(const attention_args *a, walk *const *walks, int heads, const lane *l,
+                        int64_t slot, int64_t end, int lanes) {
+    strip strips[2];
+    strip_walk t;
+    int64_t key_head = a->page_tokens * a->key_coding.vector_bytes;
+    int64_t value_head = a->page_tokens * a->value_coding.vector_bytes;
+    t.a = a;
+    for (int h = 0; h < heads; h++) pack_queries(&a->key_coding, walks[h], lanes);
+    point_strip(a, l, slot, end, &strips[0]);
+    for (int now = 0; slot < end; now = 1 - now) {
+        strip *here = &strips[now], *then = &strips[1 - now];
+        slot += here->count;
+        if (slot < end) point_strip(a, l, slot, end, then);
+        for (int h = 0; h < heads; h++) {
+            int next_head = (h + 1) % heads;
+            t.w = walks[h], t.here = here, t.next = next_head ? here : slot < end ? then : NULL;
+            t.key_shift = h * key_head, t.next_key_shift = next_head * key_head;
+            t.value_shift = h * value_head, t.next_value_shift = next_head * value_head;
+            t.first_record = h * a->page_tokens;
+            if (h == 0 && slot < end) {
+                ask_for_scales(a, &a->key_coding, then, heads);
+                ask_for_scales(a, &a->value_coding, then, heads);
+            }
+            if (lanes == 16) walk_strip_avx512(&t);
+            else walk_strip_avx2(&t);
+        }
+    }
+}
+#endif
+
+/* Go over the slots slot .. end - 1 for neighbouring heads of a page; `l` is the first one's. */
+static void walk_codes(const attention_args *a, walk *const *walks, int heads, const lane *l,
+                       int64_t slot, int64_t end) {
+    int64_t high = walks[0]->high[walks[0]->count - 1]; /* the same for all heads */
+    end = high < end ? high : end;
+    if (slot >= end) return;
+#ifdef HAVE_X86
+    int lanes = strip_lanes(a);
+    if (lanes) {
+        walk_strips(a, walks, heads, l, slot, end, lanes);
+        return;
+    }
+#endif
+    for (int h = 0; h < heads; h++) {
+        lane own = *l;
+        own.first_record += h * a->page_tokens;
+        for (int64_t at = slot, next; at < end; at = next) {
+            next = (at / TILE + 1) * TILE < end ? (at / TILE + 1) * TILE : end;
+            walk_tile_decoded(a, walks[h], &own, at, (int)(next - at));
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,198 @@
+"""Attention in C over codes equals attention over what they decode to, whatever free slots hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coded_lanes import coded_twin
+from lanes import Lanes
+from quire.kernels.backend import AttentionMath
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.coding import why_not
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.spec.codec_names import codec_pair, codec_spec
+
+CPU = torch.device("cpu")
+LIBRARY = load_library()
+PATHS_HERE = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+CODECS = (
+    "int8",
+    "int4:group=8",
+    "int4:group=32/int8",
+    "int8/int4:group=16",
+    "int4_outliers:percent=3",
+    "int2/int4_outliers:group=32",
+    "fp8",
+    "float32/int4",
+    "int8/float32",
+)
+
+
+def fits(codec, head_dim):
+    specs = codec_pair(codec)
+    if any(head_dim % (spec.group or 1) or head_dim % 4 for spec in specs):
+        return False
+    return all(why_not(spec, head_dim) is None for spec in specs)
+
+
+DIMS = {
+    codec: [d for d in (8, 20, 32, 64, 80, 96, 128, 256, 512) if fits(codec, d)] for codec in CODECS
+}
+
+pytestmark = pytest.mark.skipif(not PATHS_HERE, reason="the C extension is not built")
+
+
+class Refusing(GatheredAttention):
+    """Where it attends, C did not."""
+
+    def __init__(self):
+        super().__init__(CPU)
+
+    def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
+        raise AssertionError("left to torch")
+
+
+def native(path, gathered=None):
+    return NativeAttention(replace(LIBRARY, path=path), gathered or GatheredAttention(CPU))
+
+
+def on_codes(backend, lanes, pages, query, math):
+    """Output and column sums over pages of codes."""
+    twin = object.__new__(Lanes)
+    twin.__dict__ |= lanes.__dict__ | {"pages": pages}
+    nothing = torch.full((len(query), 0, 0), torch.nan)
+    twin.fresh = lambda: (nothing, nothing)
+    return twin.attend_with_sums(backend, query, math)
+
+
+@st.composite
+def cases(draw):
+    """Lanes, and codecs that can store their vectors."""
+    tokens = [1] * draw(st.sampled_from([0, 1, 3])) + draw(
+        st.lists(st.sampled_from([2, 5, 17, 40]), max_size=1)
+    ) or [1]
+    window = draw(st.sampled_from([None, None, 9, 70]))
+    before = st.one_of(st.integers(0, 90), st.integers(120, 260))
+    count = draw(st.sampled_from([1, 2]))
+    slots = [[draw(before) + new for _ in range(count)] for new in tokens]
+    codec = draw(st.sampled_from(CODECS))
+    lanes = Lanes(
+        tokens=tokens,
+        slots=slots if window is None else [row[:1] * count for row in slots],
+        heads=draw(st.sampled_from([1, 2, 4])),
+        head_dim=draw(st.sampled_from(DIMS[codec])),
+        page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
+        dtype=torch.float32,
+        window=window,
+        seed=draw(st.integers(0, 1000)),
+    )
+    return lanes, codec
+
+
+@pytest.mark.parametrize("path", PATHS_HERE, ids=[PATHS[path] for path in PATHS_HERE])
+@given(
+    case=cases(),
+    group=st.sampled_from([1, 2, 3, 4, 7, 9]),
+    softcap=st.sampled_from([None, 2.0]),
+    with_sinks=st.booleans(),
+)
+def test_codes_give_what_their_numbers_give(path, case, group, softcap, with_sinks):
+    lanes, codec = case
+    query = lanes.query(group)
+    pages = coded_twin(lanes, codec)
+    sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
+    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap, sinks=sinks)
+    expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query, math)
+    got, sums = on_codes(native(path), lanes, pages, query, math)
+
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tokens", [[1, 1, 1], [40]])
+def test_c_reads_them_itself(codec, tokens):
+    if LIBRARY.path == 0 and tokens != [1, 1, 1]:
+        pytest.skip("chunks are left to torch without vector instructions")
+    lanes = Lanes(
+        tokens=tokens,
+        slots=[[70]] * len(tokens),
+        heads=2,
+        head_dim=64,
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query, math = lanes.query(4), AttentionMath(scale=0.125)
+    pages = coded_twin(lanes, codec)
+    expected, _ = lanes.attend_with_sums(ReferenceAttention(), query, math)
+    got, _ = on_codes(native(LIBRARY.path, Refusing()), lanes, pages, query, math)
+
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int8/bfloat16"])
+@pytest.mark.parametrize("tokens", [[1, 1], [40, 33]])
+def test_queries_in_half_precision(codec, tokens):
+    lanes = Lanes(
+        tokens=tokens,
+        slots=[[300], [77]],
+        heads=2,
+        head_dim=128,
+        page_tokens=16,
+        dtype=torch.float32,
+    )
+    query, math = lanes.query(4).bfloat16(), AttentionMath(scale=128**-0.5)
+    pages = coded_twin(lanes, codec)
+    expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
+    got, sums = on_codes(native(LIBRARY.path, Refusing()), lanes, pages, query, math)
+
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(sums, expected_sums, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int4_outliers"])
+def test_a_row_is_judged_alone(codec):
+    """Neither the other rows nor the number of threads move a bit of its output."""
+    shape = {"heads": 4, "head_dim": 64, "page_tokens": 16, "dtype": torch.float32}
+    slots, tokens = [[9000], [1200], [700]], [1, 1, 60]
+    lanes, math = Lanes(tokens=tokens, slots=slots, **shape), AttentionMath(scale=0.125)
+    query = lanes.query(2)
+    pages = coded_twin(lanes, codec)
+    backend = native(LIBRARY.path)
+    together, _ = on_codes(backend, lanes, pages, query, math)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(on_codes(backend, lanes, pages, query, math)[0], together)
+    finally:
+        torch.set_num_threads(threads)
+    for row, first in enumerate([0, 1, 2]):
+        alone = Lanes(tokens=tokens[row : row + 1], slots=slots[row : row + 1], **shape)
+        alone.table = lanes.table[row : row + 1]
+        part = slice(first, first + tokens[row])
+        own = replace(pages, rows=torch.tensor([row]))
+        assert torch.equal(on_codes(backend, alone, own, query[part], math)[0], together[part])
+
+
+@pytest.mark.parametrize(
+    ("codec", "head_dim", "reason"),
+    [
+        ("int3", 64, "does not read int3"),
+        ("int8_channel", 64, "does not read int8_channel"),
+        ("int4:group=8", 256, "so many groups"),
+        ("int4_outliers:percent=10", 128, "at most 8 outliers"),
+        ("int4", 128, None),
+        ("bfloat16", 128, None),
+    ],
+)
+def test_what_c_does_not_read_has_a_reason(codec, head_dim, reason):
+    found = why_not(codec_spec(codec), head_dim)
+
+    assert found is None if reason is None else reason in found
