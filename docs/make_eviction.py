@@ -24,6 +24,7 @@ TITLES = {
     "rules-perplexity": "Perplexity of texts read on under a cap",
     "rules-kept": "What is kept, by layer and head",
     "rules-cost": "What eviction costs",
+    "rules-ready": "What being ready to evict adds to a layer",
 }
 TARGETS = {
     "bm_over_ed_throughput": "at least 1.5",
@@ -38,6 +39,9 @@ TARGETS = {
     "statistics_cost_share": "",
     "pressure_recent_cost": "under 0.01",
     "pressure_rule_cost": "under 0.01",
+    "equal_arms_difference": "",
+    "ready_layer_us": "",
+    "ready_equal_layer_us": "",
     "perplexity_full": "",
     "perplexity_random": "",
     "perplexity_recent": "",

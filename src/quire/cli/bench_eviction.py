@@ -25,7 +25,7 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[
-        str, typer.Option(help="Only these, with commas: quality, perplexity, kept, cost.")
+        str, typer.Option(help="Only these, with commas: quality, perplexity, kept, cost, ready.")
     ] = "",
     rules: Annotated[
         str,

@@ -10,7 +10,7 @@ import pytest
 
 from engines import load
 from quire.bench.asked import Asked
-from quire.bench.eviction import cost
+from quire.bench.eviction import cost, ready
 from quire.bench.eviction.cells import FULL, Cell, CellFile, CellKey, cell_keys
 from quire.bench.eviction.config import (
     CellsConfig,
@@ -364,6 +364,29 @@ def test_every_arm_of_the_cost_decodes_as_many_steps():
     assert cost.run_cost(config).tables[0].rows[3][0] == (
         "average:cap=32,every=4,when=prefill_and_decode"
     )
+
+
+def test_what_being_ready_adds_is_a_median_of_differences_over_layers():
+    """Steps of 10 and 10.4, 10 and 10.8, 10 and 14 ms in 4 layers: 0.8 / 4 ms are 200 us."""
+
+    def found(full_ms: float, ready_ms: float) -> dict[str, StepCost]:
+        times = {"full": full_ms, "again": full_ms, "pressure_recent": ready_ms}
+        return {a: StepCost(arm=a, step_s=ms / 1e3, schedule_s=0.0) for a, ms in times.items()}
+
+    rounds = [found(10, 10.4), found(10, 10.8), found(10, 14)]
+
+    assert ready.claims(rounds, 4) == {
+        "ready_layer_us": pytest.approx(200),
+        "ready_equal_layer_us": 0,
+    }
+
+
+def test_only_the_arms_that_are_asked_for_are_timed():
+    [found] = cost.measure_cost(
+        CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), ready.ARMS
+    )
+
+    assert tuple(found) == ready.ARMS
 
 
 def test_the_full_run_is_that_of_the_claims():

@@ -115,13 +115,16 @@ class CostConfig:
     repeats: int = 5
 
 
+SMALL_LAYERS = CostConfig(model="small", cap=64, every=32, repeats=12)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionBenchConfig:
     """All of it.
 
     Attributes:
         model: that reads and answers: a folder, a hub name or quire-tiny.
-        quality, perplexity, kept, cost: the parts.
+        quality, perplexity, kept, cost, ready: the parts.
     """
 
     model: str = "quire-tiny"
@@ -129,6 +132,7 @@ class EvictionBenchConfig:
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     kept: KeptConfig = field(default_factory=KeptConfig)
     cost: CostConfig = field(default_factory=CostConfig)
+    ready: CostConfig = field(default_factory=lambda: SMALL_LAYERS)
 
 
 QUICK_EVICTION = EvictionBenchConfig(
@@ -136,4 +140,5 @@ QUICK_EVICTION = EvictionBenchConfig(
     perplexity=PerplexityConfig(tokens=512, texts=2),
     kept=KeptConfig(tokens=256, texts=1, every=16, bins=16),
     cost=CostConfig(model="small", cap=128, every=16, rows=8, repeats=1),
+    ready=CostConfig(model="small", cap=32, every=4, rows=2, repeats=1),
 )

@@ -11,7 +11,7 @@ Arms take turns step by step: over seconds a machine's speed drifts by more than
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -119,10 +119,16 @@ class TimedArm:
         )
 
 
-def measure_cost(config: CostConfig) -> list[Round]:
-    """Rounds of all arms, taking turns; one before them is not counted."""
+def measure_cost(config: CostConfig, names: Collection[str] = ()) -> list[Round]:
+    """Rounds of arms, taking turns; one before them is not counted.
+
+    Args:
+        config: rows and lengths.
+        names: of arms; none: all.
+    """
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
-    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in arms(config).items()}
+    asked = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
+    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in asked.items()}
     return [_round(timed, config.every) for _ in range(config.repeats + 1)][1:]
 
 

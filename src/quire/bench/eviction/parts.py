@@ -11,6 +11,7 @@ from quire.bench.eviction.cost import run_cost
 from quire.bench.eviction.kept import run_kept
 from quire.bench.eviction.perplexity import run_perplexity
 from quire.bench.eviction.quality import Judge, run_quality
+from quire.bench.eviction.ready import run_ready
 from quire.bench.eviction.texts import RunningText
 from quire.bench.result import PartResult
 from quire.models.loader import LoadedModel
@@ -62,4 +63,5 @@ def make_parts(material: Material) -> Mapping[str, Part]:
         "perplexity": lambda c: run_perplexity(material.model, c.perplexity, material.running),
         "kept": lambda c: run_kept(material.model, c.kept, material.running),
         "cost": lambda c: run_cost(c.cost),
+        "ready": lambda c: run_ready(c.ready),
     }
