@@ -73,6 +73,13 @@ def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
         ("int4+sinks=-1", ConfigError, "got '-1'"),
         ("int4+residual=70000", ConfigError, "got '70000'"),
         ("float16+residual=4", ConfigError, "beside which none need be kept"),
+        ("int4+sinks=4+sinks=8", ConfigError, "sinks stands twice"),
+        ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; leave it out"),
+        ("kivi4:group=16", ConfigError, "kivi4 stands for int4_page/int4:group=32, .* two out"),
+        ("int8/kivi2", ConfigError, "kivi2 stands for int2_page/int2:group=32, .* two out"),
+        ("none:group=4", ConfigError, "none has no options, got 'group=4'; write none"),
+        ("fp8:group=4", ConfigError, "fp8 has no options, got 'group=4'; write fp8"),
+        ("nome", UnknownName, "did you mean none?"),
     ],
 )
 def test_what_cannot_be_is_said(text, error, message):
