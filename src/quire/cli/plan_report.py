@@ -1,12 +1,13 @@
 """The arithmetic behind `quire plan`, as a function: a folder and options in, a report out."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, ModelError
-from quire.plan.capacity import Capacity, capacity
+from quire.plan.capacity import Capacity, bytes_per_value, capacity, token_bytes
 from quire.plan.memory import (
     DEFAULT_HEADROOM_SHARE,
     MemoryLayout,
@@ -17,7 +18,7 @@ from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.spec.config import ConfigReader, read_config
 from quire.spec.dtypes import dtype_bytes
-from quire.spec.kv_format import fill_plain, read_format
+from quire.spec.kv_format import fill_plain
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout
@@ -143,7 +144,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
     dtype = _resolve_dtype(options.dtype, config)
     kv_codec = fill_plain(options.kv_codec or dtype, dtype)
     layout = layout_for(model, page_tokens=options.page_tokens, codec=kv_codec)
-    kv_bytes_per_value = _bytes_per_value(kv_codec, model, options.page_tokens)
+    kv_bytes_per_value = bytes_per_value(model, layout)
     memory = _divide(model, options, dtype_bytes(dtype))
     tokens = options.sequence_tokens
     if tokens is None:
@@ -159,7 +160,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         batch=options.batch,
         memory=memory,
         capacity=fits,
-        kv_bytes_per_token=model.kv_bytes_per_token(kv_bytes_per_value),
+        kv_bytes_per_token=math.ceil(token_bytes(layout)),
         step=decode_step(
             model,
             batch=options.batch,
@@ -175,13 +176,6 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         ),
         verdict=_verdict(model, memory, layout, options.workload),
     )
-
-
-def _bytes_per_value(codec: str, model: ModelSpec, page_tokens: int) -> float:
-    """Mean of keys and values, all that is stored beside their codes counted."""
-    form = read_format(codec)
-    sides = (side.effective_bits(model.head_dim, page_tokens) for side in (form.key, form.value))
-    return sum(sides) / 16
 
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:

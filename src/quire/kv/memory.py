@@ -253,8 +253,9 @@ class KVMemory:
         """Forget the tokens from logical position `length` on; lanes must be in position order.
 
         Raises:
-            ConfigError: the row is shorter, some lane has lost its order, or a window lane has
-                already dropped pages that the shorter sequence would look back to.
+            ConfigError: the row is shorter, some lane has lost its order, a window lane has
+                already dropped pages that the shorter sequence would look back to, or tokens that
+                it would attend to as they were made have made room for later ones.
         """
         held = int(self.lengths[row])
         if not 0 <= length <= held:

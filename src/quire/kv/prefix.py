@@ -17,7 +17,7 @@ whose policy needs some begins behind a node that has them.
 """
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -27,10 +27,11 @@ from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
+from quire.kv.prefix_idle import IdleNodes
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
-from quire.kv.sharing import borrow, lend_blocks, return_loans
+from quire.kv.sharing import borrow, lend_blocks, return_loans, statistics_pages
 from quire.spec.pages import PageClass
 
 
@@ -50,18 +51,19 @@ class PrefixIndex:
         shared = [group for group in memory.layout.groups if not group.private]
         self.memory = memory
         self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
-        self._block_pages: Counter[PageClass] = Counter()
+        pages: Counter[PageClass] = Counter()
         for group in shared:
-            pages = self.block_tokens // group.page_class.tokens * group.num_lanes
-            self._block_pages[group.page_class] += pages
-        self.block_bytes = sum(c.page_bytes * n for c, n in self._block_pages.items())
+            pages[group.page_class] += (
+                self.block_tokens // group.page_class.tokens * group.num_lanes
+            )
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._listener = listener
         self._nodes: dict[bytes, PrefixNode] = {}
-        self._idle: OrderedDict[PrefixNode, None] = OrderedDict()  # longest unused first
+        self._idle = IdleNodes(memory, pages)
         self._public: dict[PrefixNode, None] = {}  # counted every step, so kept apart
         self._pending: list[PrefixNode] = []  # published in the step that is being planned
+        self.block_bytes = self._idle.block_bytes
         memory.idle_bytes = lambda: self.idle_bytes
         memory.unpublish = self.unpublish
 
@@ -77,8 +79,8 @@ class PrefixIndex:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that can be had by dropping what nobody uses; statistics not counted."""
-        return len(self._idle) * self.block_bytes
+        """Bytes that can be had by dropping what nobody uses, copies of statistics among it."""
+        return self._idle.num_bytes
 
     def public_loans(self) -> list[Mapping[str, PageNumbers]]:
         """Pages of blocks that all tenants share, by lane group."""
@@ -155,14 +157,14 @@ class PrefixIndex:
     def _use(self, nodes: Sequence[PrefixNode]) -> None:
         for node in nodes:
             node.num_users += 1
-            self._idle.pop(node, None)
+            self._idle.discard(node)
 
     def release(self, lease: PrefixLease) -> None:
         """Give a lease back: its sequence is gone, or its pages are no longer the chain's."""
         for node in reversed(lease.nodes):  # the tail is the first to be dropped later
             node.num_users -= 1
             if not node.num_users and self._nodes.get(node.block.key) is node:
-                self._idle[node] = None
+                self._idle.add(node)
         lease.nodes.clear()
         lease.publishes = False
 
@@ -236,11 +238,20 @@ class PrefixIndex:
     def snapshot(self, lease: PrefixLease, row: int) -> None:
         """Keep the statistics of a row that has just read up to the end of its chain's last block.
 
-        Does nothing where there are none, where some are kept already, or without room for the
-        copy.
+        Blocks that nobody uses make way for the copy. Does nothing where there is still no room.
         """
-        if lease.nodes and lease.tokens == int(self.memory.lengths[row]):
-            lease.nodes[-1].remember(self.memory, row)
+        if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
+            return
+        node = lease.nodes[-1]
+        if node.lacks(self.memory, row) and self._make_room(statistics_pages(self.memory, row)):
+            node.remember(self.memory, row)
+
+    def _make_room(self, pages: Mapping[PageClass, int]) -> bool:
+        """Drop idle blocks where that is sure to give enough bytes; say whether pages fit."""
+        wanted_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())
+        if self.memory.fits(pages):
+            return True
+        return wanted_bytes <= self.memory.free_bytes + self.idle_bytes and self.reclaim(pages)
 
     # ---- making room ---------------------------------------------------------------------------
 
@@ -248,7 +259,7 @@ class PrefixIndex:
         """Drop idle blocks until so many more pages of each class fit; say whether they do."""
         dropped: list[bytes] = []
         while self._idle and not self.memory.fits(pages):
-            dropped += self._drop_oldest(self._blocks_short(pages))
+            dropped += self._drop_oldest(self._idle.blocks_short(pages))
         self._tell_removed(dropped)
         return self.memory.fits(pages)
 
@@ -269,19 +280,9 @@ class PrefixIndex:
         """Drop every idle block."""
         self._tell_removed(self._drop_oldest(len(self._idle)))
 
-    def _blocks_short(self, pages: Mapping[PageClass, int]) -> int:
-        """Blocks that must go at least before so many pages fit: one pass instead of many."""
-        short, slabs = 1, self.memory.arena.num_free_slabs
-        for page_class, of_block in self._block_pages.items():
-            pool = self.memory.pools[page_class]
-            missing = pages.get(page_class, 0) - pool.num_free - slabs * pool.pages_per_slab
-            short = max(short, -(-missing // of_block))
-        return short
-
     def _drop_oldest(self, number: int) -> list[bytes]:
         """Drop so many idle blocks, or all there are; return their keys."""
-        nodes = [self._idle.popitem(last=False)[0] for _ in range(min(number, len(self._idle)))]
-        self._forget(nodes)
+        self._forget(nodes := self._idle.oldest(number))
         return [node.block.key for node in nodes]
 
     def _tell_removed(self, keys: list[bytes]) -> None:
@@ -293,7 +294,7 @@ class PrefixIndex:
         for node in nodes:
             if self._nodes.get(node.block.key) is node:
                 del self._nodes[node.block.key]
-            self._idle.pop(node, None)
+            self._idle.discard(node)
             self._public.pop(node, None)
             loans += [node.loan, *node.statistics.values()]
         return_loans(self.memory, loans)

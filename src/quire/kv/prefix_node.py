@@ -30,12 +30,24 @@ class PrefixNode:
     is_public: bool = False
     num_users: int = 1
 
+    def lacks(self, memory: KVMemory, row: int) -> bool:
+        """Whether a row has statistics of a kind that is not kept here."""
+        used = memory.statistics_of(row)
+        return bool(used) and used not in self.statistics
+
     def remember(self, memory: KVMemory, row: int) -> None:
         """Keep the statistics of a row that has just read up to here, where there is room."""
-        used = memory.statistics_of(row)
-        loan = lend_statistics(memory, row) if used and used not in self.statistics else None
+        loan = lend_statistics(memory, row) if self.lacks(memory, row) else None
         if loan is not None:
-            self.statistics[used] = loan
+            self.statistics[memory.statistics_of(row)] = loan
+
+    def statistics_bytes(self, memory: KVMemory) -> int:
+        """Bytes of the copies kept here."""
+        return sum(
+            pages.size * memory.tables[name].group.page_class.page_bytes
+            for loan in self.statistics.values()
+            for name, pages in loan.pages.items()
+        )
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
         """Whether a node found by a key is really this block behind this parent."""

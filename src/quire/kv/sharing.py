@@ -43,12 +43,7 @@ def fork(memory: KVMemory, row: int) -> int:
     """
     if not memory.placement.shares:
         return copy_row(memory, row)
-    private = [t for t in memory.tables.values() if t.group.private]
-    needed: dict[PageClass, int] = {}
-    for table in private:
-        page_class = table.group.page_class
-        needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
-    if not memory.fits(needed):
+    if not memory.fits(statistics_pages(memory, row)):
         raise OutOfPages("no pages for the statistics of a fork")
     child = memory.start(memory.statistics_of(row))
     for table in memory.tables.values():
@@ -133,17 +128,22 @@ def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
         ConfigError: the row has lost tokens, so that no sequence could begin with these.
     """
     private = [table for table in _private_tables(memory) if table.active[row]]
-    needed: dict[PageClass, int] = {}
-    for table in private:
-        page_class = table.group.page_class
-        needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
-    if not private or not memory.fits(needed):
+    if not private or not memory.fits(statistics_pages(memory, row)):
         return None
     length = int(memory.lengths[row])
     if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
         raise ConfigError(f"row {row} has lost some of its {length} tokens, and what is remembered")
     pages = {table.group.name: _copied(memory, table, table.row_pages(row)) for table in private}
     return _registered(memory, 0, length, pages)
+
+
+def statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
+    """Pages of each class that a copy of a row's private pages takes."""
+    needed: dict[PageClass, int] = {}
+    for table in _private_tables(memory):
+        page_class = table.group.page_class
+        needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
+    return needed
 
 
 def _private_tables(memory: KVMemory) -> list[LaneTable]:

@@ -48,12 +48,19 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
     fixed number stay while there is a token.
 
     Raises:
-        ConfigError: some lane has lost its order, or a window lane has already dropped pages that
-            a row of `length` tokens would look back to.
+        ConfigError: some lane has lost its order, a window lane has already dropped pages that
+            a row of `length` tokens would look back to, or the newest tokens were kept as they were
+            made, which those before them are no longer.
     """
     slots: NDArray[np.int32] = table.num_slots[row]
     if not table.active[row] or table.group.mirrors is not None:
         return slots.copy()
+    recent = 0 if table.group.kept is None else table.group.kept.recent
+    if recent and 0 < length < row_length:
+        raise ConfigError(
+            f"a row that keeps its newest {recent} tokens as they were made cannot be truncated "
+            f"from {row_length} to {length}: what was kept before them is gone"
+        )
     if table.group.fixed_slots is not None:
         return np.full_like(slots, table.group.slots_of(length))
     if not table.group.ordered:

@@ -6,6 +6,7 @@ at most the pages that W tokens can touch.
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from quire.errors import ConfigError
@@ -18,6 +19,28 @@ Limit = Literal["memory", "context", "none"]
 def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
     """Bytes of one sequence of `tokens` tokens while it decodes, in whole pages of every layer."""
     return sum(group.bytes_at_most(tokens, 1) for group in layout.groups)
+
+
+def token_bytes(layout: CacheLayout) -> Fraction:
+    """Bytes that one more token adds in all layers, windows not yet full.
+
+    All that decodes it is counted, its part of what a page has once among it; padding of pages is
+    not, nor what a sequence has once however long it is.
+    """
+    return sum(
+        (
+            Fraction(page.key_bytes + page.value_bytes, page.tokens) * group.num_lanes
+            for group in layout.groups
+            if not group.private
+            for page in [group.page_class]
+        ),
+        start=Fraction(0),
+    )
+
+
+def bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
+    """The same for one number: the mean of keys, values and layers."""
+    return float(token_bytes(layout) / model.kv_values_per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

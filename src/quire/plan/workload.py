@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.plan.capacity import sequence_bytes
+from quire.plan.capacity import bytes_per_value, sequence_bytes
 from quire.plan.memory import MemoryLayout
 from quire.plan.roofline import decode_step
 from quire.plan.sizes import format_size
@@ -134,7 +134,7 @@ def assess(
         model,
         workload,
         weight_bytes_per_value=weight_bytes_per_value,
-        kv_bytes_per_value=_kv_bytes_per_value(model, layout),
+        kv_bytes_per_value=bytes_per_value(model, layout),
         flops_per_byte=flops_per_byte,
     )
     # two operations per weight and token: from this batch on the compute, not the reading, is full
@@ -191,11 +191,6 @@ def decode_share(
     compute = workload.batch * operations / flops_per_byte
     decode = workload.output_tokens * max(step.read_bytes, compute) / workload.batch
     return decode / (prefill + decode)
-
-
-def _kv_bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
-    page = layout.groups[0].page_class
-    return page.page_bytes / (page.tokens * model.kv_values_per_layer_token)
 
 
 def _judge(kv_share: float, sequences: int, share: float, full_batch: float) -> tuple[Impact, str]:

@@ -40,8 +40,8 @@ def folded_layout(
 
 
 def _folded(group: LaneGroup) -> LaneGroup:
-    heads = group.page_class.heads * len(group.layers)
-    return replace(group, page_class=replace(group.page_class, heads=heads), layers=(0,))
+    page_class = replace(group.page_class, layers=len(group.layers))
+    return replace(group, page_class=page_class, layers=(0,))
 
 
 def make_memory(

@@ -16,6 +16,8 @@ from quire.errors import ConfigError, UnknownName
 from quire.spec.codecs import GROUP, PAGE, VECTOR, CodecSpec
 from quire.spec.eviction import parse_policy
 
+AS_COMPUTED = "none"  # which codec that is, only the model knows
+
 
 def _plain(name: str, bits: int) -> CodecSpec:
     summary = "Numbers as they are."
@@ -120,19 +122,26 @@ def codec_spec(text: str) -> CodecSpec:
 
     Raises:
         UnknownName: no codec has this name, or it has no such option.
-        ConfigError: an option's value cannot be.
+        ConfigError: an option's value cannot be, or nothing can stand behind this name.
     """
     if text in CODECS:
         return CODECS[text]
     name, _, rest = text.partition(":")
-    if name not in CODECS:
-        raise UnknownName("codec", name, (*CODECS, *PAIRS))
-    found = CODECS[name]
+    if name in PAIRS:
+        raise ConfigError(
+            f"codec {text!r}: {name} stands for {'/'.join(PAIRS[name])}, keys and values together; "
+            "write these two out to change one of them"
+        )
+    if name not in CODECS and (name != AS_COMPUTED or not rest):
+        raise UnknownName("codec", name, (AS_COMPUTED, *CODECS, *PAIRS))
+    found = CODECS.get(name)
+    if found is None or (rest and not found.options):
+        raise ConfigError(f"codec {text!r}: {name} has no options, got {rest!r}; write {name}")
     given = parse_policy(text).options if rest else {}
     values: dict[str, int | float] = {}
     for option, value in given.items():
         if option not in found.options:
-            raise UnknownName(f"option of codec {name!r}", option, found.options or ("no option",))
+            raise UnknownName(f"option of codec {name!r}", option, found.options)
         values[option] = _number(text, option, value)
     written = ",".join(f"{option}={value:g}" for option, value in values.items())
     constants = (*found.constants, *(("equal",) if values.get("equalise") else ()))

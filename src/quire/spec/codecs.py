@@ -116,7 +116,7 @@ class CodecSpec:
         if not self.group:
             return max(g for g in range(1, WIDEST_GROUP + 1) if head_dim % g == 0)
         if head_dim % self.group:
-            fit = [g for g in range(8, head_dim + 1) if head_dim % g == 0]
+            fit = [g for g in range(min(8, head_dim), head_dim + 1) if head_dim % g == 0]
             raise ConfigError(
                 f"codec {self.name!r}: groups of {self.group} do not divide head_dim {head_dim}; "
                 f"choose group={' or '.join(map(str, fit))}, or leave it out"

@@ -11,10 +11,11 @@ when it is written, once, and nothing has to be done when it leaves the window.
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
-from quire.spec.codec_names import codec_pair, codec_spec
+from quire.spec.codec_names import AS_COMPUTED, codec_pair, codec_spec
 from quire.spec.codecs import CodecSpec
 
 COUNTS = ("sinks", "residual", "plain_layers")
+PLAIN = "plain"
 MOST_TOKENS = 1 << 16
 
 
@@ -82,19 +83,14 @@ def read_format(text: str) -> KVFormat:
 
     Raises:
         UnknownName: a codec or an option is not known.
-        ConfigError: a value cannot be, or plain numbers would be kept beside plain numbers.
+        ConfigError: a value cannot be, an option stands twice, or plain numbers would be kept
+            beside plain numbers.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     key, value = codec_pair(codecs)
-    plain, counts = None, dict.fromkeys(COUNTS, 0)
-    for part in options:
-        name, _, given = (piece.strip() for piece in part.partition("="))
-        if name == "plain":
-            plain = codec_spec(given)
-        elif name in COUNTS:
-            counts[name] = _count(text, name, given)
-        else:
-            raise UnknownName("option of a KV codec", name, COUNTS)
+    given = _options(text, options)
+    plain = _plain(text, given.pop(PLAIN)) if PLAIN in given else None
+    counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
     found = KVFormat(key=key, value=value, plain=plain, **counts)
     if found.is_plain and any(counts.values()):
         raise ConfigError(f"KV codec {text!r} stores plain numbers, beside which none need be kept")
@@ -109,13 +105,36 @@ def fill_plain(text: str, plain: str) -> str:
         plain: the plain codec of the model's numbers.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
-    sides = [plain if side.strip() == "none" else side.strip() for side in codecs.split("/")]
+    sides = [plain if side.strip() == AS_COMPUTED else side.strip() for side in codecs.split("/")]
     written = sides[0] if len(sides) == 2 and sides[0] == sides[1] else "/".join(sides)
     written = "+".join((written, *options))
     found = read_format(written)
     if found.plain is None and found.needs_plain:
         return f"{written}+plain={plain}"
     return written
+
+
+def _options(text: str, parts: list[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in parts:
+        name, _, given = (piece.strip() for piece in part.partition("="))
+        if name not in (*COUNTS, PLAIN):
+            raise UnknownName("option of a KV codec", name, COUNTS)
+        if name in options:
+            raise ConfigError(f"KV codec {text!r}: {name} stands twice; say it once")
+        options[name] = given
+    return options
+
+
+def _plain(text: str, given: str) -> CodecSpec:
+    """What is kept as the model made it is copied, so codes cannot hold it."""
+    plain = codec_spec(given)
+    if not plain.is_plain:
+        raise ConfigError(
+            f"KV codec {text!r}: {PLAIN} needs a type that models compute in, such as float32, got "
+            f"{given!r}; leave it out"
+        )
+    return plain
 
 
 def _count(text: str, name: str, given: str) -> int:

@@ -153,11 +153,15 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
         layout: of sequences with these statistics and no others.
 
     Returns:
-        of pages, those of statistics of their slots included; of statistics with fixed slots.
+        of pages, those of statistics of their slots included; of statistics with fixed slots, and
+        of tokens that are kept beside the codes of these lanes.
     """
     page_bytes = fixed_bytes = 0
+    in_order = {group.name for group in layout.groups if group.ordered}
     for group in layout.groups:
         lanes_bytes = group.num_lanes * group.page_class.page_bytes
+        if group.kept is not None and group.kept.of in in_order:
+            continue  # of a window, which loses no tokens to a rule
         if group.fixed_slots is not None:
             fixed_bytes += lanes_bytes
         elif not group.ordered:

@@ -67,6 +67,7 @@ class PageClass:
         positions: whether each slot carries its logical position (lanes whose slots lose order).
         rotated: whether keys are stored after RoPE; before it they are as at position 0. Pages of
             the two kinds are never mixed.
+        layers: pages of so many layers that are counted as one, where nobody asks what is in them.
         page_bytes: of a whole page, padding included; follows from the others, as do
         key_planes, value_planes: where the planes are.
     """
@@ -78,17 +79,19 @@ class PageClass:
     tokens: int
     positions: bool = False
     rotated: bool = True
+    layers: int = 1
     page_bytes: int = field(init=False, repr=False, compare=False)  # asked for at every step
     key_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
     value_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "heads", "tokens"):
+        for name in ("head_dim", "heads", "tokens", "layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a page needs {name} >= 1, got {getattr(self, name)}")
         self._place_planes()
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
-        object.__setattr__(self, "page_bytes", _round_up(end, self.alignment_bytes))
+        page_bytes = self.layers * _round_up(end, self.alignment_bytes)
+        object.__setattr__(self, "page_bytes", page_bytes)
 
     def __hash__(self) -> int:
         """Of the numbers alone: pools are looked up by page class many times a step."""
@@ -122,12 +125,15 @@ class PageClass:
     @property
     def key_bytes(self) -> int:
         """Bytes of keys, all that is stored beside their codes counted."""
-        return sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.key_planes)
+        return (
+            sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.key_planes) * self.layers
+        )
 
     @property
     def value_bytes(self) -> int:
         """Bytes of values, likewise."""
-        return sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.value_planes)
+        one = sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.value_planes)
+        return one * self.layers
 
     @property
     def positions_offset_bytes(self) -> int:
@@ -149,7 +155,7 @@ class PageClass:
     @property
     def slot_bytes(self) -> int:
         """Bytes of what one slot holds, padding of the page not included."""
-        position_bytes = POSITION_BYTES if self.positions else 0
+        position_bytes = POSITION_BYTES * self.layers if self.positions else 0
         return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
 
     def pages_for(self, slots: int) -> int:

@@ -81,6 +81,23 @@ def test_scales_are_counted_in_the_bytes_of_a_token(folder: Path):
     assert report.kv_bytes_per_token == 2 * 4 * 2 * (8 + 4)
 
 
+def test_plain_layers_are_counted_as_plain(folder: Path):
+    """Two layers of four in int8, 16 numbers and a scale; two in float16."""
+    options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int8+plain_layers=1+sinks=4")
+    report = plan_report(folder, options)
+
+    assert report.kv_bytes_per_token == 2 * 2 * (2 * (16 + 2) + 2 * 16 * 2)
+    assert report.step.kv_read_bytes == report.batch * 512 * report.kv_bytes_per_token
+
+
+def test_the_bytes_of_a_token_are_whole_where_those_of_a_number_are_not(folder: Path):
+    """Channels of a page of 3 tokens: a third of a scale and a zero for each number."""
+    options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4_page", page_tokens=3)
+
+    expected = 2 * 4 * 2 * (8 + 16 * 4 / 3)
+    assert plan_report(folder, options).kv_bytes_per_token == -(-expected // 1)
+
+
 def test_the_default_length_is_the_context_of_a_short_model(folder: Path):
     assert plan_report(folder).capacity.sequence_tokens == 512
 

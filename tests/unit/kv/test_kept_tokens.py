@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.codecs.registry import make_codec
+from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference import attend_reference
@@ -306,3 +307,33 @@ def test_pages_that_leave_take_nothing_with_them(text, heads_apart, seed):
         heads_apart=heads_apart,
     )
     play(checked, checked.evict_pages)
+
+
+def test_a_row_whose_newest_tokens_were_kept_is_cut_to_nothing_only():
+    """Those that were the newest at an earlier length have made room for others."""
+    checked = Checked("int4_page/int4+plain=float32", GatheredAttention(CPU))
+    row = checked.start()
+    checked.step({row: 7})
+
+    with pytest.raises(ConfigError, match=r"newest 3 tokens .* truncated from 7 to 6"):
+        checked.memory.truncate(row, 6)
+    checked.memory.truncate(row, 7)
+    checked.memory.truncate(row, 0)
+
+    checked.memory.check()
+    assert not checked.memory.row_bytes(row)
+
+
+def test_a_row_that_keeps_its_first_tokens_only_can_be_cut():
+    checked = Checked("int4+sinks=3+plain=float32", GatheredAttention(CPU))
+    row = checked.start()
+    checked.step({row: 7})
+
+    checked.memory.truncate(row, 5)
+
+    _, lanes = checked.account.rows[row]
+    for lane in lanes:
+        del lane.pages[1][1:]
+    checked.account.rows[row] = (5, lanes)
+    checked.step({row: 1})
+    checked.step({row: 3})

@@ -330,6 +330,61 @@ def test_a_snapshot_without_room_is_left_out():
     assert index.match(EVERYBODY, TOKENS, statistics=OF_SUMS).nodes == []
 
 
+def test_blocks_that_nobody_uses_make_way_for_a_snapshot():
+    """Two pages of 256 B are wanted and 384 B free: pages of the old chain, of 128 B each, go."""
+    memory = with_groups(FULL, SUMS, total_bytes=6 * 256)
+    index = PrefixIndex(memory)
+    lease = index.match(EVERYBODY, [9] * 13)
+    old = memory.start(())
+    grow(memory, old, 13)
+    index.publish(lease, old, [9] * 13)
+    close(index, old, lease)
+    row, lease = read(index, TOKENS[:8])
+    assert (memory.free_bytes, index.idle_bytes) == (384, 3 * 128)
+
+    index.snapshot(lease, row)
+
+    assert index.match(EVERYBODY, TOKENS, statistics=OF_SUMS).tokens == 8
+    assert index.match(EVERYBODY, [9] * 13).tokens < 12
+    memory.check()
+
+
+def test_a_snapshot_for_which_there_is_no_room_drops_nothing():
+    """384 B free and 128 B of an old chain: less than the copies take."""
+    memory = with_groups(FULL, SUMS, total_bytes=7 * 256)
+    index = PrefixIndex(memory)
+    lease = index.match(EVERYBODY, [9] * 5)
+    old = memory.start(())
+    grow(memory, old, 5)
+    index.publish(lease, old, [9] * 5)
+    close(index, old, lease)
+    row, lease = read(index, TOKENS[:12])
+    copies_bytes = 3 * 256
+    assert memory.free_bytes + index.idle_bytes < copies_bytes
+
+    index.snapshot(lease, row)
+
+    assert lease.nodes[-1].statistics == {}
+    assert index.match(EVERYBODY, [9] * 5).tokens == 4
+
+
+def test_copies_of_statistics_can_be_had_again_with_the_blocks_that_have_them():
+    memory = with_groups(FULL, SUMS)
+    index = PrefixIndex(memory)
+    row, lease = read(index, TOKENS[:8])
+    index.snapshot(lease, row)
+    close(index, row, lease)
+
+    assert index.idle_bytes == memory.used_bytes == 2 * 128 + 2 * 256
+    lease = index.match(EVERYBODY, TOKENS, statistics=OF_SUMS)
+    assert (lease.tokens, index.idle_bytes) == (8, 0)
+    index.release(lease)
+    assert index.idle_bytes == 2 * 128 + 2 * 256
+
+    index.clear()
+    assert (index.idle_bytes, memory.used_bytes) == (0, 0)
+
+
 def test_numbers_of_tokens_asked_for_and_found():
     index = PrefixIndex(one_group())
     for _ in range(2):

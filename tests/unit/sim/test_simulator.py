@@ -184,12 +184,20 @@ def test_one_table_for_all_layers_makes_the_same_decisions():
     assert summarise(results[0])["preemptions"] > 0
 
 
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4_outliers+sinks=1+plain=bfloat16"])
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
-def test_folded_lanes_hold_the_bytes_of_all_layers(model):
+def test_folded_lanes_hold_the_bytes_of_all_layers(model, codec, evicting):
+    """Pages of 3 tokens are no whole cache lines: each layer has padding, and positions."""
     whole, folded = (
-        make(model, codec="bfloat16", page_tokens=16) for make in (layout_for, folded_layout)
+        make(model, codec=codec, page_tokens=3, evicting=evicting)
+        for make in (layout_for, folded_layout)
     )
 
+    for one, all_layers in zip(folded.groups, whole.groups, strict=True):
+        assert one.bytes_at_most(100, 7) == all_layers.bytes_at_most(100, 7)
+        one_class, layer_class = one.page_class, all_layers.page_class
+        assert one_class.slot_bytes == len(all_layers.layers) * layer_class.slot_bytes
     assert folded.smallest_sequence_bytes == whole.smallest_sequence_bytes
     assert [group.num_lanes for group in folded.groups] == [1] * len(whole.groups)
 

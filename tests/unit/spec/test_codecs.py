@@ -71,6 +71,8 @@ def test_the_default_group_is_the_largest_up_to_64_that_divides_head_dim(head_di
 def test_groups_that_do_not_divide_head_dim_are_refused_with_those_that_do():
     with pytest.raises(ConfigError, match=r"groups of 64 do not divide head_dim 80; .* 40 or 80"):
         codec_spec("int4:group=64").planes(80)
+    with pytest.raises(ConfigError, match=r"do not divide head_dim 4; choose group=4, or leave"):
+        codec_spec("int4:group=3").planes(4)
 
 
 @pytest.mark.parametrize(("codec", "head_dim"), [("int4", 9), ("int2", 6), ("int3", 20)])
@@ -107,7 +109,7 @@ def test_every_pair_is_made_of_codecs():
         ("int5", "unknown codec 'int5': did you mean int"),
         ("kivi3", "unknown codec 'kivi3': did you mean kivi"),
         ("int4:grup=32", "unknown option of codec 'int4' 'grup': did you mean group"),
-        ("int8:group=32", "unknown option of codec 'int8' 'group'"),
+        ("fp8:group=32", "codec 'fp8:group=32': fp8 has no options, got 'group=32'; write fp8"),
         ("int4:group=no", "option group of codec 'int4:group=no' needs a number, got no"),
         ("int4:group=0", "at most 65536, got 0"),
         ("int4_outliers:percent=60", "above 0 and at most 50, got 60"),

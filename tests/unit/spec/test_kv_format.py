@@ -73,6 +73,13 @@ def test_so_many_newest_tokens_are_kept(text, page_tokens, recent):
         ("int4+sinks=-1", ConfigError, "got '-1'"),
         ("int4+residual=70000", ConfigError, "got '70000'"),
         ("float16+residual=4", ConfigError, "beside which none need be kept"),
+        ("int4+sinks=4+sinks=8", ConfigError, "sinks stands twice"),
+        ("int8+sinks=4+plain=int8", ConfigError, "such as float32, got 'int8'; leave it out"),
+        ("kivi4:group=16", ConfigError, "kivi4 stands for int4_page/int4:group=32, .* two out"),
+        ("int8/kivi2", ConfigError, "kivi2 stands for int2_page/int2:group=32, .* two out"),
+        ("none:group=4", ConfigError, "none has no options, got 'group=4'; write none"),
+        ("fp8:group=4", ConfigError, "fp8 has no options, got 'group=4'; write fp8"),
+        ("nome", UnknownName, "did you mean none?"),
     ],
 )
 def test_what_cannot_be_is_said(text, error, message):
@@ -114,7 +121,8 @@ def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
     assert kept.kept.of == full.name == "full"
     assert (kept.num_lanes, kept.page_class.heads) == (full.num_lanes, full.page_class.heads)
     _, fixed_bytes = page_and_fixed_bytes(layout)
-    assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in layout.groups[1::2])
+    assert layout.groups[-1].name == "window_64.kept"
+    assert fixed_bytes == kept.num_lanes * kept.page_class.page_bytes
 
 
 def test_plain_layers_are_groups_of_their_own():
