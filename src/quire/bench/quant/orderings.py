@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from quire.bench.eviction.texts import RunningText, pieces
 from quire.bench.quant.config import OrderingsConfig
 from quire.bench.quant.reading import CodecTexts, read_texts
-from quire.bench.result import HeatMap, Numbers, PartResult, Table
+from quire.bench.result import Cell, HeatMap, Numbers, PartResult, Table
 from quire.models.loader import LoadedModel
 
 PAIRS: Mapping[str, tuple[str, str]] = {
@@ -68,7 +68,7 @@ def _pairs(config: OrderingsConfig, found: Mapping[str, CodecTexts]) -> Table:
 
 
 def _grid(config: OrderingsConfig, found: Mapping[str, CodecTexts]) -> Table:
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (key, *(found[pair(key, value)].mean_kl for value in config.grid)) for key in config.grid
     )
     return Table(

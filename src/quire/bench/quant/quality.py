@@ -11,6 +11,7 @@ from quire.bench.eviction.quality import Judge, mean_share, measure_cells
 from quire.bench.eviction.texts import RunningText, pieces
 from quire.bench.quant.config import PLAIN, QuantBenchConfig, TextsConfig
 from quire.bench.quant.reading import CodecTexts, read_texts
+from quire.bench.result import Cell as Shown
 from quire.bench.result import Chart, Numbers, PartResult, Table
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
@@ -143,7 +144,7 @@ def _texts_table(config: TextsConfig, name: str, found: Mapping[str, CodecTexts]
 
 def _tasks_table(config: QuantBenchConfig, by_codec: ByCodec) -> Table:
     tasks = config.tasks
-    rows = tuple(
+    rows: tuple[tuple[Shown, ...], ...] = tuple(
         (codec, *map(_shown, cells.values()), mean_share(cells))
         for codec, cells in by_codec.items()
     )
