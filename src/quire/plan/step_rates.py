@@ -47,11 +47,12 @@ class DecodeRates:
 
     def products_s(self, rows: int) -> float:
         """Seconds of a step of so many rows, without its slots."""
-        measured, seconds = zip(*self.batch_s, strict=True)
+        measured = [batch for batch, _ in self.batch_s]
+        seconds = [float(taken_s) for _, taken_s in self.batch_s]
         slope = 0.0
         if len(measured) > 1:
             slope = max(0.0, (seconds[-1] - seconds[-2]) / (measured[-1] - measured[-2]))
-        more_s = slope * max(0, rows - measured[-1])
+        more_s: float = slope * max(0, rows - measured[-1])
         return float(np.interp(rows, measured, seconds)) + more_s
 
 

@@ -181,6 +181,12 @@ def test_a_row_is_judged_alone(codec):
         assert torch.equal(on_codes(backend, alone, own, query[part], math)[0], together[part])
 
 
+def test_codes_with_measured_constants_are_left_to_torch():
+    measured = replace(codec_spec("int4"), constants=("equal",))
+
+    assert "does not read int4" in str(why_not(measured, 128))
+
+
 @pytest.mark.parametrize(
     ("codec", "head_dim", "reason"),
     [

@@ -53,13 +53,14 @@ class Judge:
     def _open(self, key: CellKey) -> LLM:
         rows, spec = self._config.rows, self._model.spec
         row_bytes = spec.kv_bytes_per_token(self._model.decoder.dtype.itemsize) * 2 * key.tokens
-        kv = KVConfig(
-            memory=rows * row_bytes + (8 << 20),
-            page_tokens=key.page_tokens,
-            evict=key.evict,
-            prefix_cache=False,
-        )
+        kv = self.kv_config(key, rows * row_bytes + (8 << 20))
         return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
+
+    def kv_config(self, key: CellKey, memory: int) -> KVConfig:
+        """What a cell is asked in."""
+        return KVConfig(
+            memory=memory, page_tokens=key.page_tokens, evict=key.evict, prefix_cache=False
+        )
 
 
 def judged(key: CellKey, asked: Sequence[Asked], answers: Sequence[Answer], seconds: float) -> Cell:

@@ -80,7 +80,8 @@ def measure_stack(config: StackConfig) -> StackFound:
     for arm in config.arms:
         run_arm(model, few, arm)
     rounds = [[run_arm(model, load, arm) for arm in config.arms] for _ in range(config.repeats)]
-    judge = RegretJudge(random_weights(SHAPES[load.model](), dtype=torch.bfloat16).float())
+    weights = random_weights(SHAPES[load.model](), dtype=torch.bfloat16)
+    judge = RegretJudge(torch.nn.Module.float(weights))
     prompts = [prompt for prompt, _ in load.drawn()][: config.judged]
     product = ProductProbe("bfloat16", *config.product)
     rate = statistics.median(product.rate() for _ in range(5))

@@ -68,7 +68,7 @@ def coding_of(side: CodedPlanes) -> CodingArgs:
 
 def why_not(spec: CodecSpec, head_dim: int) -> str | None:
     """Why C cannot read a codec, or None."""
-    if not spec.is_plain and spec.rule not in _KINDS:
+    if (not spec.is_plain and spec.rule not in _KINDS) or spec.constants:
         return f"it does not read {spec.name}"
     if head_dim // _run(spec, head_dim) > MAX_RUNS:
         return f"it does not read so many groups as {spec.name} has in {head_dim} channels"

@@ -1,0 +1,1 @@
+"""Measures what codes of KV cost and save: bytes, time, quality."""

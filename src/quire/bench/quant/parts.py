@@ -1,0 +1,39 @@
+"""The parts of the bench of codecs by name, in the order in which they run and are read."""
+
+from collections.abc import Callable, Mapping
+
+from quire.bench.eviction.parts import Material
+from quire.bench.quant.attention import run_attention
+from quire.bench.quant.capacity import run_capacity
+from quire.bench.quant.config import QuantBenchConfig
+from quire.bench.quant.orderings import run_orderings
+from quire.bench.quant.quality import CodecJudge, run_quality
+from quire.bench.quant.throughput import run_throughput
+from quire.bench.result import PartResult
+
+Part = Callable[[QuantBenchConfig], PartResult]
+
+
+def make_parts(material: Material) -> Mapping[str, Part]:
+    """All parts; a model is loaded for those that read."""
+
+    def quality(config: QuantBenchConfig) -> PartResult:
+        model = material.model
+        judge = CodecJudge(model, config.tasks, material.asking_for(model))
+        return run_quality(
+            model,
+            config,
+            material.running,
+            judge.cell,
+            commit=material.commit,
+            kept=material.kept,
+            show=material.show,
+        )
+
+    return {
+        "capacity": lambda c: run_capacity(c.capacity),
+        "attention": lambda c: run_attention(c.attention),
+        "throughput": lambda c: run_throughput(c.throughput),
+        "quality": quality,
+        "orderings": lambda c: run_orderings(material.model, c.orderings, material.running),
+    }
