@@ -1,7 +1,7 @@
 /* Codes as vectors of float32, and sums of vectors, under names that end with the number of lanes:
  *
- *     codeN(at, kind, dtype, mask)   N neighbouring codes as numbers; `mask` picks the bits of one
- *     maskN(c, run)                  that mask, of a run's stretch
+ *     codeN(at, kind, dtype, bits)   N neighbouring codes as numbers; `bits` are those of one in a byte
+ *     bitsN(bits)                    as a vector
  *     sumsN(v)                       the sums of N vectors, sum i in lane i
  */
 #ifndef QUIRE_LANE_CODES_H
@@ -10,23 +10,8 @@
 #include "vectors.h"
 #include "walk_avx512.h"
 
-/* Runs of a stretch stand behind each other, then those of the next. */
-static inline int stretch_of(const coding *c, int run) {
-    return c->kind == BIT_CODES ? run / (c->num_runs * c->bits / 8) : 0;
-}
-static inline int bits_of(const coding *c, int run) {
-    return c->kind == BIT_CODES ? ((1 << c->bits) - 1) << (stretch_of(c, run) * c->bits) : 0;
-}
-
-/* Codes are masked and not shifted, and float16 has another exponent than e4m3: what a scale makes up
- * for. */
-static inline float factor_of(const coding *c, int run) {
-    if (c->kind == FP8_CODES) return 256;
-    return 1.0f / (float)(1 << (stretch_of(c, run) * c->bits));
-}
-
-INLINE AVX512 units16 bits16(const coding *c, int run) { return _mm512_set1_epi32(bits_of(c, run)); }
-INLINE AVX2 units8 bits8(const coding *c, int run) { return _mm256_set1_epi32(bits_of(c, run)); }
+INLINE AVX512 units16 bits16(int bits) { return _mm512_set1_epi32(bits); }
+INLINE AVX2 units8 bits8(int bits) { return _mm256_set1_epi32(bits); }
 
 INLINE AVX512 vec16 code16(const uint8_t *at, int kind, int dtype, units16 bits) {
     if (kind == PLAIN_NUMBERS) return load16(at, 0, dtype, 0xffff);

@@ -46,12 +46,38 @@ static void point_strip(const attention_args *a, const lane *l, int64_t slot, in
 /* Scales or zeros of a strip: for each run, those of its slots. */
 typedef float by_run[MAX_RUNS][STRIP];
 
+/* Where the codes of a run are. Those of a stretch stand behind each other, then those of the next.
+ * Codes are masked and not shifted, and float16 has another exponent than e4m3: the factor on their
+ * scales makes up for that. */
+typedef struct {
+    int bits, at; /* of a code in its byte; byte of the first from the vector's beginning */
+    float factor;
+} run_place;
+
+typedef struct {
+    run_place runs[MAX_RUNS];
+    uint8_t run_of[MAX_HEAD_DIM]; /* channel to its run; for outliers only */
+} code_places;
+
+static void place_codes(const coding *c, int dim, code_places *places) {
+    run_place *runs = places->runs;
+    int stretches = c->kind == BIT_CODES ? 8 / c->bits : 1, in_stretch = c->num_runs / stretches;
+    for (int r = 0; r < c->num_runs; r++) {
+        int shift = r / in_stretch * c->bits;
+        runs[r].at = r % in_stretch * c->run;
+        runs[r].bits = c->kind == BIT_CODES ? ((1 << c->bits) - 1) << shift : 0;
+        runs[r].factor = c->kind == FP8_CODES ? 256 : 1.0f / (float)(1 << shift);
+    }
+    for (int d = 0; c->num_outliers && d < dim; d++) places->run_of[d] = (uint8_t)(d / c->run);
+}
+
 /* A strip of one KV head while it is walked. */
 typedef struct {
     const attention_args *a;
     walk *w;
     const strip *here, *next; /* next: whose lines are asked for, or NULL */
     int64_t key_shift, value_shift, next_key_shift, next_value_shift; /* from head to head in a page */
+    code_places key_places, value_places;
     int64_t first_record; /* of this head, from the first of those that are walked together */
     LINED by_run key_scales, key_zeros, value_scales, value_zeros;
     LINED float dots[STRIP * 4];              /* [slot][query], four queries at most */
@@ -91,29 +117,30 @@ typedef struct {
 } strip_outliers;
 
 /* Those of one slot, the `i`th of the strip, whose codes are at `codes`. */
-static void find_in_slot(const strip_walk *t, const coding *c, place p, const uint8_t *codes, int i,
-                         by_run scales, by_run zeros, strip_outliers *found) {
-    int dim = t->a->head_dim, stretch = dim * c->bits / 8, most = (1 << c->bits) - 1;
+static inline void find_in_slot(const strip_walk *t, const coding *c, const code_places *places, place p,
+                                const uint8_t *codes, int i, by_run scales, by_run zeros,
+                                strip_outliers *found) {
     for (int o = 0; o < c->num_outliers; o++) {
         int channel;
         float value;
-        if (!outlier_at(c, dim, p, o, &channel, &value)) continue;
-        /* scales are those of codes as they stand in their bytes, not shifted down */
-        int code = codes[channel % stretch] & most << channel / stretch * c->bits, r = channel / c->run;
+        if (!outlier_at(c, t->a->head_dim, p, o, &channel, &value)) continue;
+        int r = places->run_of[channel];
+        int code = codes[places->runs[r].at + channel - r * c->run] & places->runs[r].bits;
         found->list[found->count].slot = i;
         found->list[found->count].channel = channel;
         found->list[found->count++].beyond = value - ((float)code * scales[r][i] + zeros[r][i]);
     }
 }
 
-static void find_outliers(const strip_walk *t, const coding *c, const uint8_t *const *vectors,
-                          int64_t shift, by_run scales, by_run zeros, strip_outliers *found) {
+static void find_outliers(const strip_walk *t, const coding *c, const code_places *places,
+                          const uint8_t *const *vectors, int64_t shift, by_run scales, by_run zeros,
+                          strip_outliers *found) {
     found->count = 0;
     for (int n = 0, i = 0; n < t->here->num_pieces; n++)
         for (int j = 0; j < t->here->piece[n].count; j++, i++) {
             place p = t->here->piece[n].at;
             p.record += t->first_record + j;
-            find_in_slot(t, c, p, vectors[i] + shift, i, scales, zeros, found);
+            find_in_slot(t, c, places, p, vectors[i] + shift, i, scales, zeros, found);
         }
 }
 

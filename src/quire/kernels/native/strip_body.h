@@ -1,8 +1,8 @@
 /* Included by strip.h, which says what TARGET, NAME and LANES are. */
 
-/* Scales (or zeros) of a strip, from a plane of float16. */
+/* Scales, or zeros where there are no `runs`, of a strip, from a plane of float16. */
 static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const uint8_t *plane,
-                                     int are_scales, by_run out) {
+                                     const run_place *runs, by_run out) {
     const strip *s = t->here;
     LINED float flat[STRIP * MAX_RUNS + MAX_RUNS];
     int groups = t->a->head_dim / c->channels, n = 0;
@@ -16,7 +16,7 @@ static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const
     }
     for (int r = 0; r < c->num_runs; r++) {
         const float *from = flat + r * c->run / c->channels;
-        const float factor = are_scales ? factor_of(c, r) : 1;
+        const float factor = runs ? runs[r].factor : 1;
         if (groups == 1)
             for (int i = 0; i < STRIP; i++) out[r][i] = from[i] * factor;
         else if (groups == 2)
@@ -34,7 +34,6 @@ INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int
     const int slots = LANES / queries;
     const strip *s = t->here, *next = m ? NULL : t->next;
     int num_runs = grouped ? c->num_runs : 1, run = c->run;
-    int in_stretch = grouped ? num_runs * c->bits / 8 : 1;
     for (int i = 0; i < s->count; i += slots) {
         V(vec) totals[LANES];
 #pragma GCC unroll 16
@@ -45,9 +44,9 @@ INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int
         }
         for (int r = 0; r < num_runs; r++) {
             V(vec) sums[LANES];
-            V(units) bits = V(bits)(c, r);
+            V(units) bits = V(bits)(t->key_places.runs[r].bits);
             const float *query = t->w->packed + m * MAX_HEAD_DIM + r * run * 4;
-            int64_t at = t->key_shift + r % in_stretch * run;
+            int64_t at = t->key_shift + t->key_places.runs[r].at;
 #pragma GCC unroll 16
             for (int n = 0; n < LANES; n++) sums[n] = V(zero)();
             for (int d = 0; d < run; d += LANES) {
@@ -78,7 +77,7 @@ INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int
 INLINE TARGET void NAME(add_codes)(strip_walk *t, int64_t at, int m, int r, int d, const int queries,
                                    const int vectors, const int kind, const int dtype) {
     const int item = kind != PLAIN_NUMBERS ? 1 : dtype == F32 ? 4 : 2;
-    V(units) bits = V(bits)(&t->a->value_coding, r);
+    V(units) bits = V(bits)(t->value_places.runs[r].bits);
     V(vec) sums[LANES];
     float *out = t->w->out[m] + d;
 #pragma GCC unroll 16
@@ -112,9 +111,8 @@ INLINE TARGET void NAME(add_strip)(strip_walk *t, int m, const int queries, cons
                                    const int dtype) {
     const coding *c = &t->a->value_coding;
     const int item = kind != PLAIN_NUMBERS ? 1 : dtype == F32 ? 4 : 2, many = LANES / queries;
-    int in_stretch = kind == BIT_CODES ? c->num_runs * c->bits / 8 : 1;
     for (int r = 0; r < c->num_runs; r++) {
-        int64_t at = t->value_shift + r % in_stretch * c->run;
+        int64_t at = t->value_shift + t->value_places.runs[r].at;
         int d = 0, first = r * c->run;
         for (; d + many * LANES <= c->run; d += many * LANES)
             NAME(add_codes)(t, at + d * item, m, r, first + d, queries, many, kind, dtype);
@@ -214,13 +212,13 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
     const attention_args *a = t->a;
     const coding *k = &a->key_coding, *v = &a->value_coding;
     strip_outliers found;
-    if (k->scales) NAME(load_by_run)(t, k, k->scales, 1, t->key_scales);
-    if (k->zeros) NAME(load_by_run)(t, k, k->zeros, 0, t->key_zeros);
-    if (v->scales) NAME(load_by_run)(t, v, v->scales, 1, t->value_scales);
-    if (v->zeros) NAME(load_by_run)(t, v, v->zeros, 0, t->value_zeros);
+    if (k->scales) NAME(load_by_run)(t, k, k->scales, t->key_places.runs, t->key_scales);
+    if (k->zeros) NAME(load_by_run)(t, k, k->zeros, NULL, t->key_zeros);
+    if (v->scales) NAME(load_by_run)(t, v, v->scales, t->value_places.runs, t->value_scales);
+    if (v->zeros) NAME(load_by_run)(t, v, v->zeros, NULL, t->value_zeros);
     NAME(dots_of)(t);
     if (k->num_outliers) {
-        find_outliers(t, k, t->here->key, t->key_shift, t->key_scales, t->key_zeros, &found);
+        find_outliers(t, k, &t->key_places, t->here->key, t->key_shift, t->key_scales, t->key_zeros, &found);
         for (int n = 0; n < found.count; n++)
             for (int m = 0; m < t->w->count; m++)
                 t->logits[m][found.list[n].slot] +=
@@ -229,7 +227,7 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
     for (int m = 0; m < t->w->count; m++) NAME(weigh_strip)(t, m);
     NAME(add_values_of_strip)(t);
     if (v->num_outliers) {
-        find_outliers(t, v, t->here->value, t->value_shift, t->value_scales, t->value_zeros, &found);
+        find_outliers(t, v, &t->value_places, t->here->value, t->value_shift, t->value_scales, t->value_zeros, &found);
         for (int n = 0; n < found.count; n++)
             for (int m = 0; m < t->w->count; m++)
                 t->w->out[m][found.list[n].channel] += t->logits[m][found.list[n].slot] * found.list[n].beyond;

@@ -47,6 +47,8 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     int64_t key_head = a->page_tokens * a->key_coding.vector_bytes;
     int64_t value_head = a->page_tokens * a->value_coding.vector_bytes;
     t.a = a;
+    place_codes(&a->key_coding, a->head_dim, &t.key_places);
+    place_codes(&a->value_coding, a->head_dim, &t.value_places);
     for (int h = 0; h < heads; h++) pack_queries(&a->key_coding, walks[h], lanes);
     point_strip(a, l, slot, end, &strips[0]);
     for (int now = 0; slot < end; now = 1 - now) {
