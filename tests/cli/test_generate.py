@@ -98,7 +98,7 @@ def assert_refused(result, *parts: str) -> None:
         (("--attention", "gatherd"), ("gathered",)),
         (("--evict", "recnt:cap=9"), ("recent",)),
         (("--evict", "recent"), ("cap",)),
-        (("--kv-codec", "int3"), ("int3",)),
+        (("--kv-codec", "int5"), ("int5",)),
         (("--kv-memory", "-5"), ("-5",)),
         (("--kv-memory", "lots"), ("lots",)),
         (("--kv-memory", "1KiB"), ("KiB",)),

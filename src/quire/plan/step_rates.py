@@ -4,10 +4,9 @@ They hold for one model on one machine: `quire profile --model` measures and sto
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
-
-import numpy as np
 
 from quire.errors import ConfigError
 from quire.plan.rates import PrefillRates
@@ -48,12 +47,14 @@ class DecodeRates:
     def products_s(self, rows: int) -> float:
         """Seconds of a step of so many rows, without its slots."""
         measured = [batch for batch, _ in self.batch_s]
-        seconds = [float(taken_s) for _, taken_s in self.batch_s]
-        slope = 0.0
-        if len(measured) > 1:
-            slope = max(0.0, (seconds[-1] - seconds[-2]) / (measured[-1] - measured[-2]))
-        more_s: float = slope * max(0, rows - measured[-1])
-        return float(np.interp(rows, measured, seconds)) + more_s
+        right = min(bisect_left(measured, rows), len(measured) - 1)
+        (low, low_s), (high, high_s) = self.batch_s[max(0, right - 1)], self.batch_s[right]
+        if rows <= low or low == high:
+            return float(low_s)
+        slope_s = (high_s - low_s) / (high - low)
+        if rows > high:
+            return high_s + max(0.0, slope_s) * (rows - high)
+        return low_s + slope_s * (rows - low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Pa
         *("--out", str(out)),
     )
 
-    assert list(run["arms"]) == ["quality", "perplexity", "kept", "cost"]
+    assert list(run["arms"]) == ["quality", "perplexity", "kept", "cost", "ready"]
     assert {"perplexity_recent", "kept_recent_old_half", "eviction_cost_share"} <= set(
         run["claims"]
     )

@@ -71,7 +71,8 @@ def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
             ),
         )
     )
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * 150, max_rows=8)
+    pages = max(150, 600 // page_tokens)  # six rows of 80 tokens at most, and forks' copies
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * pages, max_rows=8)
     store = PageStore(memory.total_bytes, CPU)
     store.arena.fill_(0xFF)  # NaN in every float type, and in codes what no encoder writes
     memory.store = store
