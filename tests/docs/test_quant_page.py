@@ -1,45 +1,26 @@
 """docs/make_quant.py: from runs of the bench, part by part, to a page."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from quire.bench.result import PartResult, Table
-from snippets import ROOT
+from measured_pages import load_maker, run_object
 
 
 @pytest.fixture
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_quant", ROOT / "docs/make_quant.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_object(part: str, **claims: float) -> dict[str, Any]:
-    table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
-    made = PartResult(claims=claims, tables=(table,), raw={"a": [1]})
-    return {
-        "name": "bench quant",
-        "claims": claims,
-        "arms": {part: made.to_json()},
-        "config": {"threads": 1},
-        "hardware": {"cpu": "a processor"},
-        "versions": {"torch": "2.13.0", "quire": "0.1.0"},
-        "commit": "abc",
-    }
+    return load_maker("make_quant")
 
 
 def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
-    runs = run_object("quality", int8_kl=0.003), run_object("attention", int8_attention_speedup=2)
+    runs = (
+        run_object("quant", "quality", {"int8_kl": 0.003}),
+        run_object("quant", "attention", {"int8_attention_speedup": 2}),
+    )
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 

@@ -1,14 +1,18 @@
-"""What benches of eviction rules share: cells as they are asked, budgets, long texts."""
+"""What benches that ask questions share: material, cells as they are asked, budgets, texts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from quire.cli.bench_questions import asking_for, load
+from quire.cli.report import commit
+from quire.cli.settings import Settings
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.eviction.cells import Cell
+    from quire.bench.eviction.parts import Material
     from quire.bench.eviction.texts import RunningText
     from quire.models.loader import LoadedModel
 
@@ -23,6 +27,27 @@ def parts_of_budgets(text: str) -> tuple[float, ...]:
         return tuple(float(part) / 100 for part in text.split(","))
     except ValueError:
         raise ConfigError(f"expected per cents such as 50,25, got {text!r}") from None
+
+
+def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Material":
+    """What parts are given: the model and its prompts when they are needed, a place for cells.
+
+    Args:
+        settings: which model.
+        text: a file to read; None for the books.
+        out: folder where cells are kept; None keeps none.
+    """
+    from quire.bench.eviction.cells import CellFile
+    from quire.bench.eviction.parts import Material
+
+    return Material(
+        load=lambda: load(settings),
+        asking_for=asking_for,
+        running_for=lambda model: running_text(model, text),
+        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        commit=commit(),
+        show=show_cell,
+    )
 
 
 def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.bench_cells import parts_of_budgets, running_text, show_cell
+from quire.cli.bench_cells import material_of, parts_of_budgets
 from quire.cli.bench_parts import finish, show_parts
-from quire.cli.bench_questions import asking_for, load
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
-from quire.cli.report import commit
 from quire.cli.settings import Settings, with_settings
 
 if TYPE_CHECKING:
@@ -48,7 +46,9 @@ def eviction(  # noqa: PLR0913 - one parameter per option
             "not said."
         ),
     ] = "",
-    prompts: Annotated[int, typer.Option(min=1, help="Of each cell.")] = 200,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Of each cell; 200 if not said.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
     ] = None,
@@ -65,27 +65,18 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Compare eviction rules: right answers, perplexity, kept positions, cost."""
-    from quire.bench.eviction.cells import CellFile
-    from quire.bench.eviction.parts import Material, make_parts
+    from quire.bench.eviction.parts import make_parts
     from quire.bench.named_parts import names_of, run_named
 
     config = _config(settings.model, quick=quick)
-    quality = _cells(config.quality, tasks, budgets, when, None if quick else prompts)
+    quality = _cells(config.quality, tasks, budgets, when, prompts)
     config = replace(config, quality=quality)
     config = _with_rules(config, rules)
     if out is not None:
         require_matplotlib("--out")
         prepare_folder(out)
     settings.set_threads()
-    material = Material(
-        load=lambda: load(settings),
-        asking_for=asking_for,
-        running_for=lambda model: running_text(model, text),
-        kept=CellFile(None if out is None else out / "cells.jsonl"),
-        commit=commit(),
-        show=show_cell,
-    )
-    made = make_parts(material)
+    made = make_parts(material_of(settings, text, out))
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
     run = finish("eviction", results, claims, _used(config, settings), out)
     if as_json:

@@ -2,19 +2,16 @@
 
 import json
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.bench_cells import running_text, show_cell
+from quire.cli.bench_cells import material_of
 from quire.cli.bench_parts import finish, show_parts
-from quire.cli.bench_questions import asking_for, load
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
-from quire.cli.report import commit
 from quire.cli.settings import Settings, with_settings
 
 if TYPE_CHECKING:
@@ -60,25 +57,15 @@ def quant(  # noqa: PLR0913 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Compare codecs of KV: bytes, attention, throughput, fidelity, tasks."""
-    from quire.bench.eviction.cells import CellFile
-    from quire.bench.eviction.parts import Material
     from quire.bench.named_parts import names_of, run_named
     from quire.bench.quant.parts import make_parts
 
-    config = _config(settings, codecs, batch, None if quick else prompts, quick=quick)
+    config = _config(settings, codecs, batch, prompts, quick=quick)
     if out is not None:
         require_matplotlib("--out")
         prepare_folder(out)
     settings.set_threads()
-    material = Material(
-        load=partial(load, settings),
-        asking_for=asking_for,
-        running_for=lambda model: running_text(model, text),
-        kept=CellFile(None if out is None else out / "cells.jsonl"),
-        commit=commit(),
-        show=show_cell,
-    )
-    made = make_parts(material)
+    made = make_parts(material_of(settings, text, out))
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
     run = finish("quant", results, claims, _used(config, settings), out)
     if as_json:

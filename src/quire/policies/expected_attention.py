@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.errors import PolicyError
+from quire.errors import ConfigError, PolicyError
 from quire.policies.base import SinksAndRecent
 from quire.policies.groups import reduce_group
 from quire.policies.options import check_at_least
@@ -25,6 +25,8 @@ from quire.policies.registry import register
 from quire.policies.view import KVView
 from quire.policies.windows import softmax_over
 from quire.spec.statistics import MEAN, QueryMoments, Statistic, check_reduction
+
+MOST_FUTURE = 1 << 16  # each is turned by itself, and a request may say how many
 
 
 @register("expected_attention")
@@ -49,7 +51,10 @@ class ExpectedAttention(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        check_at_least(1, future=self.future)
+        if not 1 <= self.future <= MOST_FUTURE:
+            raise ConfigError(
+                f"expected future from 1 to {MOST_FUTURE:,} positions, got {self.future}"
+            )
         check_at_least(0, epsilon=self.epsilon)
         check_reduction(self.heads)
 

@@ -227,3 +227,18 @@ def test_the_quick_run_is_smaller_in_every_part():
     assert quick.quality.prompts < full.quality.prompts
     assert quick.perplexity.tokens * quick.perplexity.texts < full.perplexity.tokens
     assert replace(full, model="quire-tiny") == full
+
+
+@pytest.mark.parametrize(("asked", "expected"), [((), 10), (("--prompts", "1"), 1)])
+def test_what_is_said_of_prompts_holds_for_a_quick_run_too(asked, expected, monkeypatch):
+    made = []
+
+    def keep(names, parts, config):
+        made.append(config)
+        return iter(())
+
+    monkeypatch.setattr("quire.bench.named_parts.run_named", keep)
+    result = CliRunner().invoke(app, ["bench", "eviction", "--quick", *asked])
+
+    assert result.exit_code == 0, result.output
+    assert made[0].quality.prompts == expected
