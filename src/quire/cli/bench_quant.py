@@ -25,7 +25,8 @@ def quant(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: capacity, attention, throughput, quality, orderings."
+            help="Only these, with commas: capacity, attention, throughput, quality, orderings, "
+            "eviction."
         ),
     ] = "",
     codecs: Annotated[

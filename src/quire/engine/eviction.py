@@ -1,6 +1,6 @@
 """Carries evictions out: ask the policy which slots stay, then compact the lanes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from quire.engine.eviction_rules import EvictionRules
 from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.lane_caps import Evicted
 from quire.engine.lane_room import Slots, evicting_table
+from quire.engine.raising import Raising, raised_entry
 from quire.engine.request import Request
 from quire.errors import PolicyError
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
@@ -48,6 +49,7 @@ class PolicyEvictor:
         assert table is not None, "made for pools whose lanes lose tokens"
         self._kv, self._rules, self._table = kv, rules, table
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
+        self._raising = _raising_of(kv, table.group.name)
 
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
@@ -71,6 +73,7 @@ class PolicyEvictor:
         for part in parts:
             part.take_notes()
         commit_compaction(memory, plan)
+        self._give_records(request.row, parts)
         return Evicted(entry.num_slots, group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
@@ -78,7 +81,7 @@ class PolicyEvictor:
         self._repeat_notes(request, entry)
         reader = self._reader(request, range(len(self._table.group.layers)))
         heads = self._table.group.page_class.heads
-        stays = entry.stays(reader.positions.cpu().numpy()[::heads])
+        stays = entry.stays(reader.lane_positions)
         mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
         memory, name, kind = (
             self._kv.memory,
@@ -86,6 +89,10 @@ class PolicyEvictor:
             _kind_of(_eviction_of(request)),
         )
         commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
+        if entry.raised is not None:
+            assert self._raising is not None, "raised in a memory with records"
+            raised = (reader.lane_positions >= 0) & ~entry.raised.stays(reader.lane_positions)
+            self._raising.put(reader, request.row, stays, raised)
 
     def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
         """Write again what was written down when these tokens left: the rule is asked again."""
@@ -152,8 +159,20 @@ class PolicyEvictor:
         lying = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's, which a rule may have written into
-        left = EvictionEntry.of(request.num_computed, reader.lane_positions, kept)
-        return _Chosen(lying, left, reader, decision.notes)
+        done, positions = request.num_computed, reader.lane_positions
+        left = EvictionEntry.of(done, positions, kept)
+        raised = None
+        if self._raising is not None:
+            with _named(eviction):
+                raised = self._raising.choose(eviction, view, reader, kept, done)
+            left = replace(left, raised=raised_entry(done, positions, raised))
+        return _Chosen(lying, left, reader, decision.notes, kept, raised)
+
+    def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
+        """Let important tokens have the records that were found for them."""
+        for part in parts:
+            if self._raising is not None and part.raised is not None:
+                self._raising.put(part.reader, row, part.kept, part.raised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +184,26 @@ class _Chosen:
         left: what leaves.
         reader: of the layers.
         notes: to write down before slots move.
+        kept: [lanes, slots] what stays, in the order of positions.
+        raised: likewise what gets a record in a finer codec; None where there are none.
     """
 
     lying: NDArray[np.bool_]
     left: EvictionEntry
     reader: LaneReader
     notes: Mapping[Statistic, Tensor]
+    kept: NDArray[np.bool_]
+    raised: NDArray[np.bool_] | None
 
     def take_notes(self) -> None:
         """Write down what the policy wants remembered."""
         for statistic, numbers in self.notes.items():
             self.reader.note(statistic, numbers)
+
+
+def _raising_of(kv: PagedKV, group: str) -> Raising | None:
+    place = kv.important.get(group)
+    return None if place is None else Raising(place, kv.kept[group])
 
 
 def _eviction_of(request: Request) -> Eviction:

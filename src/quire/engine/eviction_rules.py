@@ -19,11 +19,12 @@ from quire.engine.served_rules import (
     without_numbers,
 )
 from quire.errors import ConfigError, RequestError, UnsoundCombination
+from quire.policies.base import ScorePolicy
 from quire.policies.eviction import PAGE, Eviction, EvictionRule, make_eviction
 from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
 from quire.spec.codec_refusals import Storing, refuse_excluded
-from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, UNLIMITED
+from quire.spec.eviction import PREFILL_AND_DECODE, PREFILL_END, PRESSURE, UNLIMITED
 from quire.spec.kv_format import read_format
 from quire.spec.layout import layout_for, page_and_fixed_bytes
 from quire.spec.model import ModelSpec
@@ -69,8 +70,7 @@ class EvictionRules:
         self.served = tuple(possible([*own, *others], why_not, self._allow))
         refuse_mixture(self.served)
         self._storing = Storing(form=read_format(codec), evicts=self.evicts, in_runs=reserved)
-        only_pages = not self.default.evicts or self.default.granularity == PAGE
-        refuse_excluded(codec, replace(self._storing, by_page=only_pages))
+        refuse_excluded(codec, self._storing_of(self.default))
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -116,7 +116,7 @@ class EvictionRules:
             raise RequestError(f"evict: {error}") from error
         if text != self.default.text:
             self._require_lanes(text)
-            self._require_pieces(rule)
+            self._require_storing(rule)
             if rule.evicts:
                 self._require_served(text, rule)
         return rule
@@ -186,11 +186,21 @@ class EvictionRules:
         )
         return UNLIMITED if max(peaks) <= context else context
 
-    def _require_pieces(self, rule: EvictionRule) -> None:
-        """Tokens that share scales leave together, whoever asks."""
+    def _storing_of(self, rule: EvictionRule) -> Storing:
+        """What a rule asks of pages."""
+        if not rule.evicts:
+            return replace(self._storing, by_page=True)
+        return replace(
+            self._storing,
+            by_page=rule.granularity == PAGE,
+            scores=isinstance(rule.policy, ScorePolicy),
+            every=0 if rule.when == PREFILL_END else rule.every,
+        )
+
+    def _require_storing(self, rule: EvictionRule) -> None:
+        """Tokens that share scales leave together, whoever asks; and so on."""
         try:
-            by_page = not rule.evicts or rule.granularity == PAGE
-            refuse_excluded(self._codec, replace(self._storing, by_page=by_page))
+            refuse_excluded(self._codec, self._storing_of(rule))
         except UnsoundCombination as error:
             raise RequestError(f"evict: {error}") from error
 

@@ -28,12 +28,15 @@ class EvictionEntry:
             the first positions of runs of neighbours and behind them how long those are.
         wanted: [lanes] tokens that might have stayed, whole pieces or not; None where nobody asks:
             a rule that took notes is asked again with them.
+        raised: the tokens that got a record in a finer codec then, as if they had left; None where
+            there are no records.
     """
 
     num_computed: int
     counts: NDArray[np.int32]
     stored: Positions
     wanted: NDArray[np.int32] | None = None
+    raised: "EvictionEntry | None" = None
 
     @classmethod
     def of(
@@ -57,7 +60,13 @@ class EvictionEntry:
     def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
         """One entry of those of some lanes each, one behind the other."""
         counts = np.concatenate([part.counts for part in parts])
-        return cls(num_computed, counts, _in_runs(np.concatenate([part.left for part in parts])))
+        raised = [part.raised for part in parts if part.raised is not None]
+        return cls(
+            num_computed,
+            counts,
+            _in_runs(np.concatenate([part.left for part in parts])),
+            raised=cls.joined(num_computed, raised) if raised else None,
+        )
 
     @property
     def left(self) -> Positions:
@@ -77,6 +86,11 @@ class EvictionEntry:
         return stays
 
     @property
+    def by_lane(self) -> list[Positions]:
+        """`left` for each lane."""
+        return np.split(self.left, np.cumsum(self.counts)[:-1])
+
+    @property
     def num_slots(self) -> int:
         """Slots that left, over all lanes."""
         return int(self.counts.sum())
@@ -87,6 +101,8 @@ class EvictionEntry:
         made = hashlib.blake2b(digest_size=8)
         made.update(np.int64(self.num_computed).tobytes())
         made.update(self.counts.tobytes() + self.left.tobytes())
+        if self.raised is not None:
+            made.update(self.raised.digest.encode())
         return made.hexdigest()
 
 
@@ -106,14 +122,23 @@ class KeptSets:
     Attributes:
         num_computed: tokens processed then.
         kept: for each lane the positions that stayed, ascending.
+        important: likewise those of them with a record in a finer codec; None where there are no
+            records.
     """
 
     num_computed: int
     kept: tuple[Positions, ...]
+    important: tuple[Positions, ...] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """JSON values; positions of a lane as text, such as "0-3,17,20-31"."""
-        return {"num_computed": self.num_computed, "kept": [_ranges(lane) for lane in self.kept]}
+        found: dict[str, object] = {
+            "num_computed": self.num_computed,
+            "kept": [_ranges(lane) for lane in self.kept],
+        }
+        if self.important is not None:
+            found["important"] = [_ranges(lane) for lane in self.important]
+        return found
 
 
 def _ranges(positions: Positions) -> str:
@@ -128,14 +153,20 @@ def kept_sets(trace: Sequence[EvictionEntry]) -> Iterator[KeptSets]:
     if not trace:
         return
     lanes = len(trace[0].counts)
-    kept = [np.arange(0, dtype=np.int32)] * lanes
+    nobody = np.arange(0, dtype=np.int32)
+    kept, important = [nobody] * lanes, [nobody] * lanes
     length = 0
     for entry in trace:
-        new = np.arange(length, entry.num_computed, dtype=np.int32)
-        left = np.split(entry.left, np.cumsum(entry.counts)[:-1])
-        kept = [
-            np.setdiff1d(np.concatenate([held, new]), gone, assume_unique=True)
-            for held, gone in zip(kept, left, strict=True)
-        ]
-        length = entry.num_computed
-        yield KeptSets(entry.num_computed, tuple(kept))
+        new, left = np.arange(length, entry.num_computed, dtype=np.int32), entry.by_lane
+        kept = [_without(held, new, gone) for held, gone in zip(kept, left, strict=True)]
+        length, finer = entry.num_computed, None
+        if entry.raised is not None:
+            raised = entry.raised.by_lane
+            important = [_without(*lane) for lane in zip(important, raised, left, strict=True)]
+            finer = tuple(important)
+        yield KeptSets(entry.num_computed, tuple(kept), finer)
+
+
+def _without(held: Positions, new: Positions, gone: Positions) -> Positions:
+    """What is left of both, ascending."""
+    return np.sort(np.setdiff1d(np.concatenate([held, new]), gone, assume_unique=True))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages
+from quire.kernels.important import ImportantPages
 from quire.kernels.kept import KeptPages
 
 
@@ -68,6 +69,7 @@ class LayerPages:
             where slots are in the order of their positions.
         coded: what decodes the pages; None where they hold plain numbers.
         kept: tokens that are attended as they were made all the same; None where there are none.
+        important: tokens that are attended in a finer codec; None where there are none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -79,6 +81,7 @@ class LayerPages:
     positions: Int[Tensor, "page token"] | None = None
     coded: CodedPages | None = None
     kept: KeptPages | None = None
+    important: ImportantPages | None = None
 
     @property
     def page_tokens(self) -> int:

@@ -25,7 +25,11 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
-from quire.kernels.gathered_kept import lane_place, put_kept_in_bucket
+from quire.kernels.gathered_kept import (
+    lane_place,
+    put_important_in_chunk,
+    put_kept_in_bucket,
+)
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
 from quire.kernels.kept import made_columns
 from quire.kernels.looks import tally_looks
@@ -202,6 +206,7 @@ class GatheredAttention:
                     num_tokens=chunk.tokens,
                     first=first,
                 )
+                put_important_in_chunk(pages, place, (key, value))
                 made = made_columns(pages.kept, place, seen[0, 0])
                 seen = made.seen
                 key, value = made.behind(key, made.key), made.behind(value, made.value)

@@ -1,10 +1,11 @@
-"""Where the gathered backend finds tokens that are attended as the model made them."""
+"""Where the gathered backend finds tokens that are attended finer than their pages hold them."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import LayerPages
 from quire.kernels.gathered_plan import DecodeBucket
+from quire.kernels.important import put_important
 from quire.kernels.kept import KeptPages, LanePlace, attended_as_made, put_kept
 from quire.kernels.paging import page_numbers
 
@@ -12,7 +13,7 @@ from quire.kernels.paging import page_numbers
 def put_kept_in_bucket(
     pages: LayerPages, kept: KeptPages, bucket: DecodeBucket, decoded: tuple[Tensor, Tensor]
 ) -> None:
-    """Give rows that decode the tokens that they attend to as these were made.
+    """Give rows that decode the tokens that they attend to as these were made, or finer.
 
     Args:
         pages: of the layer.
@@ -29,11 +30,32 @@ def put_kept_in_bucket(
     else:
         numbers = page_numbers(pages, bucket.rows, bucket.lanes, bucket.columns)
         positions = pages.positions[numbers].flatten(1).long()
+    live = None if bucket.seen is None else bucket.seen[:, 0, 0]
+    if pages.important is not None:
+        own = pages.important.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
+        put_important(pages.important, own.long(), positions, decoded, live)
     wanted = attended_as_made(kept.tokens, positions, slots, lengths - 1, held - 1)
-    if bucket.seen is not None:
-        wanted = wanted & bucket.seen[:, 0, 0]
+    if live is not None:
+        wanted = wanted & live
     page = kept.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
     put_kept(kept, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
+
+
+def put_important_in_chunk(
+    pages: LayerPages, place: LanePlace, decoded: tuple[Tensor, Tensor]
+) -> None:
+    """Write records of important tokens over what a lane's gathered slots decode to.
+
+    Args:
+        pages: of the layer.
+        place: of the lane.
+        decoded: keys and values [1, head, slot, head_dim], written to.
+    """
+    if pages.important is None:
+        return
+    table_row, table_lane = pages.rows[place.row], pages.first_lane + place.lane
+    page = pages.important.table[table_row, table_lane, 0].long()[None]
+    put_important(pages.important, page, place.positions[None], decoded)
 
 
 def lane_place(

@@ -16,6 +16,7 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.coded import decode_slots
+from quire.kernels.important import decode_records, records_of
 from quire.kernels.kept import KeptPages, attended_as_made, record_of
 from quire.kernels.looks import tally_looks
 from quire.kernels.paging import move_slots, write_slots
@@ -100,6 +101,7 @@ def _attend_lane(
         sides = (pages.coded.key, pages.coded.value)
         of_lane = torch.tensor(lane, device=query.device)
         key, value = (decode_slots(side, numbers.long(), offsets, of_lane) for side in sides)
+        _put_important(pages, (row, lane), (numbers.long(), offsets), (key, value))
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
     own = slot[len(slot) - len(query) :]
@@ -130,6 +132,29 @@ def _attend_lane(
         )
         sums = more + torch.nn.functional.pad(sums, (0, len(seen) - sums.shape[-1]))
     return out, sums
+
+
+def _put_important(
+    pages: LayerPages,
+    place: tuple[int, int],
+    at: tuple[Tensor, Tensor],
+    decoded: tuple[Tensor, Tensor],
+) -> None:
+    """Slots [slot, head, head_dim] that have a record in a finer codec, one by one."""
+    important = pages.important
+    if important is None:
+        return
+    assert pages.positions is not None, "lanes that lose tokens carry positions"
+    row, lane = place
+    page = important.table[pages.rows[row], pages.first_lane + lane, 0].long()
+    record = records_of(important.marks[page[None]], pages.positions[at][None])[0].tolist()
+    for slot, number in enumerate(record):
+        if number >= 0:
+            one = torch.tensor([number])
+            for target, side in zip(
+                decoded, (important.coded.key, important.coded.value), strict=True
+            ):
+                target[slot] = decode_records(side, page[None], one)[0]
 
 
 @dataclass(frozen=True, slots=True)

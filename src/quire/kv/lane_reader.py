@@ -20,7 +20,9 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
+from quire.kernels.important import decode_records, records_of
 from quire.kernels.kept import attended_as_made, record_of
+from quire.kv.important import ImportantPlace
 from quire.kv.kept import KeptPlace
 from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
@@ -52,12 +54,12 @@ class LaneReader:
     """
 
     def __init__(self, kv: PagedKV, group: str, row: int, layers: range | None = None) -> None:
-        self._kv, self._row = kv, row
+        self._kv, self.row = kv, row
         self._table = kv.memory.tables[group]
         self._group: LaneGroup = self._table.group
         chosen = range(len(self._group.layers)) if layers is None else layers
         per_layer = self._group.lanes_per_layer
-        self._lanes = slice(chosen.start * per_layer, chosen.stop * per_layer)
+        self.lanes = slice(chosen.start * per_layer, chosen.stop * per_layer)
         self.layers = tuple(self._group.layers[layer] for layer in chosen)
         self._order = self._sort()
 
@@ -86,7 +88,7 @@ class LaneReader:
         return {
             place.statistic.name: self._statistic(place)
             for place in places
-            if place.table.active[self._row]
+            if place.table.active[self.row]
         }
 
     def note(self, statistic: Statistic, numbers: Float[Tensor, "..."]) -> None:
@@ -139,7 +141,7 @@ class LaneReader:
     # ---- order ---------------------------------------------------------------------------------
 
     def _sort(self) -> _Order:
-        held = self._table.num_slots[self._row, self._lanes]
+        held = self._table.num_slots[self.row, self.lanes]
         slot = np.arange(int(held.max(initial=0)))
         live = slot < held[:, None]
         return _by_position(self._stored_positions(len(slot)), live)
@@ -149,13 +151,13 @@ class LaneReader:
         tokens = self._group.page_class.tokens
         columns = -(-slots // tokens)
         if self._views.positions is None:
-            first = self._table.page_positions[self._row, self._lanes, :columns]
+            first = self._table.page_positions[self.row, self.lanes, :columns]
             stored = np.add(first[:, :, None], np.arange(tokens), dtype=np.int32)
         else:
             pages = self._pages(self._table.pages)[:, :columns]
             found = self._views.positions.index_select(0, self._tensor(pages.reshape(-1)))
             stored = found.cpu().numpy()
-        lanes = self._lanes.stop - self._lanes.start
+        lanes = self.lanes.stop - self.lanes.start
         by_lane: NDArray[np.int32] = stored.reshape(lanes, columns * tokens)[:, :slots]
         return by_lane
 
@@ -167,7 +169,7 @@ class LaneReader:
 
     def _pages(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
         """[lanes, capacity]; any page where there is none, for what is not live."""
-        return np.maximum(pages[self._row, self._lanes], 0)
+        return np.maximum(pages[self.row, self.lanes], 0)
 
     def _statistic(self, place: StatisticPages) -> Tensor:
         if place.statistic.per_slot:
@@ -199,6 +201,11 @@ class LaneReader:
     def _kept(self) -> KeptPlace | None:
         return self._kv.kept.get(self._group.name)
 
+    @property
+    def important(self) -> ImportantPlace | None:
+        """Where important tokens of the group have records; None where none does."""
+        return self._kv.important.get(self._group.name)
+
     def _gather(
         self, plane: Tensor, side: Callable[[CodedPages], CodedPlanes], kept: Tensor | None
     ) -> Tensor:
@@ -210,6 +217,8 @@ class LaneReader:
             found = plane[place[0], :, place[1]].float()
         else:
             found = self._decoded(side, *place)
+        if self.important is not None:
+            self._put_important(found, side(self.important.coded), self.important)
         if kept is not None:
             self._put_kept(found, kept)
         found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
@@ -229,16 +238,23 @@ class LaneReader:
             found.append(decode_slots(side(coded), pages[part], offsets[part], lanes))
         return torch.cat(found)
 
+    def _put_important(self, found: Tensor, side: CodedPlanes, place: ImportantPlace) -> None:
+        """Tokens in a finer codec, as everybody attends to them."""
+        pages = self._tensor(self._pages(place.table.pages)[:, 0])
+        record = records_of(place.marks[pages], self._tensor(self._order.positions))
+        lane, slot = ((record >= 0) & self._tensor(self._order.live)).nonzero(as_tuple=True)
+        found[lane, slot] = decode_records(side, pages[lane], record[lane, slot])
+
     def _put_kept(self, found: Tensor, kept: Tensor) -> None:
         """Tokens as the model made them, where the newest one attends to them so."""
         place, order = self._kept, self._order
         assert place is not None, "asked where tokens are kept"
         positions, slots = (self._tensor(x) for x in (order.positions, order.slot))
         held = self._tensor(order.live.sum(axis=1)[:, None])
-        newest = torch.full_like(held, int(self._kv.memory.lengths[self._row]) - 1)
+        newest = torch.full_like(held, int(self._kv.memory.lengths[self.row]) - 1)
         wanted = attended_as_made(place.tokens, positions, slots, newest, held - 1)
         lane, slot = (wanted & self._tensor(order.live)).nonzero(as_tuple=True)
-        pages = self._tensor(place.table.pages[self._row, self._lanes, 0])[lane]
+        pages = self._tensor(place.table.pages[self.row, self.lanes, 0])[lane]
         record = record_of(place.tokens, positions[lane, slot])
         found[lane, slot] = kept[pages, :, record].float()
 

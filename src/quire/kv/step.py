@@ -22,6 +22,7 @@ from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
+from quire.kv.important import ImportantPlace, important_places
 from quire.kv.kept import KeptStep, kept_places
 from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
@@ -68,6 +69,7 @@ class PagedKV:
         }
         self.statistics = self._statistics()
         self.kept = kept_places(memory, store, self.tables)
+        self.important = important_places(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
@@ -139,6 +141,7 @@ class GroupStep:
         positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
         watch: what the rows have remembered; None where they have nothing.
         kept: tokens that stay as they were made; None where there are none.
+        important: tokens in a finer codec, beside kept ones; None where there are none.
     """
 
     plans: tuple[object, ...]
@@ -147,6 +150,7 @@ class GroupStep:
     positions: Tensor | None
     watch: GroupWatch | None
     kept: KeptStep | None
+    important: ImportantPlace | None
 
 
 class StepAttention:
@@ -205,7 +209,11 @@ class StepAttention:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         pages, watch = step.pages[index], step.watch
         if step.kept is not None:
-            pages = replace(pages, kept=step.kept.pages((key, value)))
+            pages = replace(
+                pages,
+                kept=step.kept.pages((key, value)),
+                important=None if step.important is None else step.important.pages(),
+            )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
         if watch is not None:
@@ -243,6 +251,7 @@ class StepAttention:
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._kv.memory.lengths
             ),
             kept=self._kept_step(group.name),
+            important=self._kv.important.get(group.name),
         )
 
     def _kept_step(self, name: str) -> KeptStep | None:

@@ -16,12 +16,16 @@ class Storing:
         evicts: tokens leave lanes.
         by_page: and whole pages of them only.
         in_runs: the store lays lanes out in runs, in which slots move where pages would leave.
+        scores: the rules by which tokens leave say how important each is.
+        every: most tokens that come between two evictions.
     """
 
     form: KVFormat
     evicts: bool = False
     by_page: bool = False
     in_runs: bool = False
+    scores: bool = True
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,29 @@ EXCLUDED: tuple[Excluded, ...] = (
         reason="tokens leave all layers' lanes together, and the plain layers' are of another kind",
         instead="sinks=... and residual=..., which keep tokens of all layers as they were made",
     ),
+    Excluded(
+        codecs="`important`",
+        beside="no eviction",
+        meets=lambda asked: asked.form.important is not None and not asked.evicts,
+        reason="which tokens are important is what an evicting rule says, and nothing evicts",
+        instead="--evict with a rule that scores tokens, as h2o, or a finer codec for all tokens",
+    ),
+    Excluded(
+        codecs="`important`",
+        beside="rules without scores",
+        meets=lambda asked: asked.form.important is not None and asked.evicts and not asked.scores,
+        reason="the rule chooses tokens without a score by which some are more important",
+        instead="a rule that scores tokens, as h2o, average or keydiff",
+    ),
+    Excluded(
+        codecs="`important`",
+        beside="a `residual` below the rule's `every`",
+        meets=lambda asked: (
+            asked.form.important is not None and asked.evicts and asked.form.residual < asked.every
+        ),
+        reason="tokens would leave the residual window before an eviction has looked at them",
+        instead="residual=... of at least the rule's every=..., or a smaller every",
+    ),
 )
 
 
@@ -94,11 +121,9 @@ def stored_codec(text: str, dtype: str) -> str:
     Raises:
         UnknownName: a codec is not known.
         ConfigError: an option's value cannot be, or a plain codec is not the model's own.
-        UnsoundCombination: no engine could store it; says why and what to use instead.
     """
     written = fill_plain(text, dtype)
     form = read_format(written)
-    refuse_excluded(text, Storing(form=form))
     for codec in (form.key, form.value, *([form.plain] if form.plain else [])):
         if codec.is_plain and codec.name != dtype:
             raise ConfigError(

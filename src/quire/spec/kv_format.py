@@ -3,9 +3,11 @@
     int4_outliers+residual=64           the newest 64 tokens are attended as they were made
     kivi4+sinks=4+residual=128          and the first 4
     int8+plain_layers=2                 the first two layers and the last two hold plain numbers
+    int2+residual=64+important=32:int8  32 tokens of a lane, which eviction found important, in int8
 
 What stays as it was stands beside the codes, in pages of a sequence's own: every token is encoded
-when it is written, once, and nothing has to be done when it leaves the window.
+when it is written, once, and nothing has to be done when it leaves the window. Important tokens
+are encoded once more, from what they were made as, before they leave it.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.spec.codec_names import AS_COMPUTED, codec_pair, codec_spec
 from quire.spec.codecs import CodecSpec
+from quire.spec.important_tokens import IMPORTANT, Records, check_finer, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
 PLAIN = "plain"
@@ -29,6 +32,7 @@ class KVFormat:
         residual: so many of the newest ones.
         plain_layers: so many of the first layers, and of the last, hold plain numbers.
         plain: the codec of what is kept as it was made.
+        important: records for tokens that eviction finds important; None for none.
     """
 
     key: CodecSpec
@@ -37,6 +41,7 @@ class KVFormat:
     residual: int = 0
     plain_layers: int = 0
     plain: CodecSpec | None = None
+    important: Records | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -79,7 +84,8 @@ def read_format(text: str) -> KVFormat:
 
     Args:
         text: a codec as `codec_pair` reads it, and what is kept plain: sinks, residual,
-            plain_layers; `plain` says in which type.
+            plain_layers; `plain` says in which type. `important` is how many records, and behind a
+            colon their codec.
 
     Raises:
         UnknownName: a codec or an option is not known.
@@ -90,10 +96,13 @@ def read_format(text: str) -> KVFormat:
     key, value = codec_pair(codecs)
     given = _options(text, options)
     plain = _plain(text, given.pop(PLAIN)) if PLAIN in given else None
+    important = read_records(text, given.pop(IMPORTANT)) if IMPORTANT in given else None
     counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
-    found = KVFormat(key=key, value=value, plain=plain, **counts)
-    if found.is_plain and any(counts.values()):
+    found = KVFormat(key=key, value=value, plain=plain, important=important, **counts)
+    if found.is_plain and (any(counts.values()) or important is not None):
         raise ConfigError(f"KV codec {text!r} stores plain numbers, beside which none need be kept")
+    if important is not None:
+        check_finer(text, important, (key, value))
     return found
 
 
@@ -118,8 +127,8 @@ def _options(text: str, parts: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in parts:
         name, _, given = (piece.strip() for piece in part.partition("="))
-        if name not in (*COUNTS, PLAIN):
-            raise UnknownName("option of a KV codec", name, COUNTS)
+        if name not in (*COUNTS, PLAIN, IMPORTANT):
+            raise UnknownName("option of a KV codec", name, (*COUNTS, IMPORTANT))
         if name in options:
             raise ConfigError(f"KV codec {text!r}: {name} stands twice; say it once")
         options[name] = given

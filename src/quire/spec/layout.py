@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from quire.spec.codec_names import codec_spec
 from quire.spec.codecs import CodecSpec
+from quire.spec.important_tokens import ImportantTokens, Records
 from quire.spec.kept_tokens import KeptTokens
 from quire.spec.kv_format import KVFormat, read_format
 from quire.spec.model import ModelSpec
@@ -65,6 +66,8 @@ def layout_for(
             groups.extend(_statistics_groups(model, group, statistics))
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
             groups.append(_kept_group(group, form))
+        if loses_order and form.important is not None:
+            groups.append(_important_group(group, form.important))
     return CacheLayout(tuple(groups))
 
 
@@ -119,6 +122,26 @@ def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     )
 
 
+def _important_group(group: LaneGroup, records: Records) -> LaneGroup:
+    """Tokens of a group in a finer codec, each with its position: one page a lane."""
+    return LaneGroup(
+        name=f"{group.name}.important",
+        page_class=PageClass(
+            key=records.key,
+            value=records.value,
+            head_dim=group.page_class.head_dim,
+            heads=group.page_class.heads,
+            tokens=records.count,
+            positions=True,
+            rotated=group.page_class.rotated,
+        ),
+        layers=group.layers,
+        lanes_per_layer=group.lanes_per_layer,
+        fixed_slots=records.count,
+        important=ImportantTokens(of=group.name, count=records.count),
+    )
+
+
 def _statistics_groups(
     model: ModelSpec, group: LaneGroup, statistics: Collection[Statistic]
 ) -> Iterator[LaneGroup]:
@@ -154,7 +177,7 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
 
     Returns:
         of pages, those of statistics of their slots included; of statistics with fixed slots, and
-        of tokens that are kept beside the codes of these lanes.
+        of tokens that are kept, or in a finer codec, beside the codes of these lanes.
     """
     page_bytes = fixed_bytes = 0
     in_order = {group.name for group in layout.groups if group.ordered}
@@ -173,7 +196,7 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
     """Names of the private groups of a sequence for which these are remembered.
 
     What `KVMemory.start` is told. A layout without layers to evict from has none; tokens that are
-    kept as the model made them are among them whatever is asked.
+    kept as the model made them, or in a finer codec, are among them whatever is asked.
     """
     wanted = {
         statistics_name(group.name, statistic)
@@ -182,4 +205,5 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         for statistic in statistics
     }
     private = {group.name for group in layout.groups if group.private}
-    return frozenset(wanted & private | {g.name for g in layout.groups if g.kept is not None})
+    beside = {g.name for g in layout.groups if g.kept is not None or g.important is not None}
+    return frozenset(wanted & private | beside)

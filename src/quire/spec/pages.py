@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.spec.codecs import ELEMENT_BYTES, CodecSpec, Plane
+from quire.spec.important_tokens import ImportantTokens
 from quire.spec.kept_tokens import KeptTokens
 from quire.spec.statistics import Statistic
 
@@ -185,6 +186,7 @@ class LaneGroup:
             group is private and has no order.
         statistic: what its records are; of private groups only.
         kept: what its records are, where they are tokens of another group as the model made them.
+        important: likewise, where they are tokens of another group in a finer codec.
     """
 
     name: str
@@ -198,6 +200,7 @@ class LaneGroup:
     fixed_slots: int | None = None
     statistic: Statistic | None = None
     kept: KeptTokens | None = None
+    important: ImportantTokens | None = None
 
     def __post_init__(self) -> None:
         if self.mirrors is not None or self.fixed_slots is not None:

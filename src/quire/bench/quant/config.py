@@ -124,13 +124,42 @@ class OrderingsConfig:
     texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=(), texts=8))
 
 
+EVICTING_CODECS = (
+    *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
+    *("int4+residual=64+important=32:int8", "int3+residual=64+important=32:int8"),
+    *("int2+residual=64+important=32:int8", "int2+residual=64+important=64:int8"),
+    *("int2+residual=64+important=64:int4", "int3+residual=64+important=64:int4"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictingConfig:
+    """Codecs under a rule, in the same bytes.
+
+    Attributes:
+        rule: as `--evict` takes it, without a cap.
+        shares: caps, over the bytes of a whole text in plain numbers.
+        texts: which, and the codecs.
+    """
+
+    rule: str = "h2o:recent=32,every=64"
+    shares: tuple[float, ...] = (0.25, 0.15)
+    texts: TextsConfig = field(
+        default_factory=lambda: TextsConfig(codecs=EVICTING_CODECS, texts=8, first=256)
+    )
+
+    def evict(self, cap_bytes: int) -> str:
+        """The rule under a cap."""
+        return f"{self.rule},cap={cap_bytes}B"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantBenchConfig:
     """All of it.
 
     Attributes:
         model: that reads and answers: a folder, a hub name or quire-tiny.
-        attention, capacity, throughput, orderings: parts.
+        attention, capacity, throughput, orderings, evicting: parts.
         texts, task_codecs, tasks: the part quality.
     """
 
@@ -146,6 +175,7 @@ class QuantBenchConfig:
         )
     )
     orderings: OrderingsConfig = field(default_factory=OrderingsConfig)
+    evicting: EvictingConfig = field(default_factory=EvictingConfig)
 
 
 _TINY = AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -161,6 +191,18 @@ QUICK_QUANT = QuantBenchConfig(
     tasks=CellsConfig(rules=(), budgets=(), tasks=("lines",), tokens=128, prompts=4),
     orderings=OrderingsConfig(
         grid=("none", "int4", "int2"), texts=TextsConfig(codecs=(), tokens=160, texts=2)
+    ),
+    evicting=EvictingConfig(
+        rule="h2o:recent=8,every=16",
+        shares=(0.5,),
+        texts=TextsConfig(
+            codecs=(
+                *("int8+residual=16", "int2+residual=16", "int2+residual=16+important=8:int8"),
+            ),
+            tokens=160,
+            texts=2,
+            page_tokens=8,
+        ),
     ),
 )
 """Seconds, not minutes."""

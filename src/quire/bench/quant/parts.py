@@ -6,6 +6,7 @@ from quire.bench.eviction.parts import Material
 from quire.bench.quant.attention import run_attention
 from quire.bench.quant.capacity import run_capacity
 from quire.bench.quant.config import QuantBenchConfig
+from quire.bench.quant.evicting import run_evicting
 from quire.bench.quant.orderings import run_orderings
 from quire.bench.quant.quality import CodecJudge, run_quality
 from quire.bench.quant.throughput import run_throughput
@@ -36,4 +37,5 @@ def make_parts(material: Material) -> Mapping[str, Part]:
         "throughput": lambda c: run_throughput(c.throughput),
         "quality": quality,
         "orderings": lambda c: run_orderings(material.model, c.orderings, material.running),
+        "eviction": lambda c: run_evicting(material.model, c.evicting, material.running),
     }

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.bench.eviction.cells import FULL
 from quire.bench.kvcrush.listening import Listening
 from quire.bench.kvcrush.reading import divergence
 from quire.bench.quant.config import PLAIN, TextsConfig
@@ -63,13 +64,20 @@ class Reader:
         model: reads.
         config: lengths and pages.
         codec: of keys and values.
+        evict: what leaves meanwhile.
     """
 
-    def __init__(self, model: LoadedModel, config: TextsConfig, codec: str) -> None:
+    def __init__(
+        self, model: LoadedModel, config: TextsConfig, codec: str, evict: str = FULL
+    ) -> None:
         self._config, self._heard = config, Listening(model.decoder)
         memory = 3 * model.spec.kv_bytes(config.tokens, model.decoder.dtype.itemsize) + (8 << 20)
         kv = KVConfig(
-            memory=memory, page_tokens=config.page_tokens, codec=codec, prefix_cache=False
+            memory=memory,
+            page_tokens=config.page_tokens,
+            codec=codec,
+            evict=evict,
+            prefix_cache=False,
         )
         self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
 
@@ -89,14 +97,28 @@ class Reader:
 
 
 def read_texts(
-    model: LoadedModel, config: TextsConfig, codecs: Sequence[str], texts: Sequence[list[int]]
+    model: LoadedModel,
+    config: TextsConfig,
+    codecs: Sequence[str],
+    texts: Sequence[list[int]],
+    evict: str = FULL,
 ) -> dict[str, CodecTexts]:
-    """Every codec, plain numbers first; text by text, two distributions at a time."""
+    """Every codec, plain numbers first; text by text, two distributions at a time.
+
+    Args:
+        model: reads.
+        config: how.
+        codecs: beside plain numbers.
+        texts: as token ids.
+        evict: what leaves under each of them, plain numbers too; all are compared with plain
+            numbers of which nothing leaves.
+    """
     names = tuple(dict.fromkeys((PLAIN, *codecs)))
-    readers = {codec: Reader(model, config, codec) for codec in names}
+    readers = {codec: Reader(model, config, codec, evict) for codec in names}
+    whole = readers[PLAIN] if evict == FULL else Reader(model, config, PLAIN)
     scores: dict[str, list[tuple[float, float, float, int]]] = {codec: [] for codec in names}
     for text in texts:
-        wanted, _ = readers[PLAIN].read(text)
+        wanted, _ = whole.read(text)
         following = torch.tensor(text[config.first + 1 :])
         for codec, reader in readers.items():
             found, num_bytes = reader.read(text)

@@ -16,7 +16,8 @@ from quire.kernels.backend import AttentionMath, LayerPages
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.gathered_kept import lane_place
-from quire.kernels.kept import made_columns
+from quire.kernels.important import decode_records, records_of
+from quire.kernels.kept import LanePlace, made_columns
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
 
@@ -63,6 +64,7 @@ def chunk_weights(
         made = None
         if pages.kept is not None:
             place = lane_place(pages, row, lane, held=held, num_tokens=len(query))
+            _put_important(key, pages, place, kv_head % heads)
             made = made_columns(pages.kept, place, all_seen)
             key = made.behind(key, made.key[:, kv_head % heads, None])
             all_seen = made.seen[0, 0]
@@ -74,6 +76,18 @@ def chunk_weights(
             weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
             by_slot = weights[0, 0] if made is None else made.by_slot(weights[0, 0])
             yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
+
+
+def _put_important(key: Tensor, pages: LayerPages, place: LanePlace, head: int) -> None:
+    """Keys [1, 1, slots, head_dim] of a lane's head, those of important tokens finer."""
+    important = pages.important
+    if important is None:
+        return
+    page = important.table[pages.rows[place.row], pages.first_lane + place.lane, 0].long()[None]
+    record = records_of(important.marks[page], place.positions[None])[0]
+    slot = (record >= 0).nonzero()[:, 0]
+    found = decode_records(important.coded.key, page.expand(len(slot)), record[slot])
+    key[0, 0, slot] = found[:, head]
 
 
 def _causal(queries: int, slots: int, device: torch.device) -> Tensor:

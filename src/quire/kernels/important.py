@@ -1,0 +1,84 @@
+"""Important tokens: written over what the codes of their pages decode to, finer.
+
+Which tokens have a record changes between steps only, so all queries of a step see the same.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from quire.kernels.coded import CodedPages, CodedPlanes
+
+NO_TOKEN = 0  # of a record, which is what a page that was never written holds
+
+
+@dataclass(frozen=True, slots=True)
+class ImportantPages:
+    """Records of a layer.
+
+    Attributes:
+        coded: what decodes them.
+        marks: whose token each record of all pages of the class holds: its position + 1.
+        table: page numbers [all rows, all lanes, capacity]; a lane has one page.
+    """
+
+    coded: CodedPages
+    marks: Int[Tensor, "page record"]
+    table: Int[Tensor, "all_rows all_lanes capacity"]
+
+
+def records_of(
+    marks: Int[Tensor, "entry record"], positions: Int[Tensor, "entry slot"]
+) -> Int[Tensor, "entry slot"]:
+    """Which record holds the token of each slot; -1 where none does.
+
+    Args:
+        marks: of the entries' pages.
+        positions: logical; anything where no token is, and what is found there means nothing.
+    """
+    last = int(marks.max())
+    of_mark = torch.full((len(marks), last + 1), -1, dtype=torch.long, device=marks.device)
+    index = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
+    of_mark.scatter_(1, marks.long(), index)
+    of_mark[:, NO_TOKEN] = -1
+    mark = positions.long() + 1
+    found = of_mark.gather(1, mark.clamp(0, last))
+    return found.masked_fill_((mark < 0) | (mark > last), -1)
+
+
+def put_important(
+    important: ImportantPages,
+    pages: Int[Tensor, " entry"],
+    positions: Int[Tensor, "entry slot"],
+    decoded: tuple[Tensor, Tensor],
+    live: Bool[Tensor, "entry slot"] | None = None,
+) -> None:
+    """Write records over what the codes of their tokens decode to.
+
+    Args:
+        important: of the layer.
+        pages: of the entries' records.
+        positions: of their slots.
+        decoded: keys and values [entry, head, slot, head_dim], written to.
+        live: slots that hold a token; None for all.
+    """
+    found = records_of(important.marks[pages], positions)
+    has_one = found >= 0 if live is None else (found >= 0) & live
+    entry, slot = has_one.nonzero(as_tuple=True)
+    if not len(entry):
+        return
+    record = found[entry, slot]
+    for target, side in zip(decoded, (important.coded.key, important.coded.value), strict=True):
+        target[entry, :, slot] = decode_records(side, pages[entry], record).to(target.dtype)
+
+
+def decode_records(
+    side: CodedPlanes, pages: Int[Tensor, " place"], records: Int[Tensor, " place"]
+) -> Float[Tensor, "place head head_dim"]:
+    """Decode single records, float32."""
+    codes: list[Shaped[Tensor, "place head 1 _"]] = [
+        plane[pages, :, records].unsqueeze(-2) for plane in side.planes
+    ]
+    return side.codec.decode(codes).squeeze(-2)

@@ -1,0 +1,99 @@
+"""Where a lane group's important tokens are, and how one gets a record."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.coded import CodedPages, write_codes
+from quire.kernels.important import ImportantPages
+from quire.kernels.kept import record_of
+from quire.kv.device_tables import DeviceTable
+from quire.kv.kept import KeptPlace
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore
+from quire.kv.tables import LaneTable
+from quire.spec.important_tokens import ImportantTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImportantPlace:
+    """Where records of a lane group are.
+
+    Attributes:
+        tokens: which they are.
+        coded: what encodes and decodes them.
+        marks: [page, record] whose they are: position + 1; 0 for nobody's.
+        table: which pages a row has, one a lane.
+        device_table: the same as a tensor.
+    """
+
+    tokens: ImportantTokens
+    coded: CodedPages
+    marks: Tensor
+    table: LaneTable
+    device_table: DeviceTable
+
+    def pages(self) -> ImportantPages:
+        """What attention of a layer gets."""
+        return ImportantPages(self.coded, self.marks, self.device_table.current())
+
+    def held(self, row: int, lanes: slice) -> NDArray[np.int64]:
+        """[lanes, records] positions of the tokens a row has records of; -1 for nobody's."""
+        pages = self._pages(row)[lanes]
+        return self.marks[pages].cpu().numpy().astype(np.int64) - 1
+
+    def put(
+        self,
+        row: int,
+        place: tuple[NDArray[np.int64], NDArray[np.int64]],
+        positions: NDArray[np.integer],
+        kept: KeptPlace,
+    ) -> None:
+        """Encode tokens that are still kept as the model made them.
+
+        Args:
+            row: the sequence.
+            place: lane and record of each token.
+            positions: where it is in the sequence.
+            kept: where it is kept.
+        """
+        device = self.marks.device
+        lane, record = (torch.from_numpy(index).to(device) for index in place)
+        position = torch.from_numpy(np.asarray(positions, dtype=np.int64)).to(device)
+        pages = self._pages(row)[lane]
+        kept_pages = torch.from_numpy(kept.table.pages[row, :, 0].astype(np.int64)).to(device)
+        made = kept_pages[lane], record_of(kept.tokens, position)
+        planes = kept.views.key, kept.views.value
+        for side, plane in zip((self.coded.key, self.coded.value), planes, strict=True):
+            assert plane is not None, "keys and values are kept"
+            write_codes(side, pages[:, None], record[:, None], plane[made[0], :, made[1]])
+        self.marks[pages, record] = (position + 1).to(self.marks.dtype)
+
+    def _pages(self, row: int) -> Tensor:
+        pages = self.table.pages[row, :, 0].astype(np.int64)
+        return torch.from_numpy(pages).to(self.marks.device)
+
+
+def important_places(
+    memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
+) -> dict[str, ImportantPlace]:
+    """Where records of each lane group are, by its name."""
+    places = {}
+    for group in memory.layout.groups:
+        if group.important is None:
+            continue
+        views = store.views(group.page_class)
+        assert views.coded is not None, "records hold codes"
+        assert views.positions is not None, "records say whose they are"
+        places[group.important.of] = ImportantPlace(
+            tokens=group.important,
+            coded=views.coded,
+            marks=views.positions,
+            table=memory.tables[group.name],
+            device_table=tables[group.name],
+        )
+    return places

@@ -1,0 +1,217 @@
+"""Precision by importance in a running engine: chosen once, kept until a token leaves, replayed.
+
+Every rule that scores is in here by being there; what happens to a request between two steps is
+what happens to one in the conformance of codecs.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from engines import greedy, load
+from exact_products import use_exact_products
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import RequestError, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.policies.eviction import make_eviction
+from quire.policies.registry import registered
+from reference.test_codec_conformance import RENUMBERS, Encoders, rule_of
+from reference.test_eviction import largest_difference
+from reference.test_eviction_engine import Run, run
+
+PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
+RECORDS, EVERY = 5, 8
+CODEC = f"int2+residual={EVERY}+important={RECORDS}:int8"
+RULE = f"h2o:cap=30,every={EVERY}"
+STORES = ("paged", "contiguous_max", "contiguous_growing")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_products():
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact_products(patch)
+        yield
+
+
+def answer(rule: str = RULE, codec: str = CODEC, **options) -> Run:
+    kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
+    kv |= options.pop("kv", {})
+    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
+    return run(jobs, model="qwen3", kv=kv, **options)
+
+
+def important(done: Run) -> dict[str, list]:
+    """For each request and eviction, the tokens of each lane that have a record."""
+    return {
+        name: [
+            [lane.tolist() for lane in sets.important] for sets in done.engine.eviction_trace(name)
+        ]
+        for name in PROMPTS
+    }
+
+
+def rules() -> list:
+    """Each rule that scores, token by token and by page, in turns on the stores."""
+    found = []
+    for granularity in ("token", "page"):
+        for policy in registered():
+            rule = rule_of(policy, granularity)
+            if rule is None or policy in RENUMBERS:  # keys would be turned at every look
+                continue
+            marks = [] if len(found) % 9 == 0 else [pytest.mark.slow]
+            store = STORES[len(found) % len(STORES)]
+            found.append(pytest.param(rule, store, id=f"{policy}-{granularity}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+@pytest.mark.parametrize(("rule", "store"), rules())
+def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, preempt):
+    residual = make_eviction(rule).every
+    codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}")
+    expected = answer(rule, codec, max_running=1)
+
+    other = answer(
+        rule,
+        codec,
+        kv={"store": store, "store_tokens": 96},
+        chunk_tokens=7,
+        step_tokens=20,
+        host="4MiB" if preempt == "swap" else 0,
+        preempt=preempt,
+        preempts=1,
+    )
+
+    assert all(usage.preemptions for usage in other.usages.values())
+    assert other.traces() == expected.traces()
+    assert important(other) == important(expected)
+    assert any(lane for found in important(expected).values() for lane in found[-1])
+    assert largest_difference(other.logits, expected.logits) <= 1e-4
+
+
+def test_precision_is_chosen_once_and_never_lowered():
+    """A record goes with its token and not before; nobody gets one who has left the residual."""
+    done = answer()
+
+    for name in PROMPTS:
+        sets = done.engine.eviction_trace(name)
+        for before, after in pairwise(sets):
+            for lane in range(len(after.kept)):
+                kept, old, new = (
+                    set(x.tolist())
+                    for x in (after.kept[lane], before.important[lane], after.important[lane])
+                )
+                assert old & kept <= new <= kept
+                assert len(new) <= RECORDS
+                assert all(p >= after.num_computed - EVERY for p in new - old)
+
+
+def test_the_tokens_that_score_highest_are_raised(monkeypatch):
+    """`keydiff` scores what it sees now, so its scores can be asked for again: compared here."""
+    seen = []
+    policy = type(make_eviction(f"keydiff:cap=30,every={EVERY}").policy)
+    score = policy.score
+
+    def scoring(rule, view):
+        found = score(rule, view)
+        seen.append((view.positions.clone(), view.length, found.clone()))
+        return found
+
+    monkeypatch.setattr(policy, "score", scoring)
+    done = answer(f"keydiff:cap=30,every={EVERY}", max_running=1)
+
+    by_time = {}
+    for name in PROMPTS:
+        before = None
+        for sets in done.engine.eviction_trace(name):
+            by_time.setdefault(sets.num_computed, []).append((sets, before))
+            before = sets
+    checked = 0
+    for positions, num_computed, scores in seen:
+        for sets, before in by_time[num_computed]:
+            for lane, (kept, raised) in enumerate(zip(sets.kept, sets.important, strict=True)):
+                old = set() if before is None else set(before.important[lane].tolist())
+                new = set(raised.tolist()) - old
+                candidates = {p for p in kept.tolist() if p >= num_computed - EVERY} - old
+                of = dict(zip(positions[lane].tolist(), scores[lane].tolist(), strict=True))
+                if not new or not candidates <= set(of):
+                    continue
+                lowest = min(of[p] for p in new)
+                assert all(of[p] <= lowest for p in candidates - new)
+                checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, monkeypatch):
+    """Body and record, key and value, two heads, two layers; never from what was decoded."""
+    seen = Encoders(monkeypatch)
+    host = "4MiB" if preempt == "swap" else 0
+
+    done = answer(host=host, preempt=preempt, preempts=2)
+
+    raised = sum(
+        entry.raised.num_slots for name in PROMPTS for entry in done.engine._traces._recorded[name]
+    )
+    heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].kept)
+    bodies = 2 * 2 * 2 * done.engine.stats().num_processed_tokens
+    if preempt == "swap":
+        assert seen.vectors == bodies + 2 * heads_of_lane * raised
+    else:  # evictions are played again, with the same tokens raised
+        assert seen.vectors > bodies + 2 * heads_of_lane * raised
+
+
+def test_records_are_counted_in_the_bytes_of_a_request():
+    """For 2 layers x 2 lanes a page of 5 records: codes, scales, positions."""
+    plain = answer(codec=f"int2+residual={EVERY}")
+    finer = answer()
+    [group] = [g for g in finer.engine.pool.kv.memory.layout.groups if g.important is not None]
+
+    for name in PROMPTS:
+        more = finer.usages[name].kv_peak_bytes - plain.usages[name].kv_peak_bytes
+        assert more == group.num_lanes * group.page_class.page_bytes
+    vector = RECORDS * group.page_class.heads * (group.page_class.head_dim + 2)
+    least = 2 * vector + 4 * RECORDS
+    assert least <= group.page_class.page_bytes < least + 256
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"codec": CODEC}, "nothing evicts; use --evict with a rule that scores"),
+        ({"codec": CODEC, "evict": "h2o:cap=30,every=9"}, "before an eviction .*; use residual="),
+    ],
+)
+def test_what_cannot_choose_is_refused_at_the_start(options, reason):
+    with pytest.raises(UnsoundCombination, match=reason):
+        Engine(load("qwen3"), KVConfig(memory="8MiB", **options), ScheduleConfig())
+
+
+def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():
+    config = KVConfig(memory="8MiB", codec=CODEC, evict=RULE)
+    engine = Engine(load("qwen3"), config, ScheduleConfig())
+
+    with pytest.raises(RequestError, match=r"every=.*, or a smaller every"):
+        engine.submit(PROMPTS["a"], greedy(2), evict=f"h2o:cap=40,every={EVERY + 1}")
+
+
+def test_a_prefix_that_is_lent_brings_no_records_along():
+    """The second request shares pages of codes and chooses for itself."""
+    kv = {"prefix_cache": True}
+    prompt = PROMPTS["b"][:24]
+    jobs = {f"r{i}": (prompt + [9 + i] * 20, RULE) for i in range(3)}
+    config = {"codec": CODEC, "evict": RULE, "evict_allow": ""}
+
+    shared = run(jobs, model="qwen3", kv=config | kv, max_running=1)
+    alone = run(jobs, model="qwen3", kv=config, max_running=1)
+
+    assert shared.traces() == alone.traces()
+    assert largest_difference(shared.logits, alone.logits) <= 1e-4
+    for name in jobs:
+        for one, other in zip(
+            shared.engine.eviction_trace(name), alone.engine.eviction_trace(name), strict=True
+        ):
+            pairs = zip(one.important, other.important, strict=True)
+            assert all(np.array_equal(*pair) for pair in pairs)

@@ -1,0 +1,273 @@
+"""A memory whose tokens are told one by one, by an account of its own, beside the memory itself.
+
+The account knows every key and value as it was made, what it decodes to, and which pages were full
+when a query came. It grows by one token at a time, so a chunk is nothing to it.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.codecs.registry import make_codec
+from quire.kernels.backend import AttentionMath
+from quire.kernels.reference import attend_reference
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.lane_reader import LaneReader
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import fork
+from quire.kv.step import PagedKV, StepAttention
+from quire.kv.store import PageStore
+from quire.kv.swap import swap_in, swap_out
+from quire.spec.kv_format import read_format
+from quire.spec.layout import layout_for
+from quire.spec.model import LayerSpec, ModelSpec
+
+CPU = torch.device("cpu")
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW, PAGE = 4, 2, 8, 9, 4
+MODEL = ModelSpec(
+    architecture="llama",
+    num_layers=3,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_KV_HEADS,
+    head_dim=HEAD_DIM,
+    hidden_size=32,
+    intermediate_size=64,
+    vocab_size=128,
+    max_positions=512,
+    tied_embeddings=False,
+    gated_mlp=True,
+    layers=(LayerSpec(), LayerSpec(window=WINDOW), LayerSpec()),
+)
+MATH = AttentionMath(scale=0.5)
+
+
+@dataclass
+class Token:
+    """One token of a layer: as made, and what its code decodes to once it has one.
+
+    `finer` is what a record decodes to, for each KV head that has one.
+    """
+
+    position: int
+    made: tuple[torch.Tensor, torch.Tensor]
+    decoded: list[torch.Tensor | None]
+    finer: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Lane:
+    """A layer of a row: pages of tokens, in order."""
+
+    pages: list[list[Token]] = field(default_factory=list)
+
+
+class Account:
+    """What every query should attend to.
+
+    Args:
+        text: the KV format.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.form = read_format(text)
+        self.codecs = [make_codec(spec, HEAD_DIM) for spec in (self.form.key, self.form.value)]
+        self.rows: dict[int, tuple[int, list[Lane]]] = {}
+
+    def append(self, row: int, layer: int, position: int, made) -> None:
+        lane = self.rows[row][1][layer]
+        if not lane.pages or len(lane.pages[-1]) == PAGE:
+            lane.pages.append([])
+        lane.pages[-1].append(Token(position, made, [None, None]))
+        for side, codec in enumerate(self.codecs):
+            if not codec.spec.per_page:
+                alone = made[side][None, :, None]
+                lane.pages[-1][-1].decoded[side] = codec.decode(codec.encode(alone))[0, :, 0]
+            elif len(lane.pages[-1]) == PAGE:
+                whole = torch.stack([t.made[side] for t in lane.pages[-1]], dim=1)[None]
+                for i, token in enumerate(lane.pages[-1]):
+                    token.decoded[side] = codec.decode(codec.encode(whole))[0, :, i]
+
+    def seen(self, row: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [token, head, head_dim] that the query at a position attends to."""
+        window = MODEL.layers[layer].window or 1 << 30
+        found = [
+            (page, token)
+            for page in self.rows[row][1][layer].pages
+            for token in page
+            if token.position > position - window
+        ]
+        return tuple(
+            torch.stack([self._vector(page, token, position, side) for page, token in found])
+            for side in (0, 1)
+        )
+
+    def _vector(self, page, token: Token, position: int, side: int) -> torch.Tensor:
+        form = self.form
+        waits = form.per_page and len(page) < PAGE
+        newest = token.position > position - form.residual
+        if token.position < form.sinks or newest or waits:
+            return token.made[side]
+        found = token.decoded[side].clone()
+        for head, vectors in token.finer.items():
+            found[head] = vectors[side]
+        return found
+
+    def raise_token(self, row: int, layer: int, position: int, heads: range) -> None:
+        """Some KV heads of a token get a record."""
+        records = self.form.important
+        codecs = [make_codec(spec, HEAD_DIM) for spec in (records.key, records.value)]
+        for page in self.rows[row][1][layer].pages:
+            for token in page:
+                if token.position == position:
+                    for head in heads:
+                        token.finer[head] = tuple(
+                            codec.decode(codec.encode(made[None, head, None, None]))[0, 0, 0]
+                            for codec, made in zip(codecs, token.made, strict=True)
+                        )
+
+
+class Checked:
+    """A memory and the account of it, always in the same state.
+
+    Args:
+        text: the KV format.
+        backend: who attends.
+        evicting: full lanes may lose tokens.
+        heads_apart: and each KV head has lanes of its own.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, text, backend, seed=0, *, evicting=False, heads_apart=False):
+        layout = layout_for(
+            MODEL, codec=text, page_tokens=PAGE, evicting=evicting, heads_apart=heads_apart
+        )
+        memory = KVMemory(layout, layout.smallest_sequence_bytes * 60, max_rows=8)
+        store = PageStore(memory.total_bytes, CPU)
+        store.arena.fill_(0xFF)
+        memory.store = store
+        self.kv, self.account = PagedKV(memory, store, backend), Account(text)
+        self.rng = np.random.default_rng(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def memory(self) -> KVMemory:
+        return self.kv.memory
+
+    def start(self) -> int:
+        row = self.memory.start()
+        self.account.rows[row] = (0, [Lane() for _ in MODEL.layers])
+        return row
+
+    def step(self, tokens: dict[int, int]) -> None:
+        order = sorted(tokens, key=lambda row: tokens[row] != 1)
+        rows = np.array(order, dtype=np.int64)
+        counts = np.array([tokens[row] for row in order], dtype=np.int32)
+        self.memory.grow(rows, counts)
+        step = StepAttention(self.kv, rows, counts)
+        for layer in range(len(MODEL.layers)):
+            query, key, value = (
+                torch.randn(int(counts.sum()), heads, HEAD_DIM, generator=self.generator)
+                for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+            )
+            got = step.attend(layer, MATH, query, key, value)
+            expected = self._expected(order, tokens, layer, (query, key, value))
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        for row in order:
+            length, lanes = self.account.rows[row]
+            self.account.rows[row] = (length + tokens[row], lanes)
+
+    def _expected(self, order, tokens, layer, vectors) -> torch.Tensor:
+        query, key, value = vectors
+        out, index = [], 0
+        for row in order:
+            length, _ = self.account.rows[row]
+            for position in range(length, length + tokens[row]):
+                self.account.append(row, layer, position, (key[index], value[index]))
+                seen_key, seen_value = self.account.seen(row, layer, position)
+                attended, _ = attend_reference(
+                    query[index][None],
+                    seen_key,
+                    seen_value,
+                    math=MATH,
+                    query_positions=torch.tensor([len(seen_key)]),
+                    key_positions=torch.arange(len(seen_key)),
+                )
+                out.append(attended)
+                index += 1
+        return torch.cat(out)
+
+    def evict_tokens(self, row: int) -> None:
+        """Of the full layers; the heads of a layer keep the same here."""
+        table = self.memory.tables["full"]
+        positions = LaneReader(self.kv, "full", row).positions
+        gone = {p for p in positions[0].tolist() if p >= 0 and self.rng.random() < 0.3}
+        lying = self._stored_positions(table, row)
+        keep = ~np.isin(lying, list(gone))
+        commit_compaction(self.memory, plan_compaction(self.memory, "full", row, keep))
+        for layer in (0, 2):
+            lane = self.account.rows[row][1][layer]
+            lane.pages = [[t for t in page if t.position not in gone] for page in lane.pages]
+            flat = [token for page in lane.pages for token in page]
+            lane.pages = [flat[i : i + PAGE] for i in range(0, len(flat), PAGE)]
+
+    def _stored_positions(self, table, row: int) -> np.ndarray:
+        views = self.kv.store.views(table.group.page_class)
+        width = -(-int(table.num_slots[row].max()) // PAGE)
+        pages = torch.from_numpy(np.maximum(table.pages[row, :, :width], 0)).long()
+        return views.positions[pages].flatten(1).numpy()
+
+    def evict_pages(self, row: int) -> None:
+        table = self.memory.tables["full"]
+        columns = int(table.num_pages[row].max())
+        stays = self.rng.random(columns) < 0.6
+        stays[self.rng.integers(columns)] = True
+        keep = np.repeat(stays, PAGE)[None].repeat(table.group.num_lanes, axis=0)
+        plan = plan_compaction(self.memory, "full", row, keep, Kind.DROP_PAGES)
+        commit_compaction(self.memory, plan)
+        for layer in (0, 2):
+            lane = self.account.rows[row][1][layer]
+            lane.pages = [page for page, stay in zip(lane.pages, stays, strict=True) if stay]
+
+    def fork(self, row: int) -> int:
+        child = fork(self.memory, row)
+        self.account.rows[child] = deepcopy(self.account.rows[row])
+        return child
+
+    def swap(self, row: int) -> int:
+        away = swap_out(self.memory, [row])
+        if not self.memory.used_bytes:
+            self.kv.store.arena.fill_(0xFF)
+        [back] = swap_in(self.memory, away)
+        self.account.rows[back] = self.account.rows.pop(row)
+        return back
+
+    def compare(self, row: int) -> None:
+        """A policy reads what the newest token attends to."""
+        length, lanes = self.account.rows[row]
+        if not length or not lanes[0].pages:
+            return
+        reader = LaneReader(self.kv, "full", row)
+        for layer, of_layer in enumerate(zip(*[reader.keys().unflatten(0, (2, -1))], strict=True)):
+            expected, _ = self.account.seen(row, (0, 2)[layer], length - 1)
+            order = np.argsort([t.position for p in lanes[(0, 2)[layer]].pages for t in p])
+            assert torch.equal(of_layer[0][:, : len(order)], expected[order].transpose(0, 1))
+
+
+def play(checked: Checked, evict=None, rounds: int = 5) -> None:
+    """Steps of all sizes, and all that can happen between them."""
+    rows, rng = [checked.start() for _ in range(2)], checked.rng
+    for _ in range(rounds):
+        chosen = [row for row in rows if rng.random() < 0.8] or rows
+        checked.step({row: int(rng.choice([1, 1, 1, 2, 3, 6, 13])) for row in chosen})
+        if evict is not None and checked.account.rows[rows[0]][0]:
+            evict(rows[0])
+        at = int(rng.integers(len(rows)))
+        if checked.account.rows[rows[at]][0]:
+            rows[at] = checked.swap(rows[at])
+            if len(rows) < 5:
+                rows.append(checked.fork(rows[at]))
+        for row in rows:
+            checked.compare(row)
+        checked.memory.check()
