@@ -1,5 +1,7 @@
 """What left, eviction by eviction, gives back what stayed."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +83,29 @@ def test_equal_entries_have_equal_digests():
 def _padded(rows: list, filling: object) -> np.ndarray:
     width = max(map(len, rows))
     return np.array([row + [filling] * (width - len(row)) for row in rows])
+
+
+def test_raised_tokens_stay_important_until_they_leave():
+    """Two lanes; what is raised is written as what left would be."""
+    positions = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
+    first = replace(
+        EvictionEntry.of(4, positions, np.array([[1, 1, 0, 1], [1, 1, 1, 0]], dtype=bool)),
+        raised=EvictionEntry.of(4, positions, np.array([[0, 1, 1, 1], [1, 0, 0, 1]], dtype=bool)),
+    )
+    held = np.array([[0, 1, 3, 4], [0, 1, 2, 4]])
+    second = replace(
+        EvictionEntry.of(5, held, np.array([[0, 1, 1, 1], [1, 1, 0, 1]], dtype=bool)),
+        raised=EvictionEntry.of(5, held, np.array([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)),
+    )
+
+    sets = list(kept_sets([first, second]))
+
+    assert [[lane.tolist() for lane in one.important] for one in sets] == [
+        [[0], [1, 2]],
+        [[4], [1]],
+    ]
+    assert sets[1].as_dict()["important"] == ["4", "1"]
+    assert "important" not in next(kept_sets([replace(first, raised=None)])).as_dict()
+    assert first.digest != replace(first, raised=None).digest
+    joined = EvictionEntry.joined(4, [first, first])
+    assert joined.raised.by_lane[2].tolist() == [0]

@@ -23,6 +23,8 @@ MODEL = ModelSpec(
     layers=(LayerSpec(), LayerSpec(window=64)) * 3,
 )
 
+MIXED = "int4+residual=64+important=32:int8"
+
 
 def test_a_format_is_a_codec_and_what_stays_as_it_was():
     form = read_format("int8/int4:group=16 + sinks=4 + residual=64 + plain=bfloat16")
@@ -125,6 +127,62 @@ def test_kept_tokens_are_laid_out_as_their_group_is(heads_apart):
     assert fixed_bytes == kept.num_lanes * kept.page_class.page_bytes
 
 
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart):
+    """Windows lose none to a rule; keys in int8, values in fp8, a position each."""
+    layout = layout_for(
+        MODEL,
+        codec="int2+residual=9+important=7:int8/fp8+plain=float16",
+        page_tokens=16,
+        evicting=True,
+        heads_apart=heads_apart,
+    )
+    [finer] = [group for group in layout.groups if group.important is not None]
+    full, kept = layout.groups[:2]
+
+    assert (finer.name, finer.important.of, finer.fixed_slots) == ("full.important", "full", 7)
+    assert (finer.num_lanes, finer.page_class.heads) == (full.num_lanes, full.page_class.heads)
+    heads, head_dim = finer.page_class.heads, MODEL.head_dim
+    record_bytes = 2 * heads * (head_dim + 2) + 4
+    assert 7 * record_bytes <= finer.page_class.page_bytes <= 7 * record_bytes + 64
+    _, fixed_bytes = page_and_fixed_bytes(layout)
+    fixed = (kept, finer)
+    assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
+    assert statistics_used(layout, ()) == {"full.kept", "full.important", "window_64.kept"}
+
+
+def test_nothing_that_evicts_has_no_records():
+    layout = layout_for(MODEL, codec=f"{MIXED}+plain=float16", page_tokens=16)
+
+    assert all(group.important is None for group in layout.groups)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("int4+residual=9+important=0:int8", "from 1 to 65536, and their codec"),
+        ("int4+residual=9+important=int8", "such as important=32:int8"),
+        ("int4+residual=9+important=3", "such as important=32:int8"),
+        ("int4+residual=9+important=3:float16", r"sinks= and residual= keep tokens as"),
+        ("int4+residual=9+important=3:int8/int4_page", "encoded by itself"),
+        ("int4+residual=9+important=3:int8_channel", "without measured constants"),
+        ("int4+residual=9+important=3:int4", "4.5 for keys and 4.5 for values, got 4.5 and 4.5"),
+        ("int8+residual=9+important=3:int4", "need more bits than the others"),
+        ("int8/int2+residual=9+important=3:int4", "need more bits than the others"),
+        ("float32+important=3:int8", "stores plain numbers"),
+        ("int4+important=3:int8+important=3:int8", "stands twice"),
+    ],
+)
+def test_records_that_cannot_be_are_refused(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        read_format(text)
+
+
+def test_an_unknown_codec_of_records_is_named():
+    with pytest.raises(UnknownName, match="int9"):
+        read_format("int4+residual=9+important=3:int9")
+
+
 def test_plain_layers_are_groups_of_their_own():
     layout = layout_for(MODEL, codec="int8+plain_layers=2+plain=float16", page_tokens=16)
 
@@ -152,6 +210,9 @@ def test_all_layers_may_be_plain():
         ("int8/int4_page", {"evicts": True}, "share their scales"),
         ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "in a run"),
         ("int8+plain_layers=1", {"evicts": True}, "leave all layers' lanes together"),
+        (MIXED, {}, "nothing evicts"),
+        (MIXED, {"evicts": True, "scores": False}, "without a score"),
+        (MIXED, {"evicts": True, "every": 65}, "before an eviction has looked at them"),
     ],
 )
 def test_every_row_of_the_table_is_reached(text, asked, reason):
@@ -171,6 +232,7 @@ def test_every_row_of_the_table_is_reached(text, asked, reason):
         ("kivi4", {"evicts": True, "by_page": True}),
         ("int4+sinks=4+residual=9", {"evicts": True}),
         ("int8+plain_layers=1", {"in_runs": True}),
+        (MIXED, {"evicts": True, "every": 64}),
     ],
 )
 def test_what_goes_together_is_not_refused(text, asked):
