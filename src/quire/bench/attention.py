@@ -18,7 +18,7 @@ from quire.kernels.backend import (
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.select import select_backend, usable_library
-from quire.kv.store import PageStore
+from quire.kv.store import PageStore, PageViews
 from quire.spec.layout import layout_for
 from quire.spec.model import LayerSpec, ModelSpec
 
@@ -94,12 +94,7 @@ class AttentionBench:
         views = self._store.views(self._page_class)
         assert views.value is not None, "layers that attend have a value plane"
         generator = torch.Generator().manual_seed(0)
-        if views.coded is None:
-            for plane in (views.key, views.value):
-                plane.normal_(generator=generator)
-        else:
-            for side in (views.coded.key, views.coded.value):
-                fill_with_codes(side, shape.head_dim, generator)
+        fill_pages(views, shape.head_dim, generator)
         scattered = torch.randperm(shape.batch * per_row, generator=generator)
         self.pages = LayerPages(
             key=views.key,
@@ -173,6 +168,17 @@ class AttentionBench:
         )
         query = self._query.view(shape.batch, shape.num_kv_heads, -1, shape.head_dim)
         return lambda: F.scaled_dot_product_attention(query, key, value, scale=self._math.scale)
+
+
+def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> None:
+    """Fill all pages of a class with random vectors, or with codes of such."""
+    assert views.value is not None, "layers that attend have a value plane"
+    if views.coded is None:
+        for plane in (views.key, views.value):
+            plane.normal_(generator=generator)
+        return
+    for side in (views.coded.key, views.coded.value):
+        fill_with_codes(side, head_dim, generator)
 
 
 def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator) -> None:

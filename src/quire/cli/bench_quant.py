@@ -25,8 +25,8 @@ def quant(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Only these, with commas: capacity, attention, throughput, quality, orderings, "
-            "eviction."
+            help="Only these, with commas: capacity, attention, throughput, bandwidth, quality, "
+            "orderings, eviction."
         ),
     ] = "",
     codecs: Annotated[
@@ -102,6 +102,7 @@ def _config(
     return replace(
         config,
         attention=replace(config.attention, codecs=chosen),
+        bandwidth=replace(config.bandwidth, codecs=chosen),
         throughput=replace(config.throughput, codecs=chosen),
         texts=replace(config.texts, codecs=chosen),
         task_codecs=chosen,

@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quire.bench.attention import AttentionBench, AttentionShape
+from quire.bench.models import random_model
 from quire.bench.quant.attention import AttentionTimes, measure_length
 from quire.bench.quant.attention import claims as attention_claims
+from quire.bench.quant.bandwidth import StepTime
+from quire.bench.quant.bandwidth import claims as bandwidth_claims
 from quire.bench.quant.capacity import codes_bytes, run_capacity, sequence_bytes
 from quire.bench.quant.config import (
     QUICK_QUANT,
@@ -14,6 +18,8 @@ from quire.bench.quant.config import (
     QuantAttentionConfig,
     QuantBenchConfig,
 )
+from quire.bench.quant.decode_steps import DecodeSteps
+from quire.bench.quant.evicting import claims as evicting_claims
 from quire.bench.quant.orderings import PAIRS
 from quire.bench.quant.orderings import claims as ordering_claims
 from quire.bench.quant.quality import claims as text_claims
@@ -21,6 +27,7 @@ from quire.bench.quant.quality import name_of
 from quire.bench.quant.reading import CodecTexts
 from quire.bench.quant.throughput import CodecRate, measure_rates
 from quire.bench.quant.throughput import claims as rate_claims
+from quire.bench.workload import SHAPES
 from quire.errors import ConfigError
 from quire.kernels.native.library import NativeLibrary, load_library
 
@@ -158,6 +165,75 @@ def test_orderings_are_ratios_of_kl():
 
     assert claims["outliers_over_none_4"] == 0.5
     assert claims["channel_over_token_keys_2"] == 1
+
+
+def test_mixed_codecs_stand_against_the_best_of_one_codec_for_all():
+    """0.2 over 0.4 with the same body, 0.2 over 0.3 with the best of all."""
+    found = {
+        0.25: {
+            "none": texts("none", 0.9, 1.0),
+            "int8+residual=9": texts("int8", 0.3, 1.0),
+            "int2+residual=9": texts("int2", 0.4, 1.0),
+            "int2+residual=9+important=4:int8": texts("mixed", 0.2, 1.0),
+            "int2+residual=9+important=1:int4": texts("mixed", 0.5, 1.0),
+        }
+    }
+    claims = evicting_claims(found)
+
+    assert claims["mixed_over_uniform_25"] == pytest.approx(2 / 3)
+    assert claims["mixed_over_int2_25"] == pytest.approx(1 / 2)
+    assert claims["int8_over_plain_25"] == pytest.approx(1 / 3)
+    assert len(claims) == 3
+
+
+def test_a_cap_in_bytes_is_the_same_for_all_codecs():
+    assert QuantBenchConfig().evicting.evict(4096) == "h2o:recent=32,every=64,cap=4096B"
+
+
+# ---- steps by batch ------------------------------------------------------------------------------
+
+
+def test_gains_at_the_largest_batch_are_within_rounds():
+    def step(codec, batch, read_s, *step_s):
+        return StepTime(
+            codec=codec,
+            batch=batch,
+            weight_bytes=300,
+            kv_bytes=100,
+            read_s=read_s,
+            predicted_s=1.0,
+            step_s=step_s,
+        )
+
+    found = [
+        step("none", 1, 9.0, 9.0),
+        step("int8", 1, 1.0, 1.0),
+        step("none", 8, 3.0, 4.0, 6.0, 10.0),
+        step("int8", 8, 2.0, 2.0, 2.0, 8.0),
+    ]
+    claims = bandwidth_claims(found)
+
+    assert claims == {
+        "bandwidth_batch": 8,
+        "plain_kv_share": 0.25,
+        "int8_gain_same_batch": 2.0,
+        "int8_predicted_gain": 1.5,
+    }
+    assert found[2].tokens_per_s == pytest.approx(8 / 6)
+
+
+def test_a_step_gives_every_sequence_a_token():
+    model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
+    steps = {codec: DecodeSteps(model, codec, 3, 40, 2) for codec in ("none", "int8")}
+    before = {codec: step.kv_bytes for codec, step in steps.items()}
+
+    for step in steps.values():
+        step()
+        memory = step._pool.kv.memory
+        assert memory.lengths[memory.live_rows].tolist() == [41] * 3
+
+    assert before["none"] == 3 * model.spec.kv_bytes(48, 2)
+    assert before["int8"] < 0.6 * before["none"]
 
 
 def test_names_of_claims_are_plain():

@@ -29,12 +29,15 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
     again = last_object(quire("--parts", "quality", "--out", str(out)))
 
     assert run["name"] == "bench quant"
-    assert list(run["arms"]) == ["capacity", "attention", "throughput", "quality", "orderings"]
+    assert list(run["arms"]) == [
+        *("capacity", "attention", "throughput", "bandwidth", "quality", "orderings", "eviction"),
+    ]
     assert {
         *("int8_attention_speedup", "int4_attention_speedup", "int8_over_read_ceiling"),
         *("int8_capacity_ratio", "int4_capacity_ratio", "int4_outliers_capacity_ratio"),
         *("int8_gain_max_batch", "int4_gain_max_batch", "int8_kl", "int4_kl"),
         *("int8_perplexity_change", "key_over_value_bits_4_2", "outliers_over_none_4"),
+        *("int4_gain_same_batch", "int4_predicted_gain", "mixed_over_uniform_50"),
     } <= set(run["claims"])
     assert 0 < run["claims"]["int8_kl"] < run["claims"]["int4_kl"]
     assert {"quant.json", "quant-tasks.csv", "quant-grid.svg"} <= {p.name for p in out.iterdir()}

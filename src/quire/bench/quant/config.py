@@ -124,6 +124,34 @@ class OrderingsConfig:
     texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=(), texts=8))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthConfig:
+    """Decode steps by batch.
+
+    Attributes:
+        codecs: beside plain numbers.
+        model: a name in SHAPES.
+        batches: sequences, ascending.
+        tokens: of each.
+        repeats: rounds in which codecs take turns, behind one that is not counted.
+        buffer_bytes: what the read ceiling reads.
+        product: [rows, inner, columns] multiplied to measure the cores.
+    """
+
+    codecs: tuple[str, ...] = ("int8", "int4")
+    model: str = "125m"
+    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
+    tokens: int = 1_024
+    repeats: int = 5
+    buffer_bytes: int = 256 << 20
+    product: tuple[int, int, int] = (2_048, 768, 2_048)
+
+    @property
+    def all_codecs(self) -> tuple[str, ...]:
+        """Plain numbers first."""
+        return (PLAIN, *self.codecs)
+
+
 EVICTING_CODECS = (
     *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
     *("int4+residual=64+important=32:int8", "int3+residual=64+important=32:int8"),
@@ -159,7 +187,7 @@ class QuantBenchConfig:
 
     Attributes:
         model: that reads and answers: a folder, a hub name or quire-tiny.
-        attention, capacity, throughput, orderings, evicting: parts.
+        attention, capacity, throughput, orderings, evicting, bandwidth: parts.
         texts, task_codecs, tasks: the part quality.
     """
 
@@ -176,6 +204,7 @@ class QuantBenchConfig:
     )
     orderings: OrderingsConfig = field(default_factory=OrderingsConfig)
     evicting: EvictingConfig = field(default_factory=EvictingConfig)
+    bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
 
 
 _TINY = AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -203,6 +232,14 @@ QUICK_QUANT = QuantBenchConfig(
             texts=2,
             page_tokens=8,
         ),
+    ),
+    bandwidth=BandwidthConfig(
+        model="tiny",
+        batches=(1, 4),
+        tokens=64,
+        repeats=2,
+        buffer_bytes=16 << 20,
+        product=(64, 64, 64),
     ),
 )
 """Seconds, not minutes."""

@@ -31,7 +31,7 @@ def run_evicting(model: LoadedModel, config: EvictingConfig, running: RunningTex
         for share in config.shares
     }
     return PartResult(
-        claims=claims(config, found),
+        claims=claims(found),
         tables=tuple(_table(config, running.name, share, of) for share, of in found.items()),
         charts=(_chart(found),),
         raw={
@@ -44,10 +44,11 @@ def run_evicting(model: LoadedModel, config: EvictingConfig, running: RunningTex
     )
 
 
-def claims(config: EvictingConfig, found: ByShare) -> Numbers:
+def claims(found: ByShare) -> Numbers:
     """KL of mixed codecs over that of the best of one codec for all, in the same bytes.
 
     mixed_over_uniform_SHARE: below 1 where important tokens are worth a finer code.
+    mixed_over_CODEC_SHARE: the same with that codec for the others.
     int8_over_plain_SHARE: below 1 where more tokens are worth more than their bits.
     """
     made: Numbers = {}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from quire.bench.eviction.parts import Material
 from quire.bench.quant.attention import run_attention
+from quire.bench.quant.bandwidth import run_bandwidth
 from quire.bench.quant.capacity import run_capacity
 from quire.bench.quant.config import QuantBenchConfig
 from quire.bench.quant.evicting import run_evicting
@@ -35,6 +36,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
         "capacity": lambda c: run_capacity(c.capacity),
         "attention": lambda c: run_attention(c.attention),
         "throughput": lambda c: run_throughput(c.throughput),
+        "bandwidth": lambda c: run_bandwidth(c.bandwidth),
         "quality": quality,
         "orderings": lambda c: run_orderings(material.model, c.orderings, material.running),
         "eviction": lambda c: run_evicting(material.model, c.evicting, material.running),
