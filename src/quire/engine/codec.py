@@ -19,16 +19,19 @@ class StoredAs:
 
     Attributes:
         codec: as it is counted: nothing left to a default.
+        dtype: what the model computes in.
         measured: what was measured of the model for it; None where it needs nothing.
     """
 
     codec: str
+    dtype: str
     measured: MeasuredConstants | None = None
 
     @property
     def fingerprint(self) -> str:
         """What codes depend on besides numbers: equal ones give equal codes."""
-        return self.codec if self.measured is None else f"{self.codec} {self.measured.digest}"
+        parts = [self.codec, self.dtype]
+        return " ".join([*parts, self.measured.digest] if self.measured else parts)
 
 
 def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
@@ -39,13 +42,14 @@ def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
             constants that nobody has measured.
     """
     decoder, head_dim = model.decoder, model.spec.head_dim
-    written = stored_codec(config.codec, plain_codec(decoder.dtype))
+    dtype = plain_codec(decoder.dtype)
+    written = stored_codec(config.codec, dtype)
     form = read_format(written)
     for codec in (form.key, form.value):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:
             raise ConfigError(f"KV codec {config.codec!r} cannot run here: {why_not}; use int8")
     if not sides_of(form):
-        return StoredAs(written)
+        return StoredAs(written, dtype)
     folder = Path(config.constants).expanduser() if config.constants else model.folder
-    return StoredAs(written, read_constants(folder, form, model.spec))
+    return StoredAs(written, dtype, read_constants(folder, form, model.spec))

@@ -1,10 +1,11 @@
 """What codecs exclude, why, and what to use instead: one declared table."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnsoundCombination
-from quire.spec.kv_format import KVFormat, fill_plain, read_format
+from quire.spec.kv_format import PLAIN, KVFormat, fill_plain, read_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,14 @@ def refuse_excluded(text: str, asked: Storing) -> None:
     """
     for row in EXCLUDED:
         if row.meets(asked):
-            raise UnsoundCombination(f"KV codec {text!r}: {row.reason}; use {row.instead}")
+            raise UnsoundCombination(
+                f"KV codec {_as_written(text)!r}: {row.reason}; use {row.instead}"
+            )
+
+
+def _as_written(text: str) -> str:
+    """Without what `fill_plain` has added."""
+    return re.sub(rf"\s*\+\s*{PLAIN}=[^+]*", "", text)
 
 
 def stored_codec(text: str, dtype: str) -> str:

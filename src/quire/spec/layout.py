@@ -1,7 +1,7 @@
 """From a model's shape, and what is to be remembered of it, to the lane groups of its sequences."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.spec.codec_names import codec_spec
 from quire.spec.codecs import CodecSpec
@@ -98,6 +98,8 @@ def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
 def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     """Tokens of a group as the model made them, beside their codes: one page a lane."""
     page_tokens = group.page_class.tokens
+    if group.window is not None:  # what is behind it, no query sees
+        form = replace(form, residual=min(form.residual, group.window))
     kept = KeptTokens(
         of=group.name,
         sinks=form.sinks,

@@ -183,6 +183,19 @@ def test_an_unknown_codec_of_records_is_named():
         read_format("int4+residual=9+important=3:int9")
 
 
+def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():
+    layout = layout_for(MODEL, codec="int4+residual=100+plain=float16", page_tokens=16)
+
+    kept = {group.name: group.kept.records for group in layout.groups if group.kept is not None}
+    assert kept == {"full.kept": 100, "window_64.kept": 64}
+
+
+def test_messages_show_the_codec_as_it_was_written():
+    text = f"{MIXED}+plain=float32"
+    with pytest.raises(ConfigError, match=rf"KV codec '{MIXED.replace('+', '.')}': which"):
+        refuse_excluded(text, Storing(form=read_format(text)))
+
+
 def test_plain_layers_are_groups_of_their_own():
     layout = layout_for(MODEL, codec="int8+plain_layers=2+plain=float16", page_tokens=16)
 
