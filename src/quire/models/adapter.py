@@ -20,6 +20,7 @@ from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.observing import Observing
 from quire.models.packing import pack_linears
+from quire.models.recompute import KeysAndValues
 from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
 from quire.models.support import refuse_class, refuse_config
@@ -99,6 +100,42 @@ class TransformersDecoder:
     def prepare_unrotated(self) -> str | None:
         """See `Decoder.prepare_unrotated`."""
         return self._observing.prepare_unrotated()
+
+    def prepare_recomputation(self) -> str | None:
+        """Get ready to make keys and values again, and to show attention what they are made of.
+
+        Returns:
+            Why this model cannot, or None.
+        """
+        why_not = self._observing.prepare_recomputation()
+        if why_not is None:
+            self._observing.watch_inputs()
+        return why_not
+
+    def keys_and_values(
+        self,
+        layer: int,
+        inputs: Float[Tensor, "token hidden"],
+        positions: Int[Tensor, " token"],
+        *,
+        rope_regime: int = 0,
+    ) -> KeysAndValues:
+        """See `Recomputation.keys_and_values`; after `prepare_recomputation`."""
+        made = self._observing.recomputation
+        with self._frequencies(rope_regime), torch.inference_mode():
+            return made.keys_and_values(layer, inputs, positions)
+
+    def first_layer(
+        self,
+        token_ids: Int[Tensor, " token"],
+        positions: Int[Tensor, " token"],
+        *,
+        rope_regime: int = 0,
+    ) -> KeysAndValues:
+        """See `Recomputation.first_layer`; after `prepare_recomputation`."""
+        made = self._observing.recomputation
+        with self._frequencies(rope_regime), torch.inference_mode():
+            return made.first_layer(token_ids, positions)
 
     def rotations(self, rope_regime: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 
+import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from quire.models.bridge import Bridge
+from quire.models.recompute import Recomputation, watch_inputs
 from quire.models.rotary import Rotary
 from quire.models.rotations import Probe, Rotations, find_rotaries
 from quire.models.shift import watch_shift
@@ -29,6 +31,7 @@ class Observing:
         self, model: PreTrainedModel, bridge: Bridge, spec: ModelSpec, probe: Probe
     ) -> None:
         self._model, self._bridge, self._spec, self._probe = model, bridge, spec, probe
+        self._inputs: list[RemovableHandle] = []
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
@@ -54,6 +57,27 @@ class Observing:
             )
         return None
 
+    def prepare_recomputation(self) -> str | None:
+        """See `TransformersDecoder.prepare_recomputation`."""
+        unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
+        if unknown:
+            return (
+                f"layer {unknown[0]} of {self._name} turns its keys in a way that is not known, so "
+                "they cannot be made again"
+            )
+        return None
+
+    @cached_property
+    def recomputation(self) -> Recomputation:
+        """Makes keys and values again, and lets every attention see what they are made of."""
+        with torch.inference_mode():
+            return Recomputation(self._model, self._bridge, self._rotaries, self._probe)
+
+    def watch_inputs(self) -> None:
+        """From now on show every attention that wants it what layers' attentions are given."""
+        if not self._inputs:
+            self._inputs = watch_inputs(self._model, self._bridge)
+
     def rotations(self, chosen: Callable[[], AbstractContextManager[None]]) -> Rotations | None:
         """Mean rotations of all layers without a window.
 
@@ -67,8 +91,9 @@ class Observing:
 
     def close(self) -> None:
         """Stop looking: nothing of this stays on the model."""
-        for handle in vars(self).pop("_shift", None) or ():
+        for handle in (*(vars(self).pop("_shift", None) or ()), *self._inputs):
             handle.remove()
+        self._inputs = []
 
     @property
     def _name(self) -> str:

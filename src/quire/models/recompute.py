@@ -1,0 +1,269 @@
+"""Keys and values of a layer once more, from what its attention was given.
+
+What a layer's attention is given (X: behind the norm where norms come first, before it where they
+come last) is half the bytes of keys and values in models without grouped heads. The layer's own
+module makes keys and values of it again: its projections, biases and norms run as they always do,
+at position 0, where nothing turns, and stop where attention would begin; then keys are turned to
+their positions. Queries are left out where the module has a projection of their own.
+
+The first layer needs no X: token ids are enough.
+
+Source: KVPR (Jiang et al. 2024), section 3. Differs from the paper: grouped heads, norms of heads
+and rotary positions are right, since the model's own code makes them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quire.errors import InvariantError
+from quire.models.base import AttentionCall
+from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
+from quire.models.rotary import Rotary
+from quire.models.rotations import Probe
+
+HIDDEN = "hidden_states"
+QUERY = "q_proj"
+MOST_ERROR = 0.02  # relative, of keys and values without queries against those with them
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+class _Caught(Exception):
+    """Not an error: the way out of a layer where attention would begin."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key, value
+
+
+class _Catching:
+    """Attention that ends the forward with what it was given."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `PagedAttention.attend`."""
+        raise _Caught(key, value)
+
+
+class _NoQuery(nn.Module):
+    """Stands where a projection of queries was: zeros, without a product.
+
+    Args:
+        width: numbers of all heads.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As the projection is called."""
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """The attention of a layer.
+
+    Attributes:
+        module: of the model.
+        args, kwargs: what it was given beside hidden states, at position 0.
+        hidden_first: whether hidden states are its first argument, or one with a name.
+        rotary: what turns its keys.
+        no_query: stands in for its queries; None where they are part of one product.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden_first: bool
+    rotary: Rotary
+    no_query: _NoQuery | None = None
+
+    def run(self, hidden: Tensor) -> None:
+        """Give the module hidden states [1, token, hidden]."""
+        if self.hidden_first:
+            self.module(hidden, *self.args[1:], **self.kwargs)
+        else:
+            self.module(*self.args, **self.kwargs | {HIDDEN: hidden})
+
+
+class Recomputation:
+    """Makes keys and values again. One forward of the model at a time: its owner sees to that.
+
+    Args:
+        model: has a bridge; prepared by its decoder.
+        bridge: the model's.
+        rotaries: what turns the keys of each layer.
+        probe: runs the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, bridge: Bridge, rotaries: Mapping[int, Rotary], probe: Probe
+    ) -> None:
+        self._model, self._bridge = model, bridge
+        self._layers = {
+            number: self._with_no_query(layer)
+            for number, layer in _seen_layers(model, rotaries, probe).items()
+        }
+
+    @property
+    def leaves_queries_out(self) -> bool:
+        """Whether no layer computes queries for nothing."""
+        return all(layer.no_query is not None for layer in self._layers.values())
+
+    def keys_and_values(
+        self,
+        layer: int,
+        inputs: Float[Tensor, "token hidden"],
+        positions: Int[Tensor, " token"],
+    ) -> KeysAndValues:
+        """What a layer stores of tokens, [token, num_kv_heads, head_dim] each, keys after RoPE.
+
+        Equal to what was stored up to the order in which products are added up.
+
+        Args:
+            layer: the model's.
+            inputs: what its attention was given, as `watch_inputs` shows it.
+            positions: logical.
+        """
+        found = self._layers[layer]
+        key, value = self._caught(found, inputs[None])
+        return found.rotary.move(key, positions).to(value.dtype), value
+
+    def first_layer(
+        self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
+    ) -> KeysAndValues:
+        """The same of layer 0, from token ids alone."""
+        with self._catching() as caught:
+            self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        return caught[0].key, caught[0].value
+
+    def _caught(self, layer: _Layer, hidden: Tensor) -> KeysAndValues:
+        with _replaced(layer), self._catching() as caught:
+            layer.run(hidden)
+        return caught[0].key, caught[0].value
+
+    @contextmanager
+    def _catching(self) -> Iterator[list[_Caught]]:
+        """Runs its block until attention begins."""
+        caught: list[_Caught] = []
+        self._bridge.attention = _Catching()
+        try:
+            yield caught
+        except _Caught as end:
+            caught.append(end)
+        finally:
+            self._bridge.attention = None
+        if not caught:
+            raise InvariantError("a layer ran to its end without asking for attention")
+
+    def _with_no_query(self, layer: _Layer) -> _Layer:
+        """The layer without the product of its queries, where keys and values stay the same."""
+        query = layer.module._modules.get(QUERY)
+        if query is None or "k_proj" not in layer.module._modules:
+            return layer
+        given = layer.args[0] if layer.hidden_first else layer.kwargs[HIDDEN]
+        expected = self._caught(layer, given)
+        lighter = _Layer(
+            module=layer.module,
+            args=layer.args,
+            kwargs=layer.kwargs,
+            hidden_first=layer.hidden_first,
+            rotary=layer.rotary,
+            no_query=_NoQuery(query(given).shape[-1]),
+        )
+        try:
+            found = self._caught(lighter, given)
+        except RuntimeError:  # it writes into its queries
+            return layer
+        return lighter if all(map(_near, found, expected)) else layer
+
+
+def watch_inputs(model: nn.Module, bridge: Bridge) -> list[RemovableHandle]:
+    """From now on show every attention that wants it what each layer's attention is given.
+
+    An attention that has `wants_inputs` is told `note_input(layer, inputs)` for each layer, inputs
+    [token, hidden], before it is asked to attend.
+    """
+
+    def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        attention: Any = bridge.attention
+        if getattr(attention, "wants_inputs", False):
+            number: Any = module.layer_idx
+            attention.note_input(int(number), _hidden(args, kwargs)[0])
+
+    return [
+        module.register_forward_pre_hook(show, with_kwargs=True) for module in _attentions(model)
+    ]
+
+
+def _attentions(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if hasattr(module, BRIDGE_ATTRIBUTE) and "Attention" in type(module).__name__:
+            yield module
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = args[0] if args else kwargs[HIDDEN]
+    assert isinstance(given, Tensor), "attention is given hidden states first"
+    return given
+
+
+def _seen_layers(
+    model: nn.Module, rotaries: Mapping[int, Rotary], probe: Probe
+) -> dict[int, _Layer]:
+    """How each layer's attention is called, from one token at position 0."""
+    seen: dict[int, _Layer] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        number: Any = module.layer_idx
+        seen[int(number)] = _Layer(
+            module=module,
+            args=args,
+            kwargs=dict(kwargs),
+            hidden_first=bool(args),
+            rotary=rotaries[int(number)],
+        )
+
+    handles = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in _attentions(model)
+    ]
+    try:
+        probe((0,), _Zeros())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+class _Zeros:
+    """Attention that answers nothing."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `PagedAttention.attend`."""
+        return torch.zeros_like(query)
+
+
+@contextmanager
+def _replaced(layer: _Layer) -> Iterator[None]:
+    """The layer without its queries, for a while."""
+    if layer.no_query is None:
+        yield
+        return
+    query = layer.module._modules[QUERY]
+    layer.module._modules[QUERY] = layer.no_query
+    try:
+        yield
+    finally:
+        layer.module._modules[QUERY] = query
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    difference = (found.float() - expected.float()).norm()
+    return bool(difference <= MOST_ERROR * expected.float().norm())
