@@ -106,6 +106,7 @@ def plan_compaction(
             the mask does not cover the lanes' slots, or it cuts a page where whole ones leave.
     """
     table = memory.tables[group]
+    table.require_in_place(row)
     if table.group.private:
         raise ConfigError(f"group {group!r} holds statistics, which move with their slots")
     keep = _live(table, row, keep)

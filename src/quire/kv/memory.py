@@ -70,6 +70,7 @@ class KVMemory:
         self.arena_peak_bytes = self.copied_bytes = 0
         self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
         # asked to let go of pages that are about to be written; says of which it did
+        self.on_release: Callable[[Rows], None] = lambda _: None
         self.unpublish: Unpublish = lambda _, pages: np.zeros(len(pages), dtype=bool)
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
@@ -160,6 +161,7 @@ class KVMemory:
         rows = np.asarray(rows, dtype=np.int64)
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
             raise InvariantError(f"rows {rows.tolist()} are not all open, or one is named twice")
+        self.on_release(rows)
         for table in self.tables.values():
             self.placement.close(table, rows, table.clear(rows))
         self._live[rows] = False

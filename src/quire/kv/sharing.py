@@ -43,6 +43,8 @@ def fork(memory: KVMemory, row: int) -> int:
     """
     if not memory.placement.shares:
         return copy_row(memory, row)
+    for table in memory.tables.values():
+        table.require_in_place(row)
     if not memory.fits(statistics_pages(memory, row)):
         raise OutOfPages("no pages for the statistics of a fork")
     child = memory.start(memory.statistics_of(row))
@@ -114,6 +116,7 @@ def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: i
             f"group {table.group.name!r} no longer holds every token from {start} to {end}"
         )
     columns = slice((start - first) // per_page, (end - first) // per_page)
+    table.require_in_place(row, columns.start)
     pages: PageNumbers = table.pages[row][:, columns].copy()
     return pages
 

@@ -55,6 +55,8 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
     slots: NDArray[np.int32] = table.num_slots[row]
     if not table.active[row] or table.group.mirrors is not None:
         return slots.copy()
+    if length < row_length:
+        table.require_in_place(row, length // table.group.page_class.tokens)
     recent = 0 if table.group.kept is None else table.group.kept.recent
     if recent and 0 < length < row_length:
         raise ConfigError(

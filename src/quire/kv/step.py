@@ -1,6 +1,6 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -22,13 +22,15 @@ from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.important import ImportantPlace, important_places
+from quire.kv.group_step import GroupStep
+from quire.kv.important import important_places
 from quire.kv.kept import KeptStep, kept_places
 from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
-from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
+from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
+from quire.kv.streaming import Hosting
 from quire.spec.pages import LaneGroup
 
 
@@ -71,6 +73,7 @@ class PagedKV:
         self.kept = kept_places(memory, store, self.tables)
         self.important = important_places(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
+        self.hosting: Hosting | None = None
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
 
@@ -130,29 +133,6 @@ class PagedKV:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStep:
-    """What one lane group does in a step.
-
-    Attributes:
-        plans: the backend's plan for each layer.
-        pages: the layers' pages.
-        new_slots: where the layers write new tokens.
-        positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
-        watch: what the rows have remembered; None where they have nothing.
-        kept: tokens that stay as they were made; None where there are none.
-        important: tokens in a finer codec, beside kept ones; None where there are none.
-    """
-
-    plans: tuple[object, ...]
-    pages: tuple[LayerPages, ...]
-    new_slots: tuple[NewSlots, ...]
-    positions: Tensor | None
-    watch: GroupWatch | None
-    kept: KeptStep | None
-    important: ImportantPlace | None
-
-
 class StepAttention:
     """Attention for one flat batch. Made after the memory has grown by the step's tokens.
 
@@ -173,6 +153,7 @@ class StepAttention:
             for group in kv.memory.layout.groups
             if not group.private
         }
+        self._stream = None if kv.hosting is None else kv.hosting.stream(rows)
         watches = (step.watch for step in self._groups.values())
         self.wants_shift = any(watch is not None and watch.wants_shift for watch in watches)
 
@@ -207,6 +188,8 @@ class StepAttention:
             backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
+        if self._stream is not None:
+            self._stream.arrive(group, index)
         pages, watch = step.pages[index], step.watch
         if step.kept is not None:
             pages = replace(
@@ -220,6 +203,8 @@ class StepAttention:
             watch.note(index, backend, pages, math, query, sums, rotary)
         if step.kept is not None:
             step.kept.keep(index, key, value)
+        if self._stream is not None:
+            self._stream.leave(group, index)
         return out
 
     def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:

@@ -156,6 +156,7 @@ def repack(memory: KVMemory, row: int) -> None:
     needed = dict.fromkeys(memory.pools, 0)
     own = []
     for table in memory.tables.values():
+        table.require_in_place(row)
         page_class = table.group.page_class
         single = memory.pools[page_class].ref_counts[table.pages[row]] == 1
         lane, column = np.nonzero((table.pages[row] >= 0) & single)
@@ -218,6 +219,7 @@ class _FirstSeen:
 
 
 def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
+    table.require_in_place(row)
     if not table.active[row]:
         keep_from = 0  # there is no head to leave out either
     head = keep_from // table.group.page_class.tokens

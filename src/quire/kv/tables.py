@@ -9,7 +9,7 @@ ever built. The arrays are plain NumPy; on a CPU the kernels read the very same 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvariantError
+from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
 from quire.spec.pages import LaneGroup
 
@@ -29,6 +29,8 @@ class LaneTable:
         num_slots: int32 [rows, lanes], live slots, the physical length.
         active: bool [rows], whether a row uses this group; where not, it never has a slot. Only
             private groups can be left out.
+        staged: int32 [rows], first pages of each lane that hold their bytes only while their layer
+            runs (see `hosted`): never lent, moved, swapped or cut.
         version: grows when the arrays move to larger memory; holders of views look again.
     """
 
@@ -40,6 +42,7 @@ class LaneTable:
         self.num_pages = np.zeros(shape[:2], dtype=np.int32)
         self.num_slots = np.zeros(shape[:2], dtype=np.int32)
         self.active = np.ones(max_rows, dtype=bool)
+        self.staged = np.zeros(max_rows, dtype=np.int32)
         self.version = 0
         self._track_changes = track_changes
         self._changed: list[NDArray[np.int64]] = []
@@ -152,6 +155,7 @@ class LaneTable:
         self.pages[rows] = NO_PAGE
         self.num_pages[rows] = 0
         self.num_slots[rows] = 0
+        self.staged[rows] = 0
         return pages
 
     def row_pages(self, row: int) -> PageNumbers:
@@ -166,6 +170,23 @@ class LaneTable:
         first = self.page_positions[row, lane, : self.num_pages[row, lane]]
         grid = np.add(first[:, None], np.arange(tokens), dtype=np.int32)
         return grid.reshape(-1)[: self.num_slots[row, lane]]
+
+    def require_in_place(self, row: int, columns: int | None = None) -> None:
+        """Refuse what would read or move pages whose bytes are elsewhere.
+
+        Args:
+            row: the sequence.
+            columns: first pages of each lane that stay out of it; None where all are in it.
+
+        Raises:
+            ConfigError: some of them are on the host.
+        """
+        staged = int(self.staged[row])
+        if staged and (columns is None or columns < staged):
+            raise ConfigError(
+                f"the first {staged} pages of each lane of row {row} are on the host; bring them "
+                "back before they are lent, moved, shared or cut"
+            )
 
     def check(self) -> None:
         """Prove that lanes name exactly the pages their slots need.

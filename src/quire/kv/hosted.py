@@ -1,0 +1,218 @@
+"""Sequences whose first pages are on the host: in the arena each has room for two layers of them.
+
+    layer     0       1       2       3            pages of a lane, front | rest
+    table   a b|p q  c d|r s  a b|t u  c d|v w     a b c d: staging, two slots in turns
+    host    A0 B0    A1 B1    A2 B2    A3 B3       the bytes of the front, a layer in one piece
+
+Every layer finds its lanes complete: the front's table entries name staging pages, which all layers
+of a slot share, and the bytes of a layer are brought there before it attends (see `streaming`). So
+whoever reads pages in a step reads these too, whatever codec, backend or statistics there are, and
+of a front of n layers the arena holds two. Pages behind the front are the sequence's own, and new
+tokens are written there.
+
+Bookkeeping, and the copies that it asks of a `PageBytes`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.errors import ConfigError, OutOfPages
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.tables import LaneTable, Rows
+from quire.spec.pages import PageClass
+
+SLOTS = 2  # of staging: one is read while the other is filled
+
+
+@dataclass(frozen=True, slots=True)
+class HostedPiece:
+    """Pages of one group of one sequence that went to the host together.
+
+    Attributes:
+        group: its name.
+        first: column of the first one.
+        layers: for each layer of the group the bytes of its pages, lane by lane, as
+            `PageBytes.read_pages` gave them.
+        staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
+    """
+
+    group: str
+    first: int
+    layers: Sequence[object]
+    staging: PageNumbers
+
+    @property
+    def columns(self) -> int:
+        """Pages of a lane."""
+        return int(self.staging.shape[2])
+
+
+class HostedFronts:
+    """The fronts of all sequences of a memory.
+
+    Args:
+        memory: where they are.
+
+    Attributes:
+        settle: called before pages of a staging change hands: returns when nobody writes there.
+
+    Raises:
+        ConfigError: the store lays lanes out in runs.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        if not memory.placement.shares:
+            raise ConfigError(
+                "expected a store whose pages lie anywhere, as paged: lanes in one piece cannot "
+                "have their first pages on the host"
+            )
+        self._memory = memory
+        self._pieces: dict[int, list[HostedPiece]] = {}
+        self.settle: Callable[[], None] = lambda: None
+        memory.on_release = self._forget_all
+
+    @property
+    def rows(self) -> frozenset[int]:
+        """Sequences with a front on the host."""
+        return frozenset(self._pieces)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all fronts."""
+        return sum(self._bytes(piece) for pieces in self._pieces.values() for piece in pieces)
+
+    def pieces(self, row: int) -> Sequence[HostedPiece]:
+        """The front of a sequence; empty where it has none."""
+        return self._pieces.get(row, ())
+
+    def gain_bytes(self, row: int, tokens: int) -> int:
+        """Bytes of the arena that hosting the tokens before this one would free.
+
+        Pages that others share stay where they are, and free nothing.
+        """
+        gained = 0
+        for table, first, columns in self._moves(row, tokens):
+            own, staged = self._own(table, row, first, columns), _staged_pages(table, columns)
+            gained += (own - staged) * table.group.page_class.page_bytes
+        return gained
+
+    def host(self, row: int, tokens: int) -> int:
+        """Move the pages of the tokens before this one to the host; return how many bytes moved.
+
+        Whole pages only. Groups of no more layers than there are slots stay, and so do those that
+        look back through a window: they would gain nothing.
+
+        Raises:
+            ConfigError: the sequence has lost tokens, so that slots may move; nothing was changed.
+            OutOfPages: no pages to stage a group; what was moved before it stays moved.
+        """
+        moves = list(self._moves(row, tokens))
+        for table, _, _ in moves:
+            if (table.num_slots[row] != self._memory.lengths[row]).any():
+                raise ConfigError(
+                    f"group {table.group.name!r} of row {row} has lost tokens; only sequences that "
+                    "hold all of theirs can have a front on the host"
+                )
+        self.settle()
+        moved = [self._host(table, row, first, columns) for table, first, columns in moves]
+        return sum(map(self._bytes, moved))
+
+    def _forget_all(self, rows: Rows) -> None:
+        gone = self._pieces.keys() & set(rows.tolist())
+        if gone:
+            self.settle()
+        for row in gone:
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        """Let go of the bytes of a sequence."""
+        for piece in self._pieces.pop(row, ()):
+            self._memory.tables[piece.group].staged[row] = 0
+
+    def bring_back(self, row: int) -> None:
+        """Let a sequence have all its pages in the arena again.
+
+        Raises:
+            OutOfPages: no room; nothing was changed.
+        """
+        needed: dict[PageClass, int] = {}
+        for piece in self.pieces(row):
+            group = self._memory.tables[piece.group].group
+            pages = piece.columns * group.num_lanes
+            needed[group.page_class] = needed.get(group.page_class, 0) + pages
+        if not self._memory.fits(needed):
+            raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
+        self.settle()
+        for piece in self.pieces(row):
+            self._bring_back(row, piece)
+        self._forget(row)
+
+    # ---- one group -----------------------------------------------------------------------------
+
+    def _moves(self, row: int, tokens: int) -> Iterator[tuple[LaneTable, int, int]]:
+        """Tables, the first page to move, and how many of each lane."""
+        length = int(self._memory.lengths[row])
+        for table in self._memory.tables.values():
+            group = table.group
+            if group.private or group.window is not None or len(group.layers) <= SLOTS:
+                continue
+            first = int(table.staged[row])
+            columns = min(tokens, length) // group.page_class.tokens - first
+            if columns > 0:
+                yield table, first, columns
+
+    def _host(self, table: LaneTable, row: int, first: int, columns: int) -> HostedPiece:
+        memory, group = self._memory, table.group
+        pool, read = memory.pools[group.page_class], memory.store.read_pages
+        staged = _staged_pages(table, columns)
+        fits_behind = self._own(table, row, first, columns) >= staged  # what goes makes room
+        if not fits_behind and not memory.fits({group.page_class: staged}):
+            raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
+        old = table.pages[row, :, first : first + columns].copy()
+        by_layer = old.reshape(len(group.layers), -1)
+        layers = [read(group.page_class, pages) for pages in by_layer]
+        pool.release(old.reshape(-1))
+        staging = pool.allocate(staged).reshape(SLOTS, group.lanes_per_layer, columns)
+        slot = np.arange(len(group.layers)) % SLOTS
+        for further in range(1, -(-len(group.layers) // SLOTS)):
+            for pages in staging[: len(group.layers) - SLOTS * further]:
+                pool.retain(pages.reshape(-1))
+        _name(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+        table.staged[row] = first + columns
+        piece = HostedPiece(group.name, first, layers, staging)
+        self._pieces.setdefault(row, []).append(piece)
+        return piece
+
+    def _bring_back(self, row: int, piece: HostedPiece) -> None:
+        memory, table = self._memory, self._memory.tables[piece.group]
+        group, pool = table.group, memory.pools[table.group.page_class]
+        columns = slice(piece.first, piece.first + piece.columns)
+        old = table.pages[row, :, columns].reshape(-1).copy()
+        fresh = pool.allocate(piece.columns * group.num_lanes)
+        for pages, payload in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
+            memory.store.write_pages(group.page_class, pages, payload)
+        _name(table, row, piece.first, fresh.reshape(group.num_lanes, -1))
+        pool.release(old)
+
+    def _own(self, table: LaneTable, row: int, first: int, columns: int) -> int:
+        """Pages that nobody else names."""
+        pages = table.pages[row, :, first : first + columns]
+        counts = self._memory.pools[table.group.page_class].ref_counts[pages]
+        return int(np.count_nonzero(counts == 1))
+
+    def _bytes(self, piece: HostedPiece) -> int:
+        group = self._memory.tables[piece.group].group
+        return piece.columns * group.num_lanes * group.page_class.page_bytes
+
+
+def _staged_pages(table: LaneTable, columns: int) -> int:
+    return SLOTS * table.group.lanes_per_layer * columns
+
+
+def _name(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
+    """Let lanes name these pages [lanes, columns] from a column on."""
+    lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
+    table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))

@@ -1,0 +1,292 @@
+"""Sequences whose first pages are on the host attend as those whose pages are all in the arena.
+
+Two memories take the same steps. In one, fronts go to the host and come back as a seed says, and
+all staging is filled with NaN behind every step: what was attended must have been brought.
+"""
+
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, OutOfPages
+from quire.kernels.backend import AttentionMath
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.kv.compaction import plan_compaction
+from quire.kv.hosted import SLOTS, HostedFronts
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import borrow, fork, lend, return_loan
+from quire.kv.step import PagedKV, StepAttention
+from quire.kv.store import PageStore
+from quire.kv.streaming import Hosting, ThreadCarrier
+from quire.kv.swap import swap_out
+from quire.spec.layout import layout_for
+from quire.spec.model import LayerSpec, ModelSpec
+
+CPU = torch.device("cpu")
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
+MODEL = ModelSpec(
+    architecture="llama",
+    num_layers=6,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_KV_HEADS,
+    head_dim=HEAD_DIM,
+    hidden_size=32,
+    intermediate_size=64,
+    vocab_size=128,
+    max_positions=512,
+    tied_embeddings=False,
+    gated_mlp=True,
+    layers=tuple(LayerSpec(window=9 if layer == 2 else None) for layer in range(6)),
+)
+FULL_LAYERS = 5
+MATH = AttentionMath(scale=0.5)
+
+
+class SlowCarrier(ThreadCarrier):
+    """Dawdles, so that who does not wait finds NaN."""
+
+    def submit(self, copy, num_bytes):
+        def slowly():
+            time.sleep(0.002)
+            copy()
+
+        return super().submit(slowly, num_bytes)
+
+
+class BrokenCarrier:
+    """Loses what it carries."""
+
+    def submit(self, copy, num_bytes):
+        lost = Future()
+        lost.set_exception(OSError("the link is gone"))
+        return lost
+
+
+def make(codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, seed=0):
+    layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
+    memory = KVMemory(layout, layout.smallest_sequence_bytes * 8 * sequences, max_rows=8)
+    store = PageStore(memory.total_bytes, CPU)
+    store.arena.fill_(0xFF)
+    memory.store = store
+    kv = PagedKV(memory, store, backend or GatheredAttention(CPU))
+    fronts = HostedFronts(memory)
+    kv.hosting = Hosting(fronts, layout, store, carrier or ThreadCarrier())
+    return kv
+
+
+def step(kv, tokens, seed):
+    """Grow rows and attend in every layer: [layer, token, head, number]."""
+    order = sorted(tokens, key=lambda row: tokens[row] != 1)
+    rows = np.array(order, dtype=np.int64)
+    counts = np.array([tokens[row] for row in order], dtype=np.int32)
+    kv.memory.grow(rows, counts)
+    attention = StepAttention(kv, rows, counts)
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for layer in range(MODEL.num_layers):
+        query, key, value = (
+            torch.randn(int(counts.sum()), heads, HEAD_DIM, generator=generator)
+            for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        )
+        out.append(attention.attend(layer, MATH, query, key, value))
+    return torch.stack(out)
+
+
+def page_bytes(kv):
+    """Of pages in use, without what slab borders waste."""
+    return sum(pool.used_bytes for pool in kv.memory.pools.values())
+
+
+def poison(kv):
+    """What lay in the staging is gone."""
+    fronts = kv.hosting.fronts
+    for row in fronts.rows:
+        for piece in fronts.pieces(row):
+            page_class = kv.memory.tables[piece.group].group.page_class
+            whole = kv.store.views(page_class).whole
+            whole[torch.from_numpy(piece.staging.reshape(-1)).long()] = 0xFF
+
+
+@pytest.mark.parametrize(
+    ("codec", "backend"),
+    [
+        ("float32", GatheredAttention),
+        ("int8/int4", GatheredAttention),
+        ("int4+sinks=2+residual=6+plain=float32", GatheredAttention),
+        ("int4_page/int8+plain=float32", GatheredAttention),
+        ("float32", ReferenceAttention),
+    ],
+)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000), evicting=st.booleans())
+def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
+    make_backend = ReferenceAttention if backend is ReferenceAttention else lambda: backend(CPU)
+    hosted, whole = (
+        make(codec, backend=make_backend(), carrier=carrier, evicting=evicting)
+        for carrier in (SlowCarrier(), None)
+    )
+    rng, fronts = np.random.default_rng(seed), hosted.hosting.fronts
+    rows = [hosted.memory.start() for _ in range(3)]
+    assert rows == [whole.memory.start() for _ in range(3)]
+    for number in range(6):
+        chosen = [row for row in rows if rng.random() < 0.8] or rows
+        tokens = {row: int(rng.choice([1, 1, 3, 9])) for row in chosen}
+        found, expected = (step(kv, tokens, seed + number) for kv in (hosted, whole))
+        assert torch.equal(found, expected)
+        poison(hosted)
+        row = int(rng.choice(rows))
+        length = int(hosted.memory.lengths[row])
+        if rng.random() < 0.7:
+            tokens = int(rng.integers(length + 1)) if rng.random() < 0.5 else length
+            before, gain = page_bytes(hosted), fronts.gain_bytes(row, tokens)
+            fronts.host(row, tokens)
+            assert page_bytes(hosted) == before - gain
+        elif row in fronts.rows:
+            fronts.bring_back(row)
+        hosted.memory.check()
+    hosted.memory.release(rows)
+    hosted.memory.check()
+    assert not fronts.rows
+    assert not hosted.memory.used_bytes
+    assert not fronts.host_bytes
+
+
+def test_of_a_front_the_arena_holds_two_layers():
+    """24 tokens are 6 pages in each of 5 layers; 2 x 6 stay, and 2 layers' windows as they were."""
+    kv = make()
+    row = kv.memory.start()
+    step(kv, {row: 24}, 0)
+    each = kv.memory.tables["full"].group.page_class.page_bytes
+    before = page_bytes(kv)
+
+    gain = kv.hosting.fronts.gain_bytes(row, 24)
+    moved = kv.hosting.fronts.host(row, 24)
+
+    assert gain == (FULL_LAYERS - SLOTS) * 6 * each
+    assert moved == kv.hosting.fronts.host_bytes == FULL_LAYERS * 6 * each
+    assert page_bytes(kv) == before - gain
+    assert kv.hosting.fronts.host(row, 24) == 0
+    kv.memory.check()
+
+
+def test_a_full_arena_makes_room_by_hosting():
+    """What goes makes room for its own staging, and then for others."""
+    kv = make(sequences=1)
+    row = kv.memory.start()
+    while kv.memory.can_grow(np.array([row]), np.array([PAGE], dtype=np.int32)):
+        step(kv, {row: PAGE}, 1)
+    held = int(kv.memory.lengths[row])
+
+    kv.hosting.fronts.host(row, held)
+    step(kv, {row: PAGE}, 2)
+
+    assert int(kv.memory.lengths[row]) == held + PAGE
+    kv.memory.check()
+
+
+def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
+    kv, whole = make(), make()
+    loans = []
+    for one in (kv, whole):
+        lender = one.memory.start()
+        step(one, {lender: 12}, 3)
+        # layers with a window lend what a query still sees: nothing is dropped yet
+        loans.append(lend(one.memory, lender, 0, 8))
+    rows = [borrow(one.memory, [loan]) for one, loan in zip((kv, whole), loans, strict=True)]
+
+    assert kv.hosting.fronts.gain_bytes(rows[0], 8) < 0
+    kv.hosting.fronts.host(rows[0], 8)
+
+    for number in range(3):
+        found, expected = (
+            step(one, {0: 1, row: 2}, number) for one, row in zip((kv, whole), rows, strict=True)
+        )
+        assert torch.equal(found, expected)
+        poison(kv)
+    kv.memory.release(rows[:1])
+    return_loan(kv.memory, loans[0])
+    kv.memory.check()
+
+
+def test_what_would_read_or_move_a_front_is_refused():
+    kv = make(evicting=True)
+    row = kv.memory.start()
+    step(kv, {row: 12}, 4)
+    kv.hosting.fronts.host(row, 8)
+    keep = np.ones((FULL_LAYERS, 12), dtype=bool)
+    keep[:, 3] = False
+
+    for refused in (
+        lambda: fork(kv.memory, row),
+        lambda: lend(kv.memory, row, 0, 8),
+        lambda: swap_out(kv.memory, [row]),
+        lambda: plan_compaction(kv.memory, "full", row, keep),
+        lambda: kv.memory.truncate(row, 5),
+    ):
+        with pytest.raises(ConfigError, match=r"first 2 pages .* are on the host; bring them back"):
+            refused()
+    kv.memory.check()
+    kv.hosting.fronts.bring_back(row)
+    plan_compaction(kv.memory, "full", row, keep)
+    swap_out(kv.memory, [row])
+
+
+def test_a_sequence_that_has_lost_tokens_stays_in_the_arena():
+    kv = make(evicting=True)
+    row = kv.memory.start()
+    step(kv, {row: 12}, 5)
+    kv.memory.tables["full"].num_slots[row] -= 1
+
+    with pytest.raises(ConfigError, match="has lost tokens"):
+        kv.hosting.fronts.host(row, 12)
+
+
+def test_a_front_comes_back_only_where_there_is_room():
+    kv = make(sequences=2)
+    row, other = kv.memory.start(), kv.memory.start()
+    step(kv, {row: 24}, 6)
+    kv.hosting.fronts.host(row, 24)
+    while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
+        kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
+
+    with pytest.raises(OutOfPages, match="30 pages needed to bring a front back"):
+        kv.hosting.fronts.bring_back(row)
+    kv.memory.check()
+    kv.memory.release([other])
+    kv.hosting.fronts.bring_back(row)
+    assert not kv.hosting.fronts.rows
+    kv.memory.check()
+
+
+def test_a_copy_that_fails_is_told_to_who_would_have_attended():
+    kv = make(carrier=BrokenCarrier())
+    row = kv.memory.start()
+    step(kv, {row: 12}, 7)
+    kv.hosting.fronts.host(row, 8)
+
+    with pytest.raises(OSError, match="the link is gone"):
+        step(kv, {row: 1}, 8)
+    kv.memory.release([row])
+    kv.memory.check()
+
+
+def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
+    """The copy for a layer that never ran is done before its pages change hands."""
+    kv = make(carrier=SlowCarrier())
+    row = kv.memory.start()
+    step(kv, {row: 16}, 9)
+    kv.hosting.fronts.host(row, 16)
+    kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
+    StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
+
+    kv.memory.release([row])
+    kv.store.arena.fill_(0x11)
+    time.sleep(0.02)
+
+    assert (kv.store.arena == 0x11).all()
