@@ -11,9 +11,10 @@ import pytest
 
 from engines import greedy, load
 from exact_products import use_exact_products
+from quire.codecs.fp8 import Float8
 from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import RequestError, UnsoundCombination
+from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered
@@ -160,6 +161,17 @@ def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, m
         assert seen.vectors > bodies + 2 * heads_of_lane * raised
 
 
+def test_sinks_need_no_record():
+    """Six first tokens, as they were made for everybody; all six are in a window of 28."""
+    sinks, first = 6, 30 - 28
+    done = answer(codec=f"int2+sinks={sinks}+residual=28+important={RECORDS}:int8")
+    records = [lane for found in important(done).values() for lanes in found for lane in lanes]
+
+    assert first < sinks
+    assert any(records)
+    assert all(min(lane, default=sinks) >= sinks for lane in records)
+
+
 def test_records_are_counted_in_the_bytes_of_a_request():
     """For 2 layers x 2 lanes a page of 5 records: codes, scales, positions."""
     plain = answer(codec=f"int2+residual={EVERY}")
@@ -184,6 +196,14 @@ def test_records_are_counted_in_the_bytes_of_a_request():
 def test_what_cannot_choose_is_refused_at_the_start(options, reason):
     with pytest.raises(UnsoundCombination, match=reason):
         Engine(load("qwen3"), KVConfig(memory="8MiB", **options), ScheduleConfig())
+
+
+def test_records_that_cannot_be_decoded_here_are_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(Float8, "why_not", classmethod(lambda cls, device: "no such type"))
+    codec = CODEC.replace("int8", "int8/fp8")
+
+    with pytest.raises(ConfigError, match="cannot run here: no such type; use int8"):
+        Engine(load("qwen3"), KVConfig(memory="8MiB", codec=codec, evict=RULE), ScheduleConfig())
 
 
 def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():

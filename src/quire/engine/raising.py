@@ -55,18 +55,14 @@ class Raising:
             [lanes, slots] likewise.
         """
         positions = reader.lane_positions
-        leaving = stays & (positions >= self._first_kept(done)) & (positions >= 0)
-        if eviction.spec.when != PREFILL_END:
-            leaving &= positions < self._first_kept(done) + eviction.spec.every
-        held = self._held(reader, positions, stays)
-        leaving &= ~np.array([np.isin(*lane) for lane in zip(positions, held, strict=True)])
+        record, free = self._records(reader, positions, stays)
+        leaving = stays & (record < 0) & self._leaves(eviction, positions, done)
         quota = [
             self.important.tokens.quota(*counts)
             for counts in zip(leaving.sum(1).tolist(), stays.sum(1).tolist(), strict=True)
         ]
-        free = (held < 0).sum(axis=1)
         scores = _lane_scores(eviction, view, len(positions))
-        count = np.minimum(quota, np.minimum(free, leaving.sum(axis=1)))
+        count = np.minimum(quota, np.minimum(free.sum(axis=1), leaving.sum(axis=1)))
         return _highest(scores, torch.from_numpy(leaving), torch.from_numpy(count)).numpy()
 
     def put(
@@ -84,22 +80,40 @@ class Raising:
         lane, slot = np.nonzero(raised)
         if not len(lane):
             return
-        first_free = np.argsort(self._held(reader, positions, stays) >= 0, axis=1, kind="stable")
+        _, free = self._records(reader, positions, stays)
+        first_free = np.argsort(~free, axis=1, kind="stable")
         nth = (np.cumsum(raised, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
         self.important.put(row, place, positions[lane, slot], self.kept)
 
-    def _first_kept(self, done: int) -> int:
-        return done - self.kept.tokens.recent
+    def _leaves(
+        self, eviction: Eviction, positions: NDArray[np.int32], done: int
+    ) -> NDArray[np.bool_]:
+        """Tokens in the residual window that will have left it before the next eviction.
 
-    def _held(
+        Sinks never leave it: everybody attends to them as they were made.
+        """
+        kept = self.kept.tokens
+        first = max(done - kept.recent, kept.sinks)
+        leaves: NDArray[np.bool_] = positions >= first
+        if eviction.spec.when != PREFILL_END:
+            # lanes that lose whole pieces may lose some tokens more, and are full again later
+            later = eviction.spec.every + eviction.piece_tokens - 1
+            leaves &= positions < done - kept.recent + later
+        return leaves
+
+    def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], stays: NDArray[np.bool_]
-    ) -> NDArray[np.int64]:
-        """[lanes, records] whose records they are; -1 where nobody's who stays."""
-        held = self.important.held(reader.row, reader.lanes)
-        for lane, (mine, theirs) in enumerate(zip(held, positions, strict=True)):
-            held[lane] = np.where(np.isin(mine, theirs[stays[lane]]), mine, -1)
-        return held
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The record of each token [lanes, slots], -1 for none; [lanes, records] which are free.
+
+        Those of tokens that leave are.
+        """
+        record = self.important.records(reader.row, reader.lanes, positions)
+        free = np.ones((len(record), self.important.tokens.count), dtype=np.bool_)
+        lane, slot = np.nonzero(stays & (record >= 0))
+        free[lane, record[lane, slot]] = False
+        return record, free
 
 
 def raised_entry(

@@ -34,18 +34,17 @@ def records_of(
 ) -> Int[Tensor, "entry slot"]:
     """Which record holds the token of each slot; -1 where none does.
 
+    Cost: numbers of slots and records, however far positions have come.
+
     Args:
         marks: of the entries' pages.
         positions: logical; anything where no token is, and what is found there means nothing.
     """
-    last = int(marks.max())
-    of_mark = torch.full((len(marks), last + 1), -1, dtype=torch.long, device=marks.device)
-    index = torch.arange(marks.shape[1], device=marks.device).expand_as(marks)
-    of_mark.scatter_(1, marks.long(), index)
-    of_mark[:, NO_TOKEN] = -1
+    ordered, record = marks.long().sort(dim=1)
     mark = positions.long() + 1
-    found = of_mark.gather(1, mark.clamp(0, last))
-    return found.masked_fill_((mark < 0) | (mark > last), -1)
+    place = torch.searchsorted(ordered, mark).clamp_(max=marks.shape[1] - 1)
+    is_its = (ordered.gather(1, place) == mark) & (mark != NO_TOKEN)
+    return record.gather(1, place).masked_fill_(~is_its, -1)
 
 
 def put_important(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages, write_codes
-from quire.kernels.important import ImportantPages
+from quire.kernels.important import ImportantPages, records_of
 from quire.kernels.kept import record_of
 from quire.kv.device_tables import DeviceTable
 from quire.kv.kept import KeptPlace
@@ -41,10 +41,16 @@ class ImportantPlace:
         """What attention of a layer gets."""
         return ImportantPages(self.coded, self.marks, self.device_table.current())
 
-    def held(self, row: int, lanes: slice) -> NDArray[np.int64]:
-        """[lanes, records] positions of the tokens a row has records of; -1 for nobody's."""
-        pages = self._pages(row)[lanes]
-        return self.marks[pages].cpu().numpy().astype(np.int64) - 1
+    def records(self, row: int, lanes: slice, positions: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Which record a row has of each token, [lanes, slots]; -1 where it has none.
+
+        Args:
+            row: the sequence.
+            lanes: some of its lanes.
+            positions: [lanes, slots] of the tokens in them; -1 for none.
+        """
+        marks = self.marks[self._pages(row)[lanes]]
+        return records_of(marks, torch.from_numpy(positions).to(marks.device)).cpu().numpy()
 
     def put(
         self,
