@@ -24,6 +24,7 @@ from quire.plan.static_run import RunSeconds, row_steps, run_seconds
 from quire.plan.step_rates import StepRates
 from quire.plan.stored_rates import model_key, steps_key
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
+from quire.spec.kv_format import without_records
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 
@@ -161,20 +162,17 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
     return BatchReport(question=question, arms=arms, verdict=verdict)
 
 
-def _rules(model: ModelSpec, question: BatchQuestion, evict: str) -> EvictionRules:
-    return EvictionRules(
-        evict,
-        "none",
-        model=model,
-        page_tokens=question.page_tokens,
-        codec=question.kv_codec,
-    )
+def _rules(model: ModelSpec, question: BatchQuestion, evict: str, codec: str) -> EvictionRules:
+    return EvictionRules(evict, "none", model=model, page_tokens=question.page_tokens, codec=codec)
 
 
 def _counted(
     model: ModelSpec, question: BatchQuestion, arm: str, evict: str
 ) -> tuple[ArmPlan, EvictionSpec]:
-    rules = _rules(model, question, evict)
+    # what keeps everything, or chooses by no score, finds no token important
+    unscored = arm in (FULL, EXTREME)
+    codec = without_records(question.kv_codec) if unscored else question.kv_codec
+    rules = _rules(model, question, evict, codec)
     prompt_tokens = question.prompt_tokens
     tokens = prompt_tokens + question.new_tokens - 1  # the last one is never processed
     eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
@@ -183,7 +181,7 @@ def _counted(
     held = KEEP_ALL if eviction.keeps_all(prompt_tokens, tokens) else spec
     layout = layout_for(
         model,
-        codec=question.kv_codec,
+        codec=codec,
         page_tokens=question.page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,

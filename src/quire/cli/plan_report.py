@@ -18,7 +18,7 @@ from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.spec.config import ConfigReader, read_config
 from quire.spec.dtypes import dtype_bytes
-from quire.spec.kv_format import fill_plain
+from quire.spec.kv_format import fill_plain, read_format
 from quire.spec.layout import layout_for
 from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout
@@ -143,7 +143,13 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
     kv_codec = fill_plain(options.kv_codec or dtype, dtype)
-    layout = layout_for(model, page_tokens=options.page_tokens, codec=kv_codec)
+    layout = layout_for(
+        model,
+        page_tokens=options.page_tokens,
+        codec=kv_codec,
+        # records of important tokens are where tokens can leave
+        evicting=read_format(kv_codec).important is not None,
+    )
     kv_bytes_per_value = bytes_per_value(model, layout)
     memory = _divide(model, options, dtype_bytes(dtype))
     tokens = options.sequence_tokens

@@ -20,8 +20,9 @@ from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
-from quire.spec.codec_refusals import stored_codec
+from quire.spec.codec_refusals import Storing, refuse_excluded, stored_codec
 from quire.spec.eviction import KEEP_ALL, EvictionSpec, parse_policy
+from quire.spec.kv_format import read_format
 
 if TYPE_CHECKING:
     from quire.sim.run import SimConfig
@@ -119,13 +120,14 @@ def _rates(machine: MachineConfig) -> Rates:
 
 def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:
     """What the policy comes to for a prompt of so many tokens."""
+    codec = stored_codec(settings.kv.codec, DTYPE)
     if parse_policy(settings.kv.evict).name == "full":
+        refuse_excluded(codec, Storing(form=read_format(codec)))
         return lambda tokens: KEEP_ALL
     # loads torch, which `full` does not need
     from quire.engine.eviction_rules import EvictionRules
 
     page_tokens = settings.kv.page_tokens
-    codec = stored_codec(settings.kv.codec, DTYPE)
     rules = EvictionRules(
         settings.kv.evict, "none", model=model, page_tokens=page_tokens, codec=codec
     )

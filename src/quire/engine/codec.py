@@ -45,7 +45,8 @@ def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(config.codec, dtype)
     form = read_format(written)
-    for codec in (form.key, form.value):
+    records = (form.important.key, form.important.value) if form.important else ()
+    for codec in (form.key, form.value, *records):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:
             raise ConfigError(f"KV codec {config.codec!r} cannot run here: {why_not}; use int8")

@@ -89,8 +89,8 @@ def read_format(text: str) -> KVFormat:
 
     Raises:
         UnknownName: a codec or an option is not known.
-        ConfigError: a value cannot be, an option stands twice, or plain numbers would be kept
-            beside plain numbers.
+        ConfigError: a value cannot be, an option stands twice, plain numbers would be kept beside
+            plain numbers, or nothing is kept that records could be encoded from.
     """
     codecs, *options = (part.strip() for part in text.split("+"))
     key, value = codec_pair(codecs)
@@ -102,6 +102,11 @@ def read_format(text: str) -> KVFormat:
     if found.is_plain and (any(counts.values()) or important is not None):
         raise ConfigError(f"KV codec {text!r} stores plain numbers, beside which none need be kept")
     if important is not None:
+        if not found.residual:
+            raise ConfigError(
+                f"KV codec {text!r}: {IMPORTANT} tokens are encoded from the residual window, and "
+                "there is none; add residual=64, or as much as the eviction rule's every="
+            )
         check_finer(text, important, (key, value))
     return found
 
@@ -121,6 +126,12 @@ def fill_plain(text: str, plain: str) -> str:
     if found.plain is None and found.needs_plain:
         return f"{written}+plain={plain}"
     return written
+
+
+def without_records(text: str) -> str:
+    """A KV codec for sequences that lose no tokens: none of them is important."""
+    parts = text.split("+")
+    return "+".join(part for part in parts if part.partition("=")[0].strip() != IMPORTANT)
 
 
 def _options(text: str, parts: list[str]) -> dict[str, str]:

@@ -90,6 +90,28 @@ def test_plain_layers_are_counted_as_plain(folder: Path):
     assert report.step.kv_read_bytes == report.batch * 512 * report.kv_bytes_per_token
 
 
+def test_records_of_important_tokens_are_counted_for_every_sequence(folder: Path):
+    """In four layers 16 records of a key and a value of 2 heads: 16 numbers, a scale each."""
+    plain, mixed = (
+        plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec=f"int4+residual=8{more}"))
+        for more in ("", "+important=16:int8")
+    )
+    slot_bytes, page_bytes = 2 * 2 * (8 + 4), 16 * 2 * 2 * 12
+    assert mixed.capacity.page_bytes == page_bytes + 16 * 4  # tokens that can leave have positions
+    assert plain.capacity.page_bytes == page_bytes
+    kept_bytes, records_bytes = 8 * 2 * 2 * 32, 16 * (2 * 2 * (16 + 2) + 4)
+
+    def needed(page: int, beside: int) -> int:
+        return 4 * (32 * page + beside)
+
+    assert plain.capacity.sequences == (1 << 20) // needed(page_bytes, kept_bytes)
+    assert mixed.capacity.sequences == (1 << 20) // needed(
+        page_bytes + 64, kept_bytes + records_bytes
+    )
+    assert mixed.capacity.sequences < plain.capacity.sequences
+    assert mixed.kv_bytes_per_token == plain.kv_bytes_per_token == 4 * slot_bytes
+
+
 def test_the_bytes_of_a_token_are_whole_where_those_of_a_number_are_not(folder: Path):
     """Channels of a page of 3 tokens: a third of a scale and a zero for each number."""
     options = PlanOptions(kv_memory_bytes=1 << 20, kv_codec="int4_page", page_tokens=3)

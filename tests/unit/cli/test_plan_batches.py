@@ -111,6 +111,20 @@ def test_batches_and_bytes_are_those_of_the_pages(folder: Path):
     ]
 
 
+def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
+    """8 records of a head in 48 lanes: key and value of 64 numbers and a scale, a position."""
+    codec = "int4+residual=64"
+    plain, mixed = (
+        last_line(quire_plan(*asked(folder, "--kv-codec", codec + more)))["claims"]
+        for more in ("", "+important=8:int8")
+    )
+    record_bytes = 2 * (64 + 2) + 4
+    page_bytes = -(-8 * record_bytes // 64) * 64
+
+    more_bytes = [mixed[f"{arm}_row_bytes"] - plain[f"{arm}_row_bytes"] for arm in ARMS]
+    assert more_bytes == [0, 48 * page_bytes, 0, 48 * page_bytes]
+
+
 @pytest.mark.parametrize(("rows", "batches"), [(1, [1, 1, 1, 4]), (4, [4, 4, 4, 17])])
 def test_the_pool_holds_as_many_whole_prompts_as_rows_of_full_kv(folder: Path, rows, batches):
     """At a pool of b x 4,096 tokens ED and FKV have a batch of b; so have the paper's arms."""

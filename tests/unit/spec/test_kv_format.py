@@ -4,7 +4,7 @@ import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.spec.codec_refusals import EXCLUDED, Storing, refuse_excluded, stored_codec
-from quire.spec.kv_format import fill_plain, read_format
+from quire.spec.kv_format import fill_plain, read_format, without_records
 from quire.spec.layout import layout_for, page_and_fixed_bytes, statistics_used
 from quire.spec.model import LayerSpec, ModelSpec
 
@@ -170,12 +170,20 @@ def test_nothing_that_evicts_has_no_records():
         ("int8+residual=9+important=3:int4", "need more bits than the others"),
         ("int8/int2+residual=9+important=3:int4", "need more bits than the others"),
         ("float32+important=3:int8", "stores plain numbers"),
+        ("int4+important=3:int8", "there is none; add residual=64"),
+        ("int4+sinks=4+important=3:int8", "there is none; add residual=64"),
         ("int4+important=3:int8+important=3:int8", "stands twice"),
     ],
 )
 def test_records_that_cannot_be_are_refused(text, reason):
     with pytest.raises(ConfigError, match=reason):
         read_format(text)
+
+
+def test_a_codec_without_records_is_the_same_but_for_them():
+    assert without_records(MIXED) == "int4+residual=64"
+    assert without_records("int2 + important = 3:int8 + sinks=4") == "int2 + sinks=4"
+    assert without_records("int8/int4") == "int8/int4"
 
 
 def test_an_unknown_codec_of_records_is_named():
