@@ -31,7 +31,7 @@ from quire.kv.prefix_idle import IdleNodes
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
-from quire.kv.sharing import borrow, lend_blocks, return_loans, statistics_pages
+from quire.kv.sharing import borrow, lend_blocks, lent_statistics_pages, return_loans
 from quire.spec.pages import PageClass
 
 
@@ -243,7 +243,9 @@ class PrefixIndex:
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return
         node = lease.nodes[-1]
-        if node.lacks(self.memory, row) and self._make_room(statistics_pages(self.memory, row)):
+        if node.lacks(self.memory, row) and self._make_room(
+            lent_statistics_pages(self.memory, row)
+        ):
             node.remember(self.memory, row)
 
     def _make_room(self, pages: Mapping[PageClass, int]) -> bool:

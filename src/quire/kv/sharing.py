@@ -125,13 +125,14 @@ def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
     """Copy the private pages of a row, as they are now; None where there is no room or no need.
 
     The copies belong to the loan: they are what a sequence that borrows up to here begins with.
-    It holds those groups that the row uses.
+    It holds those groups that the row uses, but no records of important tokens: nobody has any
+    before the first eviction.
 
     Raises:
         ConfigError: the row has lost tokens, so that no sequence could begin with these.
     """
-    private = [table for table in _private_tables(memory) if table.active[row]]
-    if not private or not memory.fits(statistics_pages(memory, row)):
+    private = [table for table in _lent_tables(memory) if table.active[row]]
+    if not private or not memory.fits(lent_statistics_pages(memory, row)):
         return None
     length = int(memory.lengths[row])
     if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
@@ -142,8 +143,17 @@ def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
 
 def statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
     """Pages of each class that a copy of a row's private pages takes."""
+    return _pages_of(_private_tables(memory), row)
+
+
+def lent_statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
+    """Pages of each class that `lend_statistics` takes."""
+    return _pages_of(_lent_tables(memory), row)
+
+
+def _pages_of(tables: Sequence[LaneTable], row: int) -> dict[PageClass, int]:
     needed: dict[PageClass, int] = {}
-    for table in _private_tables(memory):
+    for table in tables:
         page_class = table.group.page_class
         needed[page_class] = needed.get(page_class, 0) + int(table.num_pages[row].sum())
     return needed
@@ -151,6 +161,10 @@ def statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
 
 def _private_tables(memory: KVMemory) -> list[LaneTable]:
     return [table for table in memory.tables.values() if table.group.private]
+
+
+def _lent_tables(memory: KVMemory) -> list[LaneTable]:
+    return [table for table in _private_tables(memory) if table.group.important is None]
 
 
 def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:

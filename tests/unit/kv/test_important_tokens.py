@@ -14,7 +14,8 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.important import records_of
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.lane_reader import LaneReader
-from unit.kv.kept_account import CPU, Checked, play
+from quire.kv.sharing import borrow, lend, lend_statistics, lent_statistics_pages
+from unit.kv.kept_account import CPU, PAGE, WINDOW, Checked, play
 
 FORMATS = [
     "int2+residual=6+important=3:int8",
@@ -85,6 +86,24 @@ def test_a_row_that_was_never_evicted_has_no_record():
     checked.step({row: 20})
 
     assert (held(checked, row) == -1).all()
+
+
+def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
+    """No copy of pages in which nobody has anything yet."""
+    text = f"{FORMATS[0]}+plain=float32"
+    checked = Checked(text, GatheredAttention(CPU), evicting=True)
+    row = checked.start()
+    checked.step({row: 2 * PAGE})
+    free_bytes = checked.memory.free_bytes
+    pages = lent_statistics_pages(checked.memory, row)
+    statistics = lend_statistics(checked.memory, row)
+    copied = sum(page_class.page_bytes * n for page_class, n in pages.items())
+
+    assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
+    assert free_bytes - checked.memory.free_bytes == copied
+    borrower = borrow(checked.memory, [lend(checked.memory, row, 0, 2 * PAGE)], statistics)
+    assert (held(checked, borrower) == -1).all()
+    checked.memory.check()
 
 
 def test_slots_without_a_record_and_slots_without_a_token_find_none():
