@@ -59,7 +59,7 @@ class TransformersDecoder:
         self._bridge = install(model)
         pack_linears(model)
         widen_linears(model)
-        self._forward_lock = threading.Lock()
+        self._forward_lock = threading.RLock()  # getting ready runs forwards
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
         self._observing = Observing(model, self._bridge, self._spec, self._probe)
@@ -107,9 +107,10 @@ class TransformersDecoder:
         Returns:
             Why this model cannot, or None.
         """
-        why_not = self._observing.prepare_recomputation()
-        if why_not is None:
-            self._observing.watch_inputs()
+        with self._forward_lock:
+            why_not = self._observing.prepare_recomputation()
+            if why_not is None:
+                self._observing.watch_inputs()
         return why_not
 
     def keys_and_values(

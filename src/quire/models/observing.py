@@ -32,6 +32,7 @@ class Observing:
     ) -> None:
         self._model, self._bridge, self._spec, self._probe = model, bridge, spec, probe
         self._inputs: list[RemovableHandle] = []
+        self._recomputation: Recomputation | None = None
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
@@ -65,13 +66,18 @@ class Observing:
                 f"layer {unknown[0]} of {self._name} turns its keys in a way that is not known, so "
                 "they cannot be made again"
             )
+        if self._recomputation is None:
+            with torch.inference_mode():
+                self._recomputation = Recomputation(
+                    self._model, self._bridge, self._rotaries, self._probe
+                )
         return None
 
-    @cached_property
+    @property
     def recomputation(self) -> Recomputation:
-        """Makes keys and values again, and lets every attention see what they are made of."""
-        with torch.inference_mode():
-            return Recomputation(self._model, self._bridge, self._rotaries, self._probe)
+        """Makes keys and values again."""
+        assert self._recomputation is not None, "prepared before"
+        return self._recomputation
 
     def watch_inputs(self) -> None:
         """From now on show every attention that wants it what layers' attentions are given."""

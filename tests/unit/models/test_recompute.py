@@ -1,5 +1,7 @@
 """Keys and values made again from what attention was given: those that were stored, everywhere."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -115,3 +117,47 @@ def test_an_attention_that_does_not_want_inputs_is_not_shown_any():
     decoder.forward(torch.tensor([5, 6, 7]), torch.arange(3), torch.tensor([2]), storing)
 
     assert storing.inputs == dict.fromkeys(range(2))
+
+
+def test_nobody_else_runs_the_model_while_it_gets_ready():
+    """Its layers end at a bridge that belongs to no request then."""
+    model = zoo.build("llama")
+    decoder = TransformersDecoder(model)
+    could_run = []
+
+    def try_to_run() -> bool:
+        got = decoder._forward_lock.acquire(blocking=False)
+        if got:
+            decoder._forward_lock.release()
+        return got
+
+    def ask(*_) -> None:
+        with ThreadPoolExecutor(1) as other:
+            could_run.append(other.submit(try_to_run).result())
+
+    handles = [
+        module.register_forward_hook(ask)
+        for part, module in model.named_modules()
+        if part.endswith("k_proj")
+    ]
+    decoder.prepare_recomputation()
+    for handle in handles:
+        handle.remove()
+
+    assert could_run
+    assert not any(could_run)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(try_to_run).result()
+
+
+def test_what_is_ready_runs_one_layer_and_no_more():
+    model = zoo.build("llama")
+    decoder = TransformersDecoder(model)
+    decoder.prepare_recomputation()
+    _, storing = run(decoder)
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+
+    decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
+
+    assert not forwards
