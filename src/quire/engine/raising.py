@@ -20,6 +20,7 @@ from quire.policies.base import ScorePolicy
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView
 from quire.spec.eviction import PREFILL_END
+from quire.spec.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Raising:
         """
         positions = reader.lane_positions
         record, free = self._records(reader, positions, stays)
-        leaving = stays & (record < 0) & self._leaves(eviction, positions, done)
+        leaving = stays & (record < 0) & leaving_window(self.kept.tokens, eviction, positions, done)
         quota = [
             self.important.tokens.quota(*counts)
             for counts in zip(leaving.sum(1).tolist(), stays.sum(1).tolist(), strict=True)
@@ -86,22 +87,6 @@ class Raising:
         place = lane + reader.lanes.start, first_free[lane, nth]
         self.important.put(row, place, positions[lane, slot], self.kept)
 
-    def _leaves(
-        self, eviction: Eviction, positions: NDArray[np.int32], done: int
-    ) -> NDArray[np.bool_]:
-        """Tokens in the residual window that will have left it before the next eviction.
-
-        Sinks never leave it: everybody attends to them as they were made.
-        """
-        kept = self.kept.tokens
-        first = max(done - kept.recent, kept.sinks)
-        leaves: NDArray[np.bool_] = positions >= first
-        if eviction.spec.when != PREFILL_END:
-            # lanes that lose whole pieces may lose some tokens more, and are full again later
-            later = eviction.spec.every + eviction.piece_tokens - 1
-            leaves &= positions < done - kept.recent + later
-        return leaves
-
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], stays: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -114,6 +99,27 @@ class Raising:
         lane, slot = np.nonzero(stays & (record >= 0))
         free[lane, record[lane, slot]] = False
         return record, free
+
+
+def leaving_window(
+    kept: KeptTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
+) -> NDArray[np.bool_]:
+    """Tokens that are kept as they were made and will no longer be at the next eviction.
+
+    Sinks always will: everybody attends to them as they were made.
+
+    Args:
+        kept: of the lanes.
+        eviction: says when the next one is.
+        positions: [lanes, slots] of tokens; -1 for none.
+        done: tokens processed.
+    """
+    first = done - kept.recent
+    leaves: NDArray[np.bool_] = positions >= max(first, kept.sinks)
+    if eviction.spec.when != PREFILL_END:
+        # a lane that loses whole pieces may lose some tokens more, and is full again later
+        leaves &= positions < first + eviction.spec.every + eviction.piece_tokens - 1
+    return leaves
 
 
 def raised_entry(
