@@ -174,14 +174,28 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
         engine.submit(PROMPTS["b"], greedy(NEW_TOKENS))
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_prefixes_are_shared_with_those_whose_front_is_on_the_host(prefix_cache):
-    engine, logits, usages = run(
-        "qwen3", 0.8, prefix_cache=prefix_cache, schedule={"max_running": 2}
-    )
+def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too():
+    """The cached pages stay while somebody reads them; its own copy of them is on the host."""
+    config = KVConfig(memory=int(0.8 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
+    engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    usages = {}
+    for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
+        engine.submit(prompt, greedy(count), request_id=request)
+        while engine.has_work:
+            usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+            engine.check()
+
+    assert usages["b"].cached_tokens == 40
+    assert {event.request_id for event in engine.events.newest(["hosted"])} == {"b"}
+    logits = {"b": recorder.logits["b"]}
+    assert largest_difference(logits, {"b": whole("qwen3")["b"]}) <= 1e-4
+
+
+def test_engines_without_a_prefix_cache_stream_too():
+    engine, logits, _ = run("qwen3", 0.8, prefix_cache=False)
 
     assert hosted(engine)
-    assert bool(usages["c"].cached_tokens) == prefix_cache
     assert largest_difference(logits, whole("qwen3")) <= 1e-4
 
 
