@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.hosted import SLOTS, HostedFronts, HostedPiece
+from quire.kv.hosted import HostedFronts, HostedPiece
+from quire.kv.tables import SLOTS
 from quire.spec.pages import CacheLayout, LaneGroup
 
 
