@@ -41,9 +41,9 @@ class Expected:
         return len(tokens) == len(self.tokens)
 
 
-def load(architecture: str, device: str = "cpu") -> LoadedModel:
-    """A zoo model behind Quire's adapter, in float32."""
-    decoder = TransformersDecoder(zoo.build(architecture).to(device))
+def load(architecture: str, device: str = "cpu", *, times: int = 1) -> LoadedModel:
+    """A zoo model behind Quire's adapter, in float32; its layers so many times."""
+    decoder = TransformersDecoder(zoo.build(architecture, times=times).to(device))
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,

@@ -228,11 +228,17 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def build(name: str, seed: int = 0) -> PreTrainedModel:
-    """Make a tiny model from a seed, in eval mode, with Transformers' own eager attention."""
+def build(name: str, seed: int = 0, *, times: int = 1) -> PreTrainedModel:
+    """Make a tiny model from a seed, in eval mode, with Transformers' own eager attention.
+
+    Its layers come one after another so many times.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = ARCHITECTURES[name]()
+        config.num_hidden_layers *= times
+        if getattr(config, "layer_types", None):
+            config.layer_types = list(config.layer_types) * times
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )

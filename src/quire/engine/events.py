@@ -8,6 +8,7 @@
 | copied | kv_bytes |
 | evicted | tokens, freed_bytes, reason, length |
 | swapped_out, swapped_in | kv_bytes, seconds |
+| hosted | kv_bytes |
 | preempted | how, reason, lost_tokens, freed_bytes |
 | cached, uncached | blocks, kv_bytes |
 | freed | kv_bytes, reason |
@@ -26,7 +27,7 @@ Value = int | float | str
 Listener = Callable[["KVEvent"], None]
 
 KINDS = (
-    *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in"),
+    *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in", "hosted"),
     *("preempted", "evicted", "cached", "uncached", "freed"),
 )
 KEPT_EVENTS = 4096

@@ -8,6 +8,7 @@ import torch
 
 from quire.engine.events import EventLog, PrefixEvents
 from quire.engine.eviction import PolicyEvictor
+from quire.engine.front_room import FrontRoom
 from quire.engine.lane_caps import Evictor
 from quire.engine.pool import KVPool
 from quire.engine.preemption.swapper import Swapper
@@ -54,9 +55,13 @@ def make_scheduler(
     prefix = PrefixIndex(memory, listener) if shares else None
     if prefix is not None:
         listener.subscribe(PrefixEvents(events, prefix.block_bytes))
+    front_room = None
+    if pool.fronts is not None:
+        front_room = FrontRoom(memory, pool.fronts, events, cached=prefix is not None)
     residency = Residency(
         memory,
         prefix,
+        front_room=front_room,
         identities=PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens))),
         events=events,
     )

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from quire.engine.activation import measure_activation_peak
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
+from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool, refuse_too_small
-from quire.kv.host_store import host_copies
+from quire.kv.host_pool import HostPool
+from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore
@@ -31,6 +31,7 @@ from quire.kv.stores.registry import (
     unsound,
 )
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.streaming import Hosting, ThreadCarrier
 from quire.models.loader import LoadedModel
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
@@ -52,6 +53,7 @@ class KVPool:
         reason: why this backend.
         store: who gives lanes their pages.
         host: where preempted sequences wait; None where they are read again.
+        fronts: first pages of sequences that run; None where all are in the KV memory.
     """
 
     kv: PagedKV
@@ -61,6 +63,7 @@ class KVPool:
     reason: str
     store: str
     host: HostPool | None = None
+    fronts: HostedFronts | None = None
 
     @property
     def codec(self) -> str:
@@ -142,15 +145,20 @@ def build_pool(
         rotated=not rules.renumbers,
         codec=codec,
     )
-    host_bytes = _host_bytes(config, layout)
+    host_bytes = host_bytes_of(config, layout)
+    stream_bytes = stream_bytes_of(config, layout)
     if member is None:
         memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:
         _check_member(config, member)
         memory, store = member.make_memory(layout, schedule.max_running, decoder.device)
     kv = PagedKV(memory, store, choice.backend, stored_as.measured)
-    host = _host_pool(store, layout, host_bytes) if host_bytes else None
-    return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host)
+    host = host_pool(store, layout, host_bytes) if host_bytes else None
+    fronts = None
+    if stream_bytes:
+        fronts = HostedFronts(memory, host_pool(store, layout, stream_bytes))
+        kv.hosting = Hosting(fronts, layout, ThreadCarrier())
+    return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host, fronts)
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
@@ -212,23 +220,6 @@ def _check_member(config: KVConfig, member: PoolMember) -> None:
         )
 
 
-def _host_bytes(config: KVConfig, layout: CacheLayout) -> int:
-    asked_bytes = parse_size(config.host_memory)
-    refuse_too_small(asked_bytes, layout)
-    free_bytes = free_device_bytes(torch.device("cpu"))
-    if asked_bytes > free_bytes:
-        raise ConfigError(
-            f"a host pool of {asked_bytes:,} B is more than the {free_bytes:,} B that are free on "
-            "this machine or in its container; lower --host-kv-memory"
-        )
-    return asked_bytes
-
-
-def _host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
-    largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
-    return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
-
-
 def _kv_bytes(
     model: LoadedModel,
     config: KVConfig,
@@ -239,7 +230,8 @@ def _kv_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # the host pool lies in the same memory
-        free_bytes = max(0, free_bytes - parse_size(config.host_memory))
+        beside = parse_size(config.host_memory) + parse_size(config.stream_memory)
+        free_bytes = max(0, free_bytes - beside)
     if config.memory != "auto":
         asked_bytes = parse_size(config.memory)
         if asked_bytes > free_bytes:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.events import EventLog
+from quire.engine.front_room import FrontRoom
 from quire.engine.group import note_peak, readable_tokens
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request, RequestState
@@ -14,6 +15,7 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
+from quire.kv.tables import Rows
 from quire.spec.pages import PageClass
 
 FINISHED = "finished"  # by themselves: why most requests leave
@@ -27,6 +29,7 @@ class Residency:
         prefix: finds and keeps prefixes; None where nothing is to be shared.
         identities: who may share whose prefix.
         events: told of what happens.
+        front_room: moves first pages of requests to the host; None where all stay.
     """
 
     def __init__(
@@ -36,8 +39,12 @@ class Residency:
         *,
         identities: PrefixIdentities | None = None,
         events: EventLog | None = None,
+        front_room: FrontRoom | None = None,
     ) -> None:
         self.memory, self.prefix = memory, prefix
+        self.front_room = front_room
+        if front_room is not None:
+            front_room.let_go = self._let_go
         self.identities = identities or PrefixIdentities()
         self.events = events or EventLog()
 
@@ -69,6 +76,15 @@ class Residency:
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         if self.memory.can_grow(rows, counts):
             return True
+        if self._reclaims(rows, counts):
+            return True
+        while self.front_room is not None and self.front_room.move_some():
+            if self._reclaims(rows, counts):
+                return True
+        return False
+
+    def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
+        """Whether rows can grow once cached prefixes are dropped."""
         # a store of runs can lack a long piece where all free pages together would do
         reclaimed = self.make_room(self.memory.pages_to_grow(rows, counts))
         return reclaimed and self.memory.can_grow(rows, counts)
@@ -204,8 +220,19 @@ class Residency:
     def _publish(self, request: Request, length: int) -> None:
         lease = request.lease
         assert self.prefix is not None
-        if lease is not None and lease.publishes:
+        if lease is not None and lease.publishes and not self._on_host(request.row, lease.tokens):
             self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
+
+    def _let_go(self, request: Request) -> None:
+        """A request's first pages are about to move: what it has published stays with others."""
+        if request.lease is not None:
+            self.stop_sharing(request)
+            self.drop_cached()
+
+    def _on_host(self, row: int, token: int) -> bool:
+        """Whether the page of a token is on the host, where nobody could borrow it."""
+        tables = self.memory.tables.values()
+        return any(token < int(t.staged[row]) * t.group.page_class.tokens for t in tables)
 
     def confirm(self, requests: Sequence[Request]) -> None:
         """A step has run: what it published is there, and statistics can be kept."""

@@ -59,6 +59,8 @@ class Scheduler:
         self.fairness = parts.fairness
         self.waiting = parts.fairness.waiting
         self.running: list[Request] = []
+        if parts.residency.front_room is not None:
+            parts.residency.front_room.running = self.running
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
         self.caps = LaneCaps(parts.residency, evictor, self._fail)
         self._limits = Limits(parts, self.running, self._preempt)

@@ -48,6 +48,8 @@ def make_parts(
     """
     chunks = ChunkSizes(config, residency.memory)
     peaks = Peaks(residency.memory, config.longest_chunk)
+    if residency.front_room is not None:
+        peaks.front_tokens = residency.front_room.front_tokens
     arena = residency.memory.arena
     book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
     fairness = Fairness(book, residency)

@@ -27,6 +27,13 @@ class KVConfig:
         unit="bytes",
         flag="host-kv-memory",
     )
+    stream_memory: int | str = option(
+        "0",
+        help="host memory for the first pages of sequences that run on while the KV memory is "
+        "full: their KV is brought layer by layer, in every step; bytes or a size",
+        unit="bytes",
+        flag="stream-kv-memory",
+    )
     store: str = option(
         "paged",
         help="how KV lies in memory: paged, contiguous_max, contiguous_growing or ring",

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.errors import ConfigError, OutOfPages
+from quire.kv.host_pool import HostPool, HostSpace
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import PageClass
-
-SLOTS = 2  # of staging: one is read while the other is filled
+from quire.kv.tables import SLOTS, LaneTable, Rows
+from quire.spec.pages import LaneGroup, PageClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,13 @@ class HostedPiece:
     Attributes:
         group: its name.
         first: column of the first one.
-        layers: for each layer of the group the bytes of its pages, lane by lane, as
-            `PageBytes.read_pages` gave them.
+        layers: for each layer of the group where the bytes of its pages are, lane by lane.
         staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
     """
 
     group: str
     first: int
-    layers: Sequence[object]
+    layers: Sequence[HostSpace]
     staging: PageNumbers
 
     @property
@@ -55,6 +53,7 @@ class HostedFronts:
 
     Args:
         memory: where they are.
+        pool: takes their bytes, and nobody else's.
 
     Attributes:
         settle: called before pages of a staging change hands: returns when nobody writes there.
@@ -63,13 +62,13 @@ class HostedFronts:
         ConfigError: the store lays lanes out in runs.
     """
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, pool: HostPool) -> None:
         if not memory.placement.shares:
             raise ConfigError(
                 "expected a store whose pages lie anywhere, as paged: lanes in one piece cannot "
                 "have their first pages on the host"
             )
-        self._memory = memory
+        self._memory, self.pool = memory, pool
         self._pieces: dict[int, list[HostedPiece]] = {}
         self.settle: Callable[[], None] = lambda: None
         memory.on_release = self._forget_all
@@ -79,23 +78,23 @@ class HostedFronts:
         """Sequences with a front on the host."""
         return frozenset(self._pieces)
 
-    @property
-    def host_bytes(self) -> int:
-        """Of all fronts."""
-        return sum(self._bytes(piece) for pieces in self._pieces.values() for piece in pieces)
-
     def pieces(self, row: int) -> Sequence[HostedPiece]:
         """The front of a sequence; empty where it has none."""
         return self._pieces.get(row, ())
 
-    def gain_bytes(self, row: int, tokens: int) -> int:
+    def gain_bytes(self, row: int, tokens: int, holders: int = 1) -> int:
         """Bytes of the arena that hosting the tokens before this one would free.
 
-        Pages that others share stay where they are, and free nothing.
+        Args:
+            row: the sequence.
+            tokens: as for `host`.
+            holders: most that may name a page which will be free then: 2 where the others may be
+                cached prefixes, which can be dropped. Pages that more share free nothing.
         """
         gained = 0
         for table, first, columns in self._moves(row, tokens):
-            own, staged = self._own(table, row, first, columns), _staged_pages(table, columns)
+            own = self._own(table, row, first, columns, holders)
+            staged = _staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
         return gained
 
@@ -108,6 +107,7 @@ class HostedFronts:
         Raises:
             ConfigError: the sequence has lost tokens, so that slots may move; nothing was changed.
             OutOfPages: no pages to stage a group; what was moved before it stays moved.
+            HostPoolFull: the pool does not hold a group; likewise.
         """
         moves = list(self._moves(row, tokens))
         for table, _, _ in moves:
@@ -131,6 +131,8 @@ class HostedFronts:
         """Let go of the bytes of a sequence."""
         for piece in self._pieces.pop(row, ()):
             self._memory.tables[piece.group].staged[row] = 0
+            for space in piece.layers:
+                self.pool.release(space)
 
     def bring_back(self, row: int) -> None:
         """Let a sequence have all its pages in the arena again.
@@ -157,7 +159,7 @@ class HostedFronts:
         length = int(self._memory.lengths[row])
         for table in self._memory.tables.values():
             group = table.group
-            if group.private or group.window is not None or len(group.layers) <= SLOTS:
+            if not can_have_front(group):
                 continue
             first = int(table.staged[row])
             columns = min(tokens, length) // group.page_class.tokens - first
@@ -166,14 +168,13 @@ class HostedFronts:
 
     def _host(self, table: LaneTable, row: int, first: int, columns: int) -> HostedPiece:
         memory, group = self._memory, table.group
-        pool, read = memory.pools[group.page_class], memory.store.read_pages
+        pool = memory.pools[group.page_class]
         staged = _staged_pages(table, columns)
         fits_behind = self._own(table, row, first, columns) >= staged  # what goes makes room
         if not fits_behind and not memory.fits({group.page_class: staged}):
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
         old = table.pages[row, :, first : first + columns].copy()
-        by_layer = old.reshape(len(group.layers), -1)
-        layers = [read(group.page_class, pages) for pages in by_layer]
+        layers = self._save(group.page_class, old.reshape(len(group.layers), -1))
         pool.release(old.reshape(-1))
         staging = pool.allocate(staged).reshape(SLOTS, group.lanes_per_layer, columns)
         slot = np.arange(len(group.layers)) % SLOTS
@@ -192,20 +193,40 @@ class HostedFronts:
         columns = slice(piece.first, piece.first + piece.columns)
         old = table.pages[row, :, columns].reshape(-1).copy()
         fresh = pool.allocate(piece.columns * group.num_lanes)
-        for pages, payload in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
-            memory.store.write_pages(group.page_class, pages, payload)
+        for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
+            self.pool.load(space, group.page_class, pages)
+        self.pool.copies.wait()
         _name(table, row, piece.first, fresh.reshape(group.num_lanes, -1))
         pool.release(old)
 
-    def _own(self, table: LaneTable, row: int, first: int, columns: int) -> int:
-        """Pages that nobody else names."""
+    def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
+        """The bytes of pages [layer, page] in the pool, all or none."""
+        spaces: list[HostSpace] = []
+        try:
+            for pages in by_layer:
+                spaces.append(self.pool.reserve({page_class: len(pages)}))
+                self.pool.save(spaces[-1], page_class, pages)
+        except BaseException:
+            for space in spaces:
+                self.pool.release(space)
+            raise
+        self.pool.copies.wait()
+        return spaces
+
+    def _own(self, table: LaneTable, row: int, first: int, columns: int, holders: int = 1) -> int:
+        """Pages that no more than so many name."""
         pages = table.pages[row, :, first : first + columns]
         counts = self._memory.pools[table.group.page_class].ref_counts[pages]
-        return int(np.count_nonzero(counts == 1))
+        return int(np.count_nonzero(counts <= holders))
 
     def _bytes(self, piece: HostedPiece) -> int:
         group = self._memory.tables[piece.group].group
         return piece.columns * group.num_lanes * group.page_class.page_bytes
+
+
+def can_have_front(group: LaneGroup) -> bool:
+    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
+    return not group.private and group.window is None and len(group.layers) > SLOTS
 
 
 def _staged_pages(table: LaneTable, columns: int) -> int:

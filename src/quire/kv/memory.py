@@ -112,7 +112,7 @@ class KVMemory:
     def _rows_bytes(self, rows: Rows) -> NDArray[np.int64]:
         held = np.zeros(len(rows), dtype=np.int64)
         for table in self.tables.values():
-            pages = table.num_pages[rows].sum(axis=1)
+            pages = table.pages_held(rows)
             if self.placement.reserves:
                 pages += self.placement.reserved_pages(table, rows).sum(axis=1)
             held += pages * table.group.page_class.page_bytes

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.hosted import SLOTS, HostedFronts, HostedPiece
-from quire.kv.page_bytes import PageBytes
+from quire.kv.hosted import HostedFronts, HostedPiece
+from quire.kv.tables import SLOTS
 from quire.spec.pages import CacheLayout, LaneGroup
 
 
@@ -53,20 +53,14 @@ class FrontStream:
     Args:
         fronts: of all sequences.
         layout: of the memory.
-        store: the arena's bytes.
         carrier: copies.
         rows: of the step.
     """
 
     def __init__(
-        self,
-        fronts: HostedFronts,
-        layout: CacheLayout,
-        store: PageBytes,
-        carrier: Carrier,
-        rows: Iterable[int],
+        self, fronts: HostedFronts, layout: CacheLayout, carrier: Carrier, rows: Iterable[int]
     ) -> None:
-        self._store, self._carrier = store, carrier
+        self._pool, self._carrier = fronts.pool, carrier
         self._pieces: dict[str, list[HostedPiece]] = {}
         for row in rows:
             for piece in fronts.pieces(row):
@@ -114,7 +108,8 @@ class FrontStream:
         def copy() -> None:
             for piece in pieces:
                 numbers = np.ascontiguousarray(piece.staging[slot].reshape(-1))
-                self._store.write_pages(page_class, numbers, piece.layers[layer])
+                self._pool.load(piece.layers[layer], page_class, numbers)
+            self._pool.copies.wait()
 
         num_bytes = pages * page_class.page_bytes
         self._coming[name, layer] = self._carrier.submit(copy, num_bytes)
@@ -126,17 +121,14 @@ class Hosting:
     Args:
         fronts: of all sequences.
         layout: of the memory.
-        store: the arena's bytes.
         carrier: copies.
     """
 
-    def __init__(
-        self, fronts: HostedFronts, layout: CacheLayout, store: PageBytes, carrier: Carrier
-    ) -> None:
+    def __init__(self, fronts: HostedFronts, layout: CacheLayout, carrier: Carrier) -> None:
         self.fronts = fronts
         fronts.settle = self._settle
         self._last: FrontStream | None = None
-        self._layout, self._store, self._carrier = layout, store, carrier
+        self._layout, self._carrier = layout, carrier
 
     def stream(self, rows: NDArray[np.int64]) -> FrontStream | None:
         """What a step of these rows brings; None where all of their KV is in the arena."""
@@ -144,7 +136,7 @@ class Hosting:
         self._settle()
         self._last = None
         if some:
-            self._last = FrontStream(self.fronts, self._layout, self._store, self._carrier, some)
+            self._last = FrontStream(self.fronts, self._layout, self._carrier, some)
         return self._last
 
     def _settle(self) -> None:

@@ -156,10 +156,11 @@ def repack(memory: KVMemory, row: int) -> None:
     needed = dict.fromkeys(memory.pools, 0)
     own = []
     for table in memory.tables.values():
-        table.require_in_place(row)
         page_class = table.group.page_class
         single = memory.pools[page_class].ref_counts[table.pages[row]] == 1
         lane, column = np.nonzero((table.pages[row] >= 0) & single)
+        behind = column >= table.staged[row]  # a front's staging stays where it is
+        lane, column = lane[behind], column[behind]
         pages = table.pages[row, lane, column]
         needed[page_class] += len(pages)
         own.append((table, lane, column, pages, memory.store.read_pages(page_class, pages)))

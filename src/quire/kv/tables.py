@@ -15,6 +15,7 @@ from quire.spec.pages import LaneGroup
 
 Rows = NDArray[np.int64]
 INITIAL_PAGES_PER_LANE = 16
+SLOTS = 2  # of a front's staging (see `hosted`): one is read while the other is filled
 NO_PAGE = -1
 
 
@@ -170,6 +171,13 @@ class LaneTable:
         first = self.page_positions[row, lane, : self.num_pages[row, lane]]
         grid = np.add(first[:, None], np.arange(tokens), dtype=np.int32)
         return grid.reshape(-1)[: self.num_slots[row, lane]]
+
+    def pages_held(self, rows: Rows) -> NDArray[np.int64]:
+        """Pages that rows name, each once: [rows]. A front's staging serves several layers."""
+        group = self.group
+        once = SLOTS * group.lanes_per_layer - group.num_lanes
+        held: NDArray[np.int64] = self.num_pages[rows].sum(axis=1, dtype=np.int64)
+        return held + self.staged[rows] * once
 
     def require_in_place(self, row: int, columns: int | None = None) -> None:
         """Refuse what would read or move pages whose bytes are elsewhere.

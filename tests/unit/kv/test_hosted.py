@@ -13,18 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import ConfigError, HostPoolFull, OutOfPages
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import plan_compaction
-from quire.kv.hosted import SLOTS, HostedFronts
+from quire.kv.host_pool import HostPool
+from quire.kv.host_store import host_copies
+from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, lend, return_loan
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.store import PageStore
 from quire.kv.streaming import Hosting, ThreadCarrier
 from quire.kv.swap import swap_out
+from quire.kv.tables import SLOTS
 from quire.spec.layout import layout_for
 from quire.spec.model import LayerSpec, ModelSpec
 
@@ -68,15 +71,17 @@ class BrokenCarrier:
         return lost
 
 
-def make(codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, seed=0):
+def make(
+    codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, host_bytes=1 << 20
+):
     layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
     memory = KVMemory(layout, layout.smallest_sequence_bytes * 8 * sequences, max_rows=8)
     store = PageStore(memory.total_bytes, CPU)
     store.arena.fill_(0xFF)
     memory.store = store
     kv = PagedKV(memory, store, backend or GatheredAttention(CPU))
-    fronts = HostedFronts(memory)
-    kv.hosting = Hosting(fronts, layout, store, carrier or ThreadCarrier())
+    pool = HostPool(host_bytes, host_copies(store, host_bytes, 1))
+    kv.hosting = Hosting(HostedFronts(memory, pool), layout, carrier or ThreadCarrier())
     return kv
 
 
@@ -154,7 +159,7 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
     hosted.memory.check()
     assert not fronts.rows
     assert not hosted.memory.used_bytes
-    assert not fronts.host_bytes
+    assert not fronts.pool.used_bytes
 
 
 def test_of_a_front_the_arena_holds_two_layers():
@@ -169,10 +174,37 @@ def test_of_a_front_the_arena_holds_two_layers():
     moved = kv.hosting.fronts.host(row, 24)
 
     assert gain == (FULL_LAYERS - SLOTS) * 6 * each
-    assert moved == kv.hosting.fronts.host_bytes == FULL_LAYERS * 6 * each
+    assert moved == kv.hosting.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
     assert page_bytes(kv) == before - gain
     assert kv.hosting.fronts.host(row, 24) == 0
     kv.memory.check()
+
+
+def test_a_full_host_takes_no_part_of_a_group():
+    kv = make(host_bytes=FULL_LAYERS * 2 * 256)
+    row = kv.memory.start()
+    step(kv, {row: 24}, 0)
+    before = page_bytes(kv)
+
+    with pytest.raises(HostPoolFull):
+        kv.hosting.fronts.host(row, 24)
+
+    assert not kv.hosting.fronts.pool.used_bytes
+    assert page_bytes(kv) == before
+    kv.memory.check()
+    assert kv.hosting.fronts.host(row, 4)
+
+
+def test_a_row_counts_its_staging_once():
+    """6 pages of a lane: 2 slots of them for 5 layers, where there were 5 times as many."""
+    kv = make()
+    row = kv.memory.start()
+    step(kv, {row: 26}, 0)
+    before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
+
+    kv.hosting.fronts.host(row, 26)
+
+    assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
 
 
 def test_a_full_arena_makes_room_by_hosting():

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,8 +40,12 @@ class AdmissionRule(ABC):
         """Note a request that has ended by itself."""
 
     def newcomer(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
-        """Pages a waiting request takes to have had `tokens` tokens, without those it shares."""
+        """Pages a waiting request takes to have had `tokens` tokens, without those it shares.
+
+        What it shares it cannot move to the host with gain: it does one or the other.
+        """
         need = need_of(request, tokens)
-        [needed] = self.peaks.counts([need])
-        missing: Counts = np.maximum(needed - self.peaks.shared_counts(need, cached_tokens), 0)
-        return missing
+        [apart, whole] = self.peaks.counts([need, replace(need, streams=False)])
+        missing = np.maximum(whole - self.peaks.shared_counts(need, cached_tokens), 0)
+        least: Counts = np.minimum(apart, missing)
+        return least

@@ -20,11 +20,13 @@ class Need:
         tokens: it has had then.
         prompt_tokens: of which so many are its prompt; None: all.
         eviction: what of them stays, and what is remembered of them.
+        streams: its first pages may be on the host, in engines that have room for them there.
     """
 
     tokens: int
     prompt_tokens: int | None = None
     eviction: EvictionSpec = KEEP_ALL
+    streams: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -34,7 +36,16 @@ class Need:
 
 def need_of(request: Request, tokens: int) -> Need:
     """What a request needs to have had so many tokens."""
-    return Need(tokens, len(request.prompt_token_ids), request.eviction)
+    streams = may_stream(request) and not request.cached_tokens
+    return Need(tokens, len(request.prompt_token_ids), request.eviction, streams)
+
+
+def may_stream(request: Request) -> bool:
+    """Whether the first pages of a request may be on the host while it runs.
+
+    Not where tokens leave, which moves slots, and not in groups, whose members share pages.
+    """
+    return request.eviction.cap is None and request.group is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,13 @@ class Alike:
 
     Attributes:
         eviction: of them all.
+        streams: likewise.
         index: [n] their places.
         tokens, prompts: [n] of each, a prompt at most as long as its sequence.
     """
 
     eviction: EvictionSpec
+    streams: bool
     index: Tokens
     tokens: Tokens
     prompts: Tokens
@@ -55,12 +68,13 @@ class Alike:
 
 def alike(needs: Sequence[Need]) -> Iterator[Alike]:
     """The needs by eviction: many are counted at once, and most share a few of them."""
-    places: dict[int, list[int]] = {}
+    places: dict[tuple[int, bool], list[int]] = {}
     for i, need in enumerate(needs):
-        places.setdefault(id(need.eviction), []).append(i)
+        places.setdefault((id(need.eviction), need.streams), []).append(i)
     for members in places.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
         asked = [needs[i].prompt_tokens for i in members]
         prompts = np.array([t if p is None else p for t, p in zip(tokens, asked, strict=True)])
-        eviction = needs[members[0]].eviction
-        yield Alike(eviction, np.array(members), tokens, np.minimum(prompts, tokens))
+        first = needs[members[0]]
+        index, prompts = np.array(members), np.minimum(prompts, tokens)
+        yield Alike(first.eviction, first.streams, index, tokens, prompts)

@@ -12,7 +12,9 @@ from quire.engine.admission.need import Alike, Need, alike, need_of
 from quire.engine.group import num_rows
 from quire.engine.request import Request
 from quire.errors import NeverFits
+from quire.kv.hosted import can_have_front
 from quire.kv.memory import KVMemory
+from quire.kv.tables import SLOTS
 from quire.spec.eviction import PRESSURE, EvictionSpec
 from quire.spec.layout import statistics_used
 from quire.spec.pages import LaneGroup, PageClass
@@ -39,6 +41,7 @@ class Peaks:
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
+        self.front_tokens = 0  # of one sequence that can be on the host while it runs
 
     def counts(self, needs: Sequence[Need]) -> Counts:
         """Pages [sequences, page classes] that sequences hold at their peaks."""
@@ -71,8 +74,18 @@ class Peaks:
         if eviction.cap is not None:  # over it a prompt is read `every` tokens at once
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
-        pages: Counts = placement.peak_pages(group, slots, most) * group.num_lanes
-        return pages
+        pages: Counts = placement.peak_pages(group, slots, most)
+        if sequences.streams and self.front_tokens and can_have_front(group):
+            return self._streamed_pages(group, pages)
+        return pages * group.num_lanes
+
+    def _streamed_pages(self, group: LaneGroup, pages: Counts) -> Counts:
+        """What is left in the arena of lanes whose first pages are on the host."""
+        page_tokens = group.page_class.tokens
+        rest = 1 + -(-self._chunk_tokens // page_tokens)
+        front = np.clip(pages - rest, 0, self.front_tokens // page_tokens)
+        staged: Counts = front * SLOTS * group.lanes_per_layer
+        return staged + (pages - front) * group.num_lanes
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
         """Pages [page classes] of its first tokens that a sequence shares, and goes on sharing.
@@ -101,7 +114,7 @@ class Peaks:
         [sequences] = alike(needs)
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(sequences.eviction):
-            alone = self._group_pages(group, sequences)
+            alone = self._group_pages(group, replace(sequences, streams=False))
             own, shared = alone, 0
             if group.window is not None:
                 # decoding, a window lane holds less than while a prompt is read in chunks
@@ -135,7 +148,7 @@ class Peaks:
         for table in self.memory.tables.values():
             place = self._place[table.group.page_class]
             kept_aside = self.memory.placement.reserved_pages(table, rows)
-            counts[:, place] += (table.num_pages[rows] + kept_aside).sum(axis=1)
+            counts[:, place] += table.pages_held(rows) + kept_aside.sum(axis=1)
         return counts
 
     def owed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Counts:
@@ -174,7 +187,9 @@ class Peaks:
         """Tokens of the longest prompt that fits alone, up to the model's context."""
 
         def too_long(tokens: int) -> bool:
-            return not self.fits_alone(Need(tokens, eviction=eviction))
+            return not self.fits_alone(
+                Need(tokens, eviction=eviction, streams=eviction.cap is None)
+            )
 
         if not too_long(max_positions):
             return max_positions
@@ -221,5 +236,5 @@ class Peaks:
                 f"{request.params.max_tokens} to generate{times} "
                 f"need {self.num_bytes(counts):,} B of KV, the whole pool has "
                 f"{self.memory.total_bytes:,} B; {fewer}shorten the prompt, lower max_tokens, "
-                "raise --kv-memory or cap it with --evict"
+                "raise --kv-memory or --stream-kv-memory, or cap it with --evict"
             )

@@ -104,6 +104,9 @@ class Preempter:
         """Copy to the host what is worth it; say how they come back."""
         if any(request.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
+        front_room = self._residency.front_room
+        if front_room is not None and any(map(front_room.is_staged, requests)):
+            return "recompute"  # its first pages are apart from the rest
         if self.swapper is None:
             return "recompute"
         choice = self.swapper.choose(requests, kv_bytes)

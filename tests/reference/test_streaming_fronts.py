@@ -1,0 +1,261 @@
+"""Engines whose KV memory is too small, and that run on with first pages on the host.
+
+Every answer is that of an engine with room for all, logits within 1e-4, whatever else happens:
+chunks, companions, cached prefixes, codes, preemptions, cancels, copies that dawdle.
+"""
+
+import random
+import time
+from functools import cache
+
+import pytest
+
+from engines import greedy, load
+from exact_products import use_exact_products
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.kv.config import KVConfig
+from quire.kv.streaming import ThreadCarrier
+from reference.test_eviction import Recorder, largest_difference
+
+NEW_TOKENS = 24
+PROMPTS = {
+    "a": [5, 9, 2, 7] * 12,
+    "b": [3 + i * i % 60 for i in range(70)],
+    "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
+    "d": [11, 4] * 9,
+}
+MODELS = ("llama_mha", "qwen3", "gemma2", "opt")
+ROW_TOKENS = 96
+
+
+class Dawdling(ThreadCarrier):
+    """A link whose copies take as long as they like."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+        self.num_bytes = 0
+
+    def submit(self, copy, num_bytes):
+        self.num_bytes += num_bytes
+        delay_s = self._rng.random() * 0.002
+
+        def late():
+            time.sleep(delay_s)
+            copy()
+
+        return super().submit(late, num_bytes)
+
+
+@cache
+def model_of(name: str):
+    """Six layers: in a model of two all of a front would be staged."""
+    return load(name, times=3)
+
+
+@cache
+def row_bytes(name: str, codec: str = "none") -> int:
+    """KV of one long sequence."""
+    engine = Engine(model_of(name), KVConfig(memory="16MiB", page_tokens=4, codec=codec))
+    groups = engine.pool.kv.memory.layout.groups
+    return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
+
+
+def run(name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), **options):
+    """Answer all prompts in the bytes of so many long sequences; the engine, logits, usages."""
+    schedule = {"chunk_tokens": 16, "step_tokens": 40} | options.pop("schedule", {})
+    config = KVConfig(
+        memory=int(rows * row_bytes(name, codec)),
+        page_tokens=4,
+        codec=codec,
+        stream_memory=stream,
+        **options,
+    )
+    engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
+    if engine.pool.kv.hosting is not None:
+        engine.pool.kv.hosting._carrier = Dawdling()
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    for request, prompt in PROMPTS.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    usages, steps = {}, 0
+    while engine.has_work:
+        steps += 1
+        for request, at in cancel:
+            if steps == at:
+                engine.cancel(request)
+        for delta in engine.step():
+            if delta.usage is not None:
+                assert delta.error is None, delta.error
+                usages[delta.request_id] = delta.usage
+        engine.check()
+    return engine, recorder.logits, usages
+
+
+@cache
+def whole(name: str, codec: str = "none"):
+    """In memory for all."""
+    return run(name, 16, codec=codec, stream=0)[1]
+
+
+def hosted(engine: Engine) -> int:
+    """Times pages of somebody went to the host."""
+    return len(engine.events.newest(["hosted"]))
+
+
+def most_running(engine: Engine) -> int:
+    """Most sequences with KV at once."""
+    count = most = 0
+    for event in engine.events.newest(["admitted", "freed"]):
+        count += 1 if event.kind == "admitted" else -1
+        most = max(most, count)
+    return most
+
+
+@pytest.mark.parametrize("rows", [0.6, 1.2])
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
+    engine, logits, usages = run(name, rows)
+
+    assert hosted(engine)
+    assert set(usages) == set(PROMPTS)
+    assert largest_difference(logits, whole(name)) <= 1e-4
+    assert not engine.pool.fronts.pool.used_bytes
+    assert not engine.pool.fronts.rows
+
+
+@pytest.mark.parametrize(
+    ("codec", "rows"), [("int8", 0.7), ("int4+sinks=2+residual=6", 1.0), ("int4_page/int8", 0.9)]
+)
+def test_codes_are_brought_as_they_are(codec, rows):
+    """Bit by bit: with exact products not even the order of sums differs."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact_products(patch)
+        expected = run("qwen3", 16, codec=codec, stream=0)[1]
+        engine, logits, _ = run("qwen3", rows, codec=codec)
+
+    assert hosted(engine)
+    assert largest_difference(logits, expected) <= 1e-4
+
+
+def test_more_run_at_once_where_the_host_has_room():
+    """Nobody is taken in who would have to give way: what is promised counts fronts as staged."""
+    reserved = {"admission": "reserved"}
+    with_host, _, usages = run("qwen3", 1.3, schedule=reserved)
+    without, _, _ = run("qwen3", 1.3, stream=0, schedule=reserved)
+
+    assert hosted(with_host)
+    assert with_host.stats().num_preemptions == 0
+    assert most_running(with_host) > most_running(without)
+    assert all(usage.kv_peak_bytes for usage in usages.values())
+
+
+def test_a_request_that_never_fits_runs_with_its_front_on_the_host():
+    """A prompt of more than the whole memory; without the host it is refused with the way out."""
+    memory = int(0.6 * row_bytes("qwen3"))
+    small = Engine(model_of("qwen3"), KVConfig(memory=memory, page_tokens=4))
+    with pytest.raises(NeverFits, match="--stream-kv-memory"):
+        small.submit(PROMPTS["b"], greedy(NEW_TOKENS))
+
+    engine, logits, _ = run("qwen3", 0.6)
+
+    assert engine.stats().kv_peak_bytes <= memory
+    assert largest_difference(logits, whole("qwen3")) <= 1e-4
+
+
+def test_a_host_too_small_refuses_what_it_could_not_hold():
+    memory = int(0.6 * row_bytes("qwen3"))
+    kv = KVConfig(memory=memory, page_tokens=4, stream_memory="8KiB")
+    engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
+
+    with pytest.raises(NeverFits):
+        engine.submit(PROMPTS["b"], greedy(NEW_TOKENS))
+
+
+def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too():
+    """The cached pages stay while somebody reads them; its own copy of them is on the host."""
+    config = KVConfig(memory=int(0.8 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
+    engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    usages = {}
+    for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
+        engine.submit(prompt, greedy(count), request_id=request)
+        while engine.has_work:
+            usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+            engine.check()
+
+    assert usages["b"].cached_tokens == 40
+    assert {event.request_id for event in engine.events.newest(["hosted"])} == {"b"}
+    logits = {"b": recorder.logits["b"]}
+    assert largest_difference(logits, {"b": whole("qwen3")["b"]}) <= 1e-4
+
+
+def test_engines_without_a_prefix_cache_stream_too():
+    engine, logits, _ = run("qwen3", 0.8, prefix_cache=False)
+
+    assert hosted(engine)
+    assert largest_difference(logits, whole("qwen3")) <= 1e-4
+
+
+@pytest.mark.parametrize("preempt", ["swap", "recompute"])
+def test_one_whose_front_is_on_the_host_can_give_way(preempt):
+    """It is read again: its pages are not together."""
+    host = "4MiB" if preempt == "swap" else 0
+    engine, logits, _ = run(
+        "qwen3",
+        0.9,
+        stream="48KiB",
+        host_memory=host,
+        schedule={"admission": "optimistic", "preempt": preempt},
+    )
+
+    assert hosted(engine)
+    assert engine.stats().num_preemptions
+    assert largest_difference(logits, whole("qwen3")) <= 1e-4
+
+
+def test_cancelled_ones_leave_nothing_behind():
+    engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
+
+    assert hosted(engine)
+    assert not engine.pool.fronts.pool.used_bytes
+    kept = {name: whole("qwen3")[name] for name in ("c", "d")}
+    assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
+
+
+def test_those_that_evict_and_those_that_search_stay_in_the_memory():
+    """Both run beside one whose front is on the host."""
+    rule = "h2o:cap=20,every=4"
+    config = KVConfig(
+        memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, evict_allow="h2o", stream_memory="1MiB"
+    )
+    engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
+    engine.submit(PROMPTS["b"], greedy(40), request_id="long")
+    engine.submit(PROMPTS["a"], greedy(24), request_id="evicting", evict=rule)
+    engine.submit(PROMPTS["d"], SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1))
+    while engine.has_work:
+        engine.step()
+        engine.check()
+
+    assert {event.request_id for event in engine.events.newest(["hosted"])} <= {"long"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"store": "contiguous_growing"}, UnsoundCombination, "use --kv-store paged"),
+        ({"stream_memory": "900TiB"}, ConfigError, "lower --stream-kv-memory"),
+        ({"stream_memory": "much"}, ConfigError, "much"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(options, error, says):
+    config = KVConfig(**{"memory": "8MiB", "stream_memory": "1MiB", "store_tokens": 64} | options)
+    with pytest.raises(error, match=says):
+        Engine(model_of("qwen3"), config, ScheduleConfig())
+
+
+def test_a_model_that_would_gain_nothing_is_refused():
+    with pytest.raises(ConfigError, match="no more than two that look back"):
+        Engine(load("qwen3"), KVConfig(memory="8MiB", stream_memory="1MiB"), ScheduleConfig())
