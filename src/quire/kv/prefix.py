@@ -9,11 +9,9 @@ first, and of one chain its tail before its head, so that what remains can alway
 
 A node is published when its tokens are scheduled, so that requests of the same step can share it:
 in each layer a step writes all its keys and values before anybody attends. If the step fails, the
-nodes it published are withdrawn.
-
-Only exact KV is published: a row that has evicted tokens publishes nothing more. What a policy
-remembers of tokens is kept beside a node's pages, for each set of statistics apart; a sequence
-whose policy needs some begins behind a node that has them.
+nodes it published are withdrawn. Only exact KV is published: a row that has evicted tokens
+publishes nothing more. What a policy remembers is kept beside a node's pages, for each set of
+statistics apart; a sequence whose policy needs some begins behind a node that has them.
 """
 
 import math
