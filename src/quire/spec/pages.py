@@ -11,10 +11,8 @@ Codecs that compress store codes there, and what decodes them behind the codes o
     | codes of keys | codes of values | scales, zeros, outliers of keys | of values | positions |
 
 so that the codes of a head and token lie in one piece, those of a head's tokens side by side, and
-all scales of a page together.
-
-Full-precision sinks, an INT4 body, heads of unequal length, statistics: each is one `PageClass`;
-nothing else in Quire asks what is inside a page.
+all scales of a page together. Full-precision sinks, an INT4 body, heads of unequal length,
+statistics: each is one `PageClass`; nothing else in Quire asks what is inside a page.
 """
 
 import math
@@ -185,8 +183,8 @@ class LaneGroup:
         fixed_slots: records of a lane, there from the row's first token on and never more. Such a
             group is private and has no order.
         statistic: what its records are; of private groups only.
-        kept: what its records are, where they are tokens of another group as the model made them.
-        important: likewise, where they are tokens of another group in a finer codec.
+        kept, important: what its records are, where they are tokens of another group: as the model
+            made them, or in a finer codec.
     """
 
     name: str
