@@ -8,6 +8,7 @@ turns      one that comes back after it gave way, one that is new, one that come
 from collections.abc import Callable, Iterator, Sequence
 
 from quire.engine.admission.peaks import Counts
+from quire.engine.batchers.base import Batcher
 from quire.engine.group import (
     bytes_of,
     copies_to_come,
@@ -16,6 +17,7 @@ from quire.engine.group import (
     reserved_rows,
     together,
 )
+from quire.engine.refusals import Refusals
 from quire.engine.request import Request, RequestState
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.tenant_book import Right
@@ -29,24 +31,35 @@ class Entrance:
     Args:
         parts: the rules that are asked.
         running: those that are in; the scheduler's own list.
+        batcher: who may enter as the batch stands.
         preempt: takes a request out.
     """
 
-    def __init__(self, parts: SchedulerParts, running: list[Request], preempt: Preempt) -> None:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        running: list[Request],
+        batcher: Batcher,
+        preempt: Preempt,
+    ) -> None:
         self._config, self._residency = parts.config, parts.residency
         self._admission, self._fairness = parts.admission, parts.fairness
         self._preempter, self._memory = parts.preempter, parts.residency.memory
-        self._running, self._preempt = running, preempt
-        self._refused: dict[Request, tuple[int, int]] = {}  # what there was when it was refused
+        self._running, self._batcher, self._preempt = running, batcher, preempt
+        self._most_rows = parts.config.num_rows
+        self._refusals = Refusals(parts.residency, running, parts.fairness.waiting)
         self._last_returned = False
 
-    def let_in(self) -> Request | None:
+    def let_in(self, budget: int) -> Request | None:
         """Let the next one in, if anybody may enter as things are; return the one that moves first.
 
         Takes from nobody: those that run may be part of the step already.
+
+        Args:
+            budget: tokens that the step has left to read.
         """
         borrowers = []
-        for request, is_head in self._candidates():
+        for request, is_head in self._candidates(budget):
             right = self._right(request)
             if right is Right.BORROWED:
                 borrowers.append(request)
@@ -64,7 +77,7 @@ class Entrance:
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
-        if head is None or head not in self._refused or not self._rows_left(head, self._running):
+        if head is None or head not in self._refusals or not self._rows_left(head, self._running):
             return False
         return not self._fits(head, 0)
 
@@ -80,8 +93,16 @@ class Entrance:
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
-                if self._right(head) >= Right.SHARE:
+                if self.is_turn_of(head) and self._right(head) >= Right.SHARE:
                     self._try(head, may_take=True)
+
+    def is_turn_of(self, head: Request) -> bool:
+        """Whether the batcher would let this one in before a step."""
+        return self._batcher.candidate(head, self._config.step_tokens) is head
+
+    def fetch(self, request: Request) -> bool:
+        """Let one in whose turn it is, if there is room; whether it is in."""
+        return self._try(request, may_take=False) is not None
 
     def _right(self, request: Request) -> Right:
         if self._fairness.has_limit(request):
@@ -100,13 +121,17 @@ class Entrance:
 
     # ---- whose turn ----------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[tuple[Request, bool]]:
-        """The first of every tenant, best first; before one that comes back perhaps a new one."""
+    def _candidates(self, budget: int) -> Iterator[tuple[Request, bool]]:
+        """The first of every tenant, best first; before one that comes back perhaps a new one.
+
+        The batcher may name others in their place, or nobody.
+        """
         for head in list(self._fairness.waiting.heads()):
             new = self._new_one(head) if self._last_returned and head.entries else None
-            if new is not None:
-                yield new, False
-            yield head, True
+            if new is not None and (found := self._batcher.candidate(new, budget)) is not None:
+                yield found, False
+            if (found := self._batcher.candidate(head, budget)) is not None:
+                yield found, True
 
     def _new_one(self, head: Request) -> Request | None:
         """The first of the same tenant, and no lower priority, that was never in."""
@@ -120,28 +145,21 @@ class Entrance:
     # ---- room ----------------------------------------------------------------------------------
 
     def _try(self, request: Request, *, may_take: bool) -> Request | None:
-        state = (self._residency.available_bytes, len(self._running))
-        if self._refused.get(request) == state and not may_take:
-            return None  # nothing has changed since it was refused
-        self._refused.pop(request, None)
+        if self._refusals.hold(request) and not may_take:
+            return None
+        self._refusals.forget(request)
         if may_take or self._rows_left(request, self._running):
             entered = self._enter(request, may_take=may_take)
             if entered is not None:
                 return entered
-        self._note_refusal(request)
+        self._refusals.note(request)
         return None
-
-    def _note_refusal(self, request: Request) -> None:
-        waiting = self._fairness.waiting
-        if len(self._refused) > len(waiting):  # some have gone by another way
-            self._refused = {r: state for r, state in self._refused.items() if r in waiting}
-        self._refused[request] = (self._residency.available_bytes, len(self._running))
 
     def _rows_left(self, request: Request, staying: Sequence[Request]) -> bool:
         """Whether there is a row for a request, and those of its group, beside some that run."""
         num_leaving = len(self._running) - len(staying)
         free = self._memory.num_free_rows + num_leaving
-        free = min(self._config.max_running - len(staying), free)
+        free = min(self._most_rows - len(staying), free)
         return num_rows(request) + reserved_rows(staying) <= free
 
     def _enter(self, request: Request, *, may_take: bool) -> Request | None:
@@ -214,18 +232,19 @@ class Entrance:
     def _debts_suffice(self, request: Request, cached_tokens: int) -> bool:
         """Whether a request would fit if debtors gave way; nobody does."""
         staying, leaving = list(self._running), list[Request]()
-        while not self._would_fit(request, cached_tokens, staying):
+        while not self.would_fit(request, cached_tokens, staying):
             self._fairness.suppose(staying, leaving)
             victim = self._debtor(request, cached_tokens, staying)
             if victim is None:
                 break
             leaving += [member for member in together(victim) if member in staying]
             staying = [other for other in staying if other not in leaving]
-        enough = self._would_fit(request, cached_tokens, staying)
+        enough = self.would_fit(request, cached_tokens, staying)
         self._fairness.recount(self._running)
         return enough
 
-    def _would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
+    def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
+        """Whether there would be room for a request if only these stayed."""
         if not self._rows_left(request, staying):
             return False
         freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
@@ -240,7 +259,7 @@ class Entrance:
             missing_bytes = self._known_bytes(request, cached_tokens)
             debtors = self._fairness.debtors(request, missing_bytes)
         else:
-            debtors = self._fairness.rows_debtors(request, running, self._config.max_running)
+            debtors = self._fairness.rows_debtors(request, running, self._most_rows)
         theirs = ([r for r in running if r.tenant == debtor] for debtor in debtors)
         victims = map(self._preempter.victim_among, theirs)
         return next((victim for victim in victims if victim is not None), None)
@@ -275,3 +294,4 @@ class Entrance:
         self._fairness.entered(request, waited_s)
         request.state = RequestState.RUNNING
         self._running.append(request)
+        self._batcher.entered(request)

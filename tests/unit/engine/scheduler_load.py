@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire.engine.admission.need import need_of
+from quire.engine.batchers.registry import parse_batcher
 from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.group import distinct_bytes, have_moved_on
 from quire.engine.lane_caps import Evicted
@@ -52,6 +53,7 @@ ALLOWED_AT_ONCE = (
     "nobody could move",
     "another engine asked for its memory",
     "its tenant would pass its limit",
+    "an urgent request waits",
 )
 
 
@@ -149,6 +151,8 @@ class Setting:
     burst: int = 100
     admission: str = "optimistic"
     high_watermark: float = 1.0
+    batcher: str = "continuous"
+    urgent: int | None = None
 
 
 class SchedulerLoad:
@@ -169,7 +173,8 @@ class SchedulerLoad:
             self.evictions += [KEEP_ALL, *schedules]
         layout = make_layout(setting.page_tokens, setting.window, evicting=cap is not None)
         unit_bytes = layout.smallest_sequence_bytes
-        self.memory = KVMemory(layout, unit_bytes * setting.pages, setting.max_running)
+        rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
+        self.memory = KVMemory(layout, unit_bytes * setting.pages, rows)
         self.config = self._config(setting, every)
         self.copies = FailingCopies()
         pool_bytes = unit_bytes * setting.host_pages
@@ -196,6 +201,8 @@ class SchedulerLoad:
             high_watermark=setting.high_watermark,
             low_watermark=min(0.99, setting.high_watermark),
             preempt=setting.preempt if setting.host_pages else "recompute",
+            batcher=setting.batcher,
+            urgent=setting.urgent if budget > setting.max_running else None,
         )
 
     def _scheduler(self, *, shares: bool) -> Scheduler:
@@ -297,6 +304,7 @@ class SchedulerLoad:
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         assert sum(plan.tokens) <= self.config.step_tokens
+        assert plan.num_decoding <= self.config.max_running
         self._check_plan(plan)
         return plan, len(failed)
 
@@ -362,7 +370,7 @@ class SchedulerLoad:
     def _check_queues(self) -> None:
         running = self.scheduler.running
         waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
-        assert len(running) <= self.config.max_running
+        assert len(running) <= self.config.num_rows
         assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
         copies = [
             planned.child
