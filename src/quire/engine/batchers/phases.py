@@ -12,7 +12,9 @@ from quire.engine.batchers.units import (
     count_rows,
     first_member,
     has_ended,
+    has_left,
     holds_kv,
+    is_prefilled,
     num_rows,
     unit_of,
     waits,
@@ -40,13 +42,25 @@ class Phases(Batcher):
         """See `Batcher`."""
         self._entered = {unit: None for unit in self._entered if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._entered}
-        if not self._batch and not self._reads:
+        if self._is_over or self._is_too_large:
             self._next_batch()
         return None
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the batch has ended."""
+        return not self._reads and not self._batch
+
+    @property
+    def _is_too_large(self) -> bool:
+        """Whether not all fit whose prompts are read: without this they would take turns."""
+        gave_way = self._reads and any(map(has_left, self._entered))
+        return gave_way and any(map(is_prefilled, self._entered))
+
     def _next_batch(self) -> None:
+        self._batch = {}
         rows = 0
-        for unit in self._entered:
+        for unit in sorted(self._entered, key=lambda unit: not holds_kv(unit)):
             rows += num_rows(unit)
             if self._batch and rows > self._state.max_running:
                 break
@@ -82,12 +96,8 @@ class Phases(Batcher):
         return budget
 
     def stalled(self) -> bool:
-        """See `Batcher`: nothing is left to read, or what was read ahead leaves no page."""
-        if self._reads:
-            self._next_batch()
-            return bool(self._batch)
-        ahead = (u for u in self._entered if u not in self._batch and holds_kv(u))
-        unit = next(ahead, None)
-        if unit is not None:
-            self._batch[unit] = None
-        return unit is not None
+        """See `Batcher`: nothing is left to read, or a batch that is away finds no room."""
+        if not self._reads and any(map(holds_kv, self._batch)):
+            return False
+        self._next_batch()
+        return any(map(holds_kv, self._batch))

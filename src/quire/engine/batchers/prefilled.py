@@ -18,6 +18,7 @@ from quire.engine.batchers.units import (
     count_rows,
     first_member,
     has_ended,
+    has_left,
     holds_kv,
     is_prefilled,
     members_of,
@@ -76,6 +77,8 @@ class PrefilledQueue(Batcher):
         if self._options.reads_apart and not self._queue(self._entered):
             self._fills = True
         self._fill()
+        if self._batch and any(map(has_left, self._queue(self._entered))):
+            self._fills = False  # not all fit that the queue was to hold
         return self._moves() if self._options.on_host else None
 
     def _queue(self, units: Iterable[Unit]) -> list[Unit]:
@@ -145,6 +148,9 @@ class PrefilledQueue(Batcher):
         swapped = [m.swapped for m in members_of(unit) if m.swapped is not None]
         return any(not each.keep_from for each in swapped)
 
+    def _gave_way(self, unit: Unit) -> bool:
+        return waits(unit, self._state.waiting) and not self._waits_outside(unit)
+
     # ---- a step --------------------------------------------------------------------------------
 
     def decoding(self, ready: list[Request]) -> list[Request]:
@@ -156,7 +162,7 @@ class PrefilledQueue(Batcher):
         if self._state.is_urgent(head):
             return head
         for unit in self._entered:
-            if waits(unit, self._state.waiting) and not self._waits_outside(unit):
+            if self._gave_way(unit):
                 return first_member(unit)
         new = self._first_new(head)
         if new is None or (self._options.reads_apart and not self._fills):

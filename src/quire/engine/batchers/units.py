@@ -39,6 +39,11 @@ def holds_kv(unit: Unit) -> bool:
     return any(member.state is RequestState.RUNNING for member in members_of(unit))
 
 
+def has_left(unit: Unit) -> bool:
+    """Whether any of it has given way since it first entered, and may be back."""
+    return not holds_kv(unit) or any(member.entries > 1 for member in members_of(unit))
+
+
 def first_member(unit: Unit) -> Request:
     """The one that waits for all of it, in the queue; it has not ended."""
     return members_of(unit)[0]
