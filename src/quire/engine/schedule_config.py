@@ -39,6 +39,11 @@ class ScheduleConfig:
     high_watermark: float = option(
         1.0, help="above this part of the KV memory in use somebody gives way, 0 to 1"
     )
+    scale_down_at: float | None = option(
+        None,
+        help="above this part of the KV memory in use requests are taken out to the host memory "
+        "until it is not, and come back when there is room; not said: they stay while pages last",
+    )
     preempt: str = option(
         "auto",
         help="what becomes of the KV of one that gives way: swap (to the host memory), recompute, "
@@ -76,6 +81,10 @@ class ScheduleConfig:
                 "expected 0 < low_watermark <= high_watermark <= 1, got "
                 f"{self.low_watermark} and {self.high_watermark}"
             )
+        if self.scale_down_at is not None and not 0 < self.scale_down_at <= 1:
+            raise ConfigError(
+                f"expected scale_down_at above 0 and up to 1, got {self.scale_down_at}"
+            )
 
     def _check_batching(self) -> None:
         _ = self.num_rows  # refuses a batcher that does not exist
@@ -100,6 +109,11 @@ class ScheduleConfig:
     def num_rows(self) -> int:
         """Rows of KV memory: of the batch, and of what its batcher keeps beside it."""
         return self.batching.num_rows(self.max_running)
+
+    @property
+    def full_at(self) -> float:
+        """Part of the KV memory in use above which nobody is let in."""
+        return min(self.low_watermark, self.scale_down_at or 1.0)
 
     @property
     def longest_chunk(self) -> int:

@@ -8,6 +8,7 @@ of a callback, because which tokens leave depends on tensors; how many leave doe
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from quire.engine.admission.need import need_of
 from quire.engine.batchers.base import Moves
@@ -63,7 +64,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
         self.caps = LaneCaps(parts.residency, evictor, self._fail)
-        self._limits = Limits(parts, self.running, self._preempt)
+        scale_out = partial(self._preempt, whole=True)
+        self._limits = Limits(parts, self.running, self._preempt, scale_out)
         self.batcher = make_batcher(config, self.running, self.waiting)
         self._entrance = Entrance(parts, self.running, self.batcher, self._preempt)
         self._urgency = Urgency(parts, self.running, self._entrance, self._preempt)
@@ -137,16 +139,21 @@ class Scheduler:
                 self.fairness.settle(member)
                 self.residency.leave(member, reason)
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, *, whole: bool = False) -> None:
         """Take a request out to wait again: with its KV on the host, or to be read again.
 
         A group goes as one: pages that others still refer to would not come free.
+
+        Args:
+            request: runs.
+            reason: for people.
+            whole: all of its KV goes to the host where that has room, whatever it costs.
         """
         leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
         for member in leaving:
             self.running.remove(member)
         self.fairness.preempted(leaving)
-        self.preempter.take_out(leaving, reason)
+        self.preempter.take_out(leaving, reason, whole=whole)
         self._wait(request)
         self.fairness.recount(self.running)
 

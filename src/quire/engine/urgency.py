@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from quire.engine.entrance import Entrance
 from quire.engine.request import Request
+from quire.engine.room import Room
 from quire.engine.scheduler_parts import SchedulerParts
 
 Preempt = Callable[[Request, str], None]  # (request, why)
@@ -30,6 +31,7 @@ class Urgency:
         entrance: Entrance,
         preempt: Preempt,
     ) -> None:
+        self._room = Room(parts, running)
         self._urgent = parts.config.urgent
         self._fairness, self._preempter = parts.fairness, parts.preempter
         self._running, self._entrance, self._preempt = running, entrance, preempt
@@ -55,7 +57,7 @@ class Urgency:
             return True
         behind = self._behind(request)
         staying = [other for other in self._running if other not in behind]
-        if not (behind and self._entrance.would_fit(request, 0, staying)):
+        if not (behind and self._room.would_fit(request, 0, staying)):
             return False
         while behind:
             victim = self._preempter.victim_among(behind)

@@ -17,6 +17,7 @@ from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.group import distinct_bytes, have_moved_on
 from quire.engine.lane_caps import Evicted
 from quire.engine.lane_room import Slots
+from quire.engine.limits import SCALED_DOWN
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.request import Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
@@ -54,6 +55,7 @@ ALLOWED_AT_ONCE = (
     "another engine asked for its memory",
     "its tenant would pass its limit",
     "an urgent request waits",
+    SCALED_DOWN,
 )
 
 
@@ -153,6 +155,7 @@ class Setting:
     high_watermark: float = 1.0
     batcher: str = "continuous"
     urgent: int | None = None
+    scale_down_at: float | None = None
 
 
 class SchedulerLoad:
@@ -202,6 +205,7 @@ class SchedulerLoad:
             low_watermark=min(0.99, setting.high_watermark),
             preempt=setting.preempt if setting.host_pages else "recompute",
             batcher=setting.batcher,
+            scale_down_at=setting.scale_down_at,
             urgent=setting.urgent if budget > setting.max_running else None,
         )
 
@@ -212,11 +216,11 @@ class SchedulerLoad:
         parts = make_parts(config, residency, swapper)
         take_out = parts.preempter.take_out
 
-        def watched(requests: list[Request], reason: str) -> None:
+        def watched(requests: list[Request], reason: str, **how: bool) -> None:
             if not all(map(have_moved_on, requests)):
                 self.without_progress += 1
                 assert reason in ALLOWED_AT_ONCE
-            take_out(requests, reason)
+            take_out(requests, reason, **how)
 
         parts.preempter.take_out = watched
         return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)

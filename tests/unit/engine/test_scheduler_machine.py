@@ -34,6 +34,7 @@ SETTING = {
         *("baton_pd_best_fit:patience=2", "baton_pd_best_fit:hold=host,prefill=sync,queue=3"),
     ],
     "urgent": [None, -1],
+    "scale_down_at": [None, None, 0.6],
 }
 PROMPTS = [(1, 6), (1, 60)]  # short ones enter together and outgrow
 CHECKED_EVERY = 4  # steps of a seeded load

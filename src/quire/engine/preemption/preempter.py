@@ -77,16 +77,17 @@ class Preempter:
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def take_out(self, requests: Sequence[Request], reason: str) -> None:
+    def take_out(self, requests: Sequence[Request], reason: str, *, whole: bool = False) -> None:
         """Free the memory of running requests that leave together.
 
         Args:
             requests: one, or those of a group that hold KV.
             reason: for people.
+            whole: all of it goes to the host where that has room, whatever it costs.
         """
         lost_tokens = sum(request.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
-        how = self._move_away(requests, freed_bytes)
+        how = self._move_away(requests, freed_bytes, whole=whole)
         self.num_preemptions += 1
         for request in requests:
             request.preemptions += 1
@@ -101,13 +102,14 @@ class Preempter:
             freed_bytes=freed_bytes,
         )
 
-    def _move_away(self, requests: Sequence[Request], kv_bytes: int) -> str:
+    def _move_away(self, requests: Sequence[Request], kv_bytes: int, *, whole: bool) -> str:
         """Copy to the host what is worth it; say how they come back."""
         if any(request.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
         if self.swapper is None:
             return "recompute"
-        choice = self.swapper.choose(requests, kv_bytes)
+        choice = self.swapper.whole(kv_bytes) if whole else None
+        choice = choice or self.swapper.choose(requests, kv_bytes)
         if choice.how == "recompute" or not self._copy_out(requests, choice):
             return "recompute"
         return choice.how

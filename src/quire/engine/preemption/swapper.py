@@ -83,7 +83,7 @@ class Swapper:
         return Choice(how="recompute", seconds=0.0, reason="the host pool is full")
 
     def whole(self, kv_bytes: int) -> Choice | None:
-        """Swapping all of it; None where the host has no room."""
+        """Swapping all of it, in every mode; None where the host has no room."""
         if self._pool is None or kv_bytes > self._pool.free_bytes:
             return None
         return Choice(how="swap", seconds=0.0, reason="taken out whole")
