@@ -35,17 +35,17 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig) -> int:
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        _run(decoder, tokens, schedule.max_running)
+        _run(decoder, tokens, schedule.num_rows)
         return int(torch.cuda.max_memory_allocated(decoder.device)) - before
     if _RESET_PEAK.exists():
         before = psutil.Process().memory_info().rss
         try:
             _RESET_PEAK.write_text("5")
         except OSError:  # a container may forbid it
-            return _estimate(decoder, tokens, schedule.max_running)
-        _run(decoder, tokens, schedule.max_running)
+            return _estimate(decoder, tokens, schedule.num_rows)
+        _run(decoder, tokens, schedule.num_rows)
         return max(0, _peak_resident_bytes() - before)
-    return _estimate(decoder, tokens, schedule.max_running)
+    return _estimate(decoder, tokens, schedule.num_rows)
 
 
 def _run(decoder: Decoder, tokens: int, sampled_rows: int) -> None:

@@ -19,6 +19,7 @@ class Submission:
         params: None takes the defaults.
         request_id: None lets the engine choose.
         priority: lower goes first, within its tenant.
+        deadline_s: seconds in which its answer is wanted; None: whenever it comes.
         tenant: on whose account it runs.
         cache_salt: only requests of the same tenant and salt share its KV.
         evict: which of its tokens stay; None takes the engine's rule.
@@ -29,6 +30,7 @@ class Submission:
     params: SamplingParams | None = None
     request_id: str | None = None
     priority: int = 0
+    deadline_s: float | None = None
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str | None = None

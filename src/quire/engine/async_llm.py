@@ -79,6 +79,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        deadline_s: float | None = None,
         evict: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Submit a request and yield its deltas. Closing the iterator cancels the request.
@@ -95,6 +96,7 @@ class AsyncLLM:
             params=params,
             request_id=request_id,
             priority=priority,
+            deadline_s=deadline_s,
             evict=evict,
         )
         answers = await self.submit([submission])
@@ -111,6 +113,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        deadline_s: float | None = None,
         evict: str | None = None,
     ) -> Answer:
         """Submit a request and wait for its whole answer; see `stream`."""
@@ -119,6 +122,7 @@ class AsyncLLM:
             params=params,
             request_id=request_id,
             priority=priority,
+            deadline_s=deadline_s,
             evict=evict,
         )
         answers = await self.submit([submission])
@@ -235,6 +239,7 @@ class AsyncLLM:
             submission.params,
             request_id=submission.request_id,
             priority=submission.priority,
+            deadline_s=submission.deadline_s,
             tenant=submission.tenant,
             cache_salt=submission.cache_salt,
             evict=submission.evict,

@@ -122,6 +122,7 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        deadline_s: float | None = None,
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
         evict: str | None = None,
@@ -134,6 +135,7 @@ class Engine:
             params: sampling options.
             request_id: of the caller's choice; None for one of ours.
             priority: lower goes first, within its tenant.
+            deadline_s: seconds in which its answer is wanted; the earliest goes first.
             tenant: on whose account.
             cache_salt: only requests of the same tenant and salt share this prompt's KV.
             evict: which of its tokens stay, such as "h2o:cap=512"; None takes `KVConfig.evict`.
@@ -149,6 +151,7 @@ class Engine:
         asked = Asked(
             params=params,
             priority=priority,
+            deadline_s=deadline_s,
             tenant=tenant,
             cache_salt=cache_salt,
             evict=evict,
@@ -291,8 +294,7 @@ class Engine:
         Raises:
             InvariantError: it does not add up, or an idle engine still holds pages.
         """
-        memory = self.pool.kv.memory
-        memory.check()
+        (memory := self.pool.kv.memory).check()
         self._ledger.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")

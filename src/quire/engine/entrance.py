@@ -7,16 +7,14 @@ turns      one that comes back after it gave way, one that is new, one that come
 
 from collections.abc import Callable, Iterator, Sequence
 
-from quire.engine.admission.peaks import Counts
+from quire.engine.batchers.base import Batcher
 from quire.engine.group import (
-    bytes_of,
-    copies_to_come,
-    num_rows,
     plan_reading,
-    reserved_rows,
     together,
 )
+from quire.engine.refusals import Refusals
 from quire.engine.request import Request, RequestState
+from quire.engine.room import Room
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.tenant_book import Right
 
@@ -29,24 +27,35 @@ class Entrance:
     Args:
         parts: the rules that are asked.
         running: those that are in; the scheduler's own list.
+        batcher: who may enter as the batch stands.
         preempt: takes a request out.
     """
 
-    def __init__(self, parts: SchedulerParts, running: list[Request], preempt: Preempt) -> None:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        running: list[Request],
+        batcher: Batcher,
+        preempt: Preempt,
+    ) -> None:
         self._config, self._residency = parts.config, parts.residency
         self._admission, self._fairness = parts.admission, parts.fairness
         self._preempter, self._memory = parts.preempter, parts.residency.memory
-        self._running, self._preempt = running, preempt
-        self._refused: dict[Request, tuple[int, int]] = {}  # what there was when it was refused
+        self._running, self._batcher, self._preempt = running, batcher, preempt
+        self._room = Room(parts, running)
+        self._refusals = Refusals(parts.residency, running, parts.fairness.waiting)
         self._last_returned = False
 
-    def let_in(self) -> Request | None:
+    def let_in(self, budget: int) -> Request | None:
         """Let the next one in, if anybody may enter as things are; return the one that moves first.
 
         Takes from nobody: those that run may be part of the step already.
+
+        Args:
+            budget: tokens that the step has left to read.
         """
         borrowers = []
-        for request, is_head in self._candidates():
+        for request, is_head in self._candidates(budget):
             right = self._right(request)
             if right is Right.BORROWED:
                 borrowers.append(request)
@@ -60,17 +69,17 @@ class Entrance:
     @property
     def lacks_room(self) -> bool:
         """Whether memory is above the low watermark, or short for the first that waits."""
-        above = self._residency.available_bytes < self._kept_free_bytes
+        above = self._residency.available_bytes < self._room.kept_free_bytes
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
-        if head is None or head not in self._refused or not self._rows_left(head, self._running):
+        if (
+            head is None
+            or head not in self._refusals
+            or not self._room.rows_left(head, self._running)
+        ):
             return False
-        return not self._fits(head, 0)
-
-    @property
-    def _kept_free_bytes(self) -> float:
-        return (1 - self._config.low_watermark) * self._memory.total_bytes
+        return not self._room.fits(head, 0)
 
     def claim(self) -> None:
         """Let in those who get what is their tenant's own only if others give it back.
@@ -80,8 +89,16 @@ class Entrance:
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
-                if self._right(head) >= Right.SHARE:
+                if self.is_turn_of(head) and self._right(head) >= Right.SHARE:
                     self._try(head, may_take=True)
+
+    def is_turn_of(self, head: Request) -> bool:
+        """Whether the batcher would let this one in before a step."""
+        return self._batcher.candidate(head, self._config.step_tokens) is head
+
+    def fetch(self, request: Request) -> bool:
+        """Let one in whose turn it is, if there is room; whether it is in."""
+        return self._try(request, may_take=False) is not None
 
     def _right(self, request: Request) -> Right:
         if self._fairness.has_limit(request):
@@ -100,13 +117,17 @@ class Entrance:
 
     # ---- whose turn ----------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[tuple[Request, bool]]:
-        """The first of every tenant, best first; before one that comes back perhaps a new one."""
+    def _candidates(self, budget: int) -> Iterator[tuple[Request, bool]]:
+        """The first of every tenant, best first; before one that comes back perhaps a new one.
+
+        The batcher may name others in their place, or nobody.
+        """
         for head in list(self._fairness.waiting.heads()):
             new = self._new_one(head) if self._last_returned and head.entries else None
-            if new is not None:
-                yield new, False
-            yield head, True
+            if new is not None and (found := self._batcher.candidate(new, budget)) is not None:
+                yield found, False
+            if (found := self._batcher.candidate(head, budget)) is not None:
+                yield found, True
 
     def _new_one(self, head: Request) -> Request | None:
         """The first of the same tenant, and no lower priority, that was never in."""
@@ -120,29 +141,15 @@ class Entrance:
     # ---- room ----------------------------------------------------------------------------------
 
     def _try(self, request: Request, *, may_take: bool) -> Request | None:
-        state = (self._residency.available_bytes, len(self._running))
-        if self._refused.get(request) == state and not may_take:
-            return None  # nothing has changed since it was refused
-        self._refused.pop(request, None)
-        if may_take or self._rows_left(request, self._running):
+        if self._refusals.hold(request) and not may_take:
+            return None
+        self._refusals.forget(request)
+        if may_take or self._room.rows_left(request, self._running):
             entered = self._enter(request, may_take=may_take)
             if entered is not None:
                 return entered
-        self._note_refusal(request)
+        self._refusals.note(request)
         return None
-
-    def _note_refusal(self, request: Request) -> None:
-        waiting = self._fairness.waiting
-        if len(self._refused) > len(waiting):  # some have gone by another way
-            self._refused = {r: state for r, state in self._refused.items() if r in waiting}
-        self._refused[request] = (self._residency.available_bytes, len(self._running))
-
-    def _rows_left(self, request: Request, staying: Sequence[Request]) -> bool:
-        """Whether there is a row for a request, and those of its group, beside some that run."""
-        num_leaving = len(self._running) - len(staying)
-        free = self._memory.num_free_rows + num_leaving
-        free = min(self._config.max_running - len(staying), free)
-        return num_rows(request) + reserved_rows(staying) <= free
 
     def _enter(self, request: Request, *, may_take: bool) -> Request | None:
         away = self._away(request)
@@ -154,7 +161,7 @@ class Entrance:
         lease = None if whole else self._residency.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
         if not (
-            self._fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
+            self._room.fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
         ):
             self._residency.give_back(lease)
             return None
@@ -168,45 +175,18 @@ class Entrance:
         whole = (member for member in together(request) if self._preempter.is_whole(member))
         return next(whole, request)
 
-    def _fits(self, request: Request, cached_tokens: int) -> bool:
-        """Whether there are rows and room for a request, and pages for its copy on the host.
-
-        What is promised must fit, with a part left below the low watermark. A request that would
-        be alone needs no such part.
-        """
-        if not self._rows_left(request, self._running):
-            return False
-        if self._running:
-            promised = self._promised(request, cached_tokens, self._running)
-            by_class = self._admission.peaks.by_class(promised)
-            if not (self._leaves_enough(promised, 0) and self._residency.make_room(by_class)):
-                return False
-        return self._preempter.has_place(request)
-
-    def _promised(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> Counts:
-        peaks = self._admission.peaks
-        promised = self._admission.promised(request, staying, cached_tokens)
-        for copy in copies_to_come([request, *staying]):
-            promised = promised + self._admission.promised(copy, [], peaks.shared_tokens(copy))
-        return promised
-
-    def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
-        left_bytes = self._residency.available_bytes + freed_bytes
-        left_bytes -= self._admission.peaks.num_bytes(promised)
-        return left_bytes >= self._kept_free_bytes
-
     # ---- what others owe -----------------------------------------------------------------------
 
     def _take(self, request: Request, cached_tokens: int) -> bool:
         """Let debtors give way until a request fits, if that can come to be; say whether it did."""
         if not (self._fairness.has_several and self._debts_suffice(request, cached_tokens)):
             return False
-        while not self._fits(request, cached_tokens):
+        while not self._room.fits(request, cached_tokens):
             self._fairness.recount(self._running)
             victim = self._debtor(request, cached_tokens, self._running)
             if victim is None:  # what came free was of another page class
                 return False
-            has_row = self._rows_left(request, self._running)
+            has_row = self._room.rows_left(request, self._running)
             why = "asks for what is its own" if has_row else "has fewer rows than its part"
             self._preempt(victim, f"tenant {request.tenant} {why}")
         return True
@@ -214,33 +194,26 @@ class Entrance:
     def _debts_suffice(self, request: Request, cached_tokens: int) -> bool:
         """Whether a request would fit if debtors gave way; nobody does."""
         staying, leaving = list(self._running), list[Request]()
-        while not self._would_fit(request, cached_tokens, staying):
+        while not self._room.would_fit(request, cached_tokens, staying):
             self._fairness.suppose(staying, leaving)
             victim = self._debtor(request, cached_tokens, staying)
             if victim is None:
                 break
             leaving += [member for member in together(victim) if member in staying]
             staying = [other for other in staying if other not in leaving]
-        enough = self._would_fit(request, cached_tokens, staying)
+        enough = self._room.would_fit(request, cached_tokens, staying)
         self._fairness.recount(self._running)
         return enough
-
-    def _would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
-        if not self._rows_left(request, staying):
-            return False
-        freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
-        promised = self._promised(request, cached_tokens, staying)
-        return not staying or self._leaves_enough(promised, freed_bytes)
 
     def _debtor(
         self, request: Request, cached_tokens: int, running: Sequence[Request]
     ) -> Request | None:
         """Somebody whose tenant owes rows or bytes to this one's; None where nobody does."""
-        if self._rows_left(request, running):
+        if self._room.rows_left(request, running):
             missing_bytes = self._known_bytes(request, cached_tokens)
             debtors = self._fairness.debtors(request, missing_bytes)
         else:
-            debtors = self._fairness.rows_debtors(request, running, self._config.max_running)
+            debtors = self._fairness.rows_debtors(request, running, self._room.most_rows)
         theirs = ([r for r in running if r.tenant == debtor] for debtor in debtors)
         victims = map(self._preempter.victim_among, theirs)
         return next((victim for victim in victims if victim is not None), None)
@@ -275,3 +248,4 @@ class Entrance:
         self._fairness.entered(request, waited_s)
         request.state = RequestState.RUNNING
         self._running.append(request)
+        self._batcher.entered(request)

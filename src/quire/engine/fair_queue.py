@@ -1,6 +1,6 @@
 """Who waits, and who is next: by served tokens between tenants, by priority within one.
 
-    tenant   virtual time = served tokens / weight       waiting, by (priority, arrival)
+    tenant   virtual time = served tokens / weight       waiting, by (priority, deadline, arrival)
     a        1,204                                       r7 r9 r12   <- r7 is next
     b        1,310                                       r8
 
@@ -12,9 +12,9 @@ Fairness (their Theorem 4.4): while two tenants both have requests waiting, thei
 weight differ by 2 U / least weight at most, U = max(prompt_weight * longest prompt, output_weight *
 tokens the memory holds), where nobody who is let in is thrown out again.
 
-Differs from the paper: weights; a tenant's waiting requests are in (priority, arrival) order, not
-first come first served; prompt tokens are charged chunk by chunk, when they are read; tokens found
-in the prefix cache have a price of their own, 0 unless told otherwise.
+Differs from the paper: weights; a tenant's waiting requests are in (priority, deadline, arrival)
+order, not first come first served; prompt tokens are charged chunk by chunk, when they are read;
+tokens found in the prefix cache have a price of their own, 0 unless told otherwise.
 """
 
 import heapq
@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from quire.engine.request import Request
+from quire.engine.request import Order, Request
 from quire.errors import ConfigError, InvariantError
 
 OUTPUT_TOKEN_PRICE = 2.0  # of a prompt token's, as in the paper's experiments
@@ -83,7 +83,7 @@ class _Line:
 class _Entry:
     """A place in a line."""
 
-    order: tuple[int, int]
+    order: Order
     number: int
     request: Request | None
 
@@ -209,8 +209,8 @@ class FairQueue:
         """The requests of a tenant that has some, best first; do not change the queue meanwhile."""
         return self._lines[tenant].ordered()
 
-    def rank(self, request: Request) -> tuple[float, int, int]:
-        """What requests compare by, waiting or running: virtual time, priority, arrival."""
+    def rank(self, request: Request) -> tuple[float, int, float, int]:
+        """What requests compare by, waiting or running: virtual time, then their own order."""
         return (self.virtual_time(request.tenant), *request.order)
 
     # ---- what was served -----------------------------------------------------------------------

@@ -104,8 +104,8 @@ class Fairness:
         """Whether its tenant holds more than its share, so that it gives way first."""
         return self.has_several and self.book.over_share_bytes(request.tenant) > 0
 
-    def order(self, request: Request) -> tuple[bool, int, int]:
-        """Who goes before whom: those who owe nothing, then by priority, then by arrival."""
+    def order(self, request: Request) -> tuple[bool, int, float, int]:
+        """Who goes before whom: those who owe nothing, then by their own order."""
         return (self.owes(request), *request.order)
 
     def right(self, request: Request, size_bytes: int) -> Right:
@@ -142,7 +142,7 @@ class Fairness:
 
     # ---- tokens --------------------------------------------------------------------------------
 
-    def reading_order(self, request: Request) -> tuple[float, int, int]:
+    def reading_order(self, request: Request) -> tuple[float, int, float, int]:
         """Whose prompt is read first: of the tenant served least."""
         return self.waiting.rank(request) if self.has_several else (0.0, *request.order)
 

@@ -9,7 +9,13 @@ from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.request import DEFAULT_TENANT, Request
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.validation import check_context, checked_params, checked_prompt, checked_salt
+from quire.engine.validation import (
+    check_context,
+    checked_deadline,
+    checked_params,
+    checked_prompt,
+    checked_salt,
+)
 from quire.errors import ConfigError, RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
@@ -31,6 +37,7 @@ class Asked:
     Attributes:
         params: sampling options; None takes the defaults.
         priority: lower goes first, within its tenant.
+        deadline_s: seconds from now in which its answer is wanted; None: whenever it comes.
         tenant: on whose account.
         cache_salt: only requests of the same tenant and salt share this prompt's KV.
         evict: which tokens stay; None takes the engine's rule.
@@ -39,6 +46,7 @@ class Asked:
 
     params: SamplingParams | None = None
     priority: int = 0
+    deadline_s: float | None = None
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str | None = None
@@ -84,17 +92,19 @@ class Intake:
         check_context(len(prompt), context)
         params = checked_params(asked.params or SamplingParams(), len(prompt), model, context)
         seed, records = params.seed, asked.record_evictions
+        now_s = self._clock()
         request = Request(
             request_id="",
             prompt_token_ids=prompt,
             params=params,
             sampling_seed=random.getrandbits(63) if seed is None else seed,
             priority=asked.priority,
+            deadline_s=now_s + checked_deadline(asked.deadline_s),
             tenant=asked.tenant,
             cache_salt=checked_salt(asked.cache_salt),
             rope_regime=model.decoder.rope_regime(len(prompt) + params.max_tokens),
             records_evictions=self._records_evictions if records is None else records,
-            arrival_s=self._clock(),
+            arrival_s=now_s,
         )
         self._give_policy(request, rule)
         return request

@@ -9,6 +9,7 @@ from quire.engine.group import same_group
 from quire.engine.request import Request
 from quire.engine.scheduler_parts import SchedulerParts
 
+SCALED_DOWN = "above the mark for scaling down"
 Preempt = Callable[[Request, str], None]  # (request, why)
 
 
@@ -19,11 +20,19 @@ class Limits:
         parts: the rules and books that are asked.
         running: those that are in; the scheduler's own list.
         preempt: takes a request out.
+        scale_out: takes a request out to the host, whole where it has room.
     """
 
-    def __init__(self, parts: SchedulerParts, running: list[Request], preempt: Preempt) -> None:
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        running: list[Request],
+        preempt: Preempt,
+        scale_out: Preempt,
+    ) -> None:
         self._memory, self._residency = parts.residency.memory, parts.residency
         self._high_watermark = parts.config.high_watermark
+        self._scale_down_at, self._scale_out = parts.config.scale_down_at, scale_out
         self._fairness, self._preempter = parts.fairness, parts.preempter
         self._peaks = parts.admission.peaks
         self._running, self._preempt = running, preempt
@@ -32,6 +41,8 @@ class Limits:
         """Keep all limits."""
         if self._high_watermark < 1:
             self._respect_watermark()
+        if self._scale_down_at is not None:
+            self._scale_down(self._scale_down_at * self._memory.total_bytes)
         for spec in self._fairness.book.specs:
             if spec.limit_bytes is not None:
                 self._respect_tenant(spec.name, spec.limit_bytes)
@@ -47,6 +58,21 @@ class Limits:
             if victim is None:
                 return
             self._preempt(victim, "above the high watermark")
+
+    def _scale_down(self, most_bytes: float) -> None:
+        """Over the mark the batch shrinks, also by those that have just come back.
+
+        Whoever is first stays: alone it may have all of the memory.
+        """
+        while self._memory.total_bytes - self._residency.available_bytes > most_bytes:
+            first = min(self._running, key=self._preempter.order, default=None)
+            if first is None:
+                return
+            victim = self._preempter.victim(self._running, first)
+            victim = victim or self._preempter.victim(self._running, first, even_returned=True)
+            if victim is None:
+                return
+            self._scale_out(victim, SCALED_DOWN)
 
     def _respect_tenant(self, tenant: str, limit_bytes: int) -> None:
         """A tenant whose requests would grow over its limit gives way to itself, the last first.

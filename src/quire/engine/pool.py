@@ -151,7 +151,7 @@ def build_pool(
         memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:
         _check_member(config, member)
-        memory, store = member.make_memory(layout, schedule.max_running, decoder.device)
+        memory, store = member.make_memory(layout, schedule.num_rows, decoder.device)
     kv = PagedKV(memory, store, choice.backend, stored_as.measured)
     host = host_pool(store, layout, host_bytes) if host_bytes else None
     fronts = None
@@ -198,7 +198,7 @@ def _own_memory(
     memory = KVMemory(
         layout,
         _kv_bytes(model, config, schedule, layout, eviction),
-        schedule.max_running,
+        schedule.num_rows,
         track_changes=device.type != "cpu",
         placement=placement_maker(config.store, limits),
     )
@@ -271,7 +271,7 @@ def most_kv_bytes(
         lane_pages = np.array([group.page_class.pages_for(slots)])
         if lengths is not None:
             lane_pages = lengths.peak_pages(group, lane_pages)
-        needed = int(lane_pages[0]) * group.num_lanes * schedule.max_running
+        needed = int(lane_pages[0]) * group.num_lanes * schedule.num_rows
         pages[group.page_class] = pages.get(group.page_class, 0) + needed
     sizes = [page_class.page_bytes for page_class in pages]
     # at least the slabs of an arena of any size, which are largest in a large one

@@ -5,6 +5,7 @@ a step's budget   | the tenant served least first, a part of the step each | new
 
 from collections.abc import Iterator
 
+from quire.engine.batchers.base import Batcher
 from quire.engine.entrance import Entrance
 from quire.engine.group import readable_tokens
 from quire.engine.lane_caps import LaneCaps
@@ -21,15 +22,22 @@ class Reading:
         running: those that are in; the scheduler's own list.
         caps: makes room in lanes at their cap.
         entrance: lets newcomers in.
+        batcher: who may get tokens.
     """
 
     def __init__(
-        self, parts: SchedulerParts, running: list[Request], caps: LaneCaps, entrance: Entrance
+        self,
+        parts: SchedulerParts,
+        running: list[Request],
+        caps: LaneCaps,
+        entrance: Entrance,
+        batcher: Batcher,
     ) -> None:
         self._residency, self._preempter = parts.residency, parts.preempter
         self._fairness, self._chunks = parts.fairness, parts.chunks
         self._step_tokens = parts.config.step_tokens
-        self._running, self._caps, self._entrance = running, caps, entrance
+        self._running, self._caps = running, caps
+        self._entrance, self._batcher = entrance, batcher
 
     def plan(self, plan: StepPlan, budget: int) -> None:
         """Read prompts on, and let newcomers in behind them.
@@ -43,12 +51,14 @@ class Reading:
         while budget > 0:
             newcomer = None
             if (not readers and all_served) or (readers and self._is_before(readers[-1])):
-                newcomer = self._entrance.let_in()
+                newcomer = self._entrance.let_in(budget)
             if newcomer is None and not readers:
                 return
             request = newcomer or readers.pop()
             if request.state is not RequestState.RUNNING:  # its group left: a policy failed
                 continue
+            if request is newcomer and not self._batcher.reads(request):
+                continue  # it came back whole, and waits for a row
             tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
             budget -= tokens
             all_served &= tokens > 0
@@ -71,8 +81,9 @@ class Reading:
 
     def _reading(self, plan: StepPlan) -> Iterator[Request]:
         """Running requests not yet in the plan that still read their prompt."""
-        planned = set(map(id, plan.requests))
-        return (r for r in self._running if id(r) not in planned and readable_tokens(r) > 0)
+        planned, may_read = set(map(id, plan.requests)), self._batcher.reads
+        left = (r for r in self._running if id(r) not in planned)
+        return (r for r in left if readable_tokens(r) > 0 and may_read(r))
 
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""

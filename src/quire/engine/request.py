@@ -1,6 +1,7 @@
 """A request: what was asked, what has been answered, where it stands. Ids only, no text."""
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from quire.engine.eviction_trace import EvictionEntry
@@ -11,6 +12,7 @@ from quire.kv.swapped import Swapped
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
 
 DEFAULT_TENANT = "default"
+Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
 
 
 class RequestState(enum.Enum):
@@ -73,6 +75,7 @@ class Request:
         params: resolved sampling options.
         sampling_seed: what its draws are made from; `params.seed` or drawn once at submit.
         priority: lower goes first.
+        deadline_s: clock reading by which its answer is wanted; infinity where it does not matter.
         arrival: order of submission.
         rope_regime: which rotary frequencies it uses, for all its life.
         tenant: on whose account it runs.
@@ -115,6 +118,7 @@ class Request:
     params: SamplingParams
     sampling_seed: int = 0
     priority: int = 0
+    deadline_s: float = math.inf
     arrival: int = 0
     rope_regime: int = 0
     tenant: str = DEFAULT_TENANT
@@ -186,9 +190,9 @@ class Request:
         return self.trace[self.replayed] if self.replayed < len(self.trace) else None
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: priority, then arrival."""
-        return self.priority, self.arrival
+    def order(self) -> Order:
+        """Who goes first: priority, then the earliest deadline, then arrival."""
+        return self.priority, self.deadline_s, self.arrival
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Known tokens by logical position."""

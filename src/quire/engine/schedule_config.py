@@ -1,11 +1,14 @@
 """What a user can say about steps and queues."""
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import TYPE_CHECKING, no_type_check
 
 from quire.engine.tenants import parse_tenants
 from quire.errors import ConfigError
 from quire.spec.options import option, require_types
+
+if TYPE_CHECKING:
+    from quire.engine.batchers.base import BatcherRule
 
 PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
 
@@ -36,10 +39,25 @@ class ScheduleConfig:
     high_watermark: float = option(
         1.0, help="above this part of the KV memory in use somebody gives way, 0 to 1"
     )
+    scale_down_at: float | None = option(
+        None,
+        help="above this part of the KV memory in use requests are taken out to the host memory "
+        "until it is not, and come back when there is room; not said: they stay while pages last",
+    )
     preempt: str = option(
         "auto",
         help="what becomes of the KV of one that gives way: swap (to the host memory), recompute, "
         "hybrid (as much as fits there), auto (by measured cost)",
+    )
+    batcher: str = option(
+        "continuous",
+        help="how the batch of --max-running rows changes: continuous, static, pd, orca, baton_pd "
+        "or baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
+    )
+    urgent: int | None = option(
+        None,
+        help="requests of this priority or a lower number take the place of others of lower "
+        "priority in the next step; not said: they only go first",
     )
     tenants: str = option(
         "",
@@ -53,6 +71,7 @@ class ScheduleConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         parse_tenants(self.tenants)
+        self._check_batching()
         if self.preempt not in PREEMPTION_MODES:
             raise ConfigError(
                 f"expected preempt to be one of {', '.join(PREEMPTION_MODES)}, got {self.preempt!r}"
@@ -62,6 +81,39 @@ class ScheduleConfig:
                 "expected 0 < low_watermark <= high_watermark <= 1, got "
                 f"{self.low_watermark} and {self.high_watermark}"
             )
+        if self.scale_down_at is not None and not 0 < self.scale_down_at <= 1:
+            raise ConfigError(
+                f"expected scale_down_at above 0 and up to 1, got {self.scale_down_at}"
+            )
+
+    def _check_batching(self) -> None:
+        _ = self.num_rows  # refuses a batcher that does not exist
+        if self.urgent is not None and self.step_tokens <= self.max_running:
+            raise ConfigError(
+                "urgent requests are read beside a full batch: expected step_tokens > max_running, "
+                f"got {self.step_tokens} and {self.max_running}"
+            )
+
+    @property
+    def batching(self) -> "BatcherRule":
+        """The batcher.
+
+        Raises:
+            ConfigError: see `parse_batcher`.
+        """
+        from quire.engine.batchers.registry import parse_batcher  # NumPy, which --help lacks
+
+        return parse_batcher(self.batcher)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of KV memory: of the batch, and of what its batcher keeps beside it."""
+        return self.batching.num_rows(self.max_running)
+
+    @property
+    def full_at(self) -> float:
+        """Part of the KV memory in use above which nobody is let in."""
+        return min(self.low_watermark, self.scale_down_at or 1.0)
 
     @property
     def longest_chunk(self) -> int:

@@ -8,8 +8,11 @@ of a callback, because which tokens leave depends on tensors; how many leave doe
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from quire.engine.admission.need import need_of
+from quire.engine.batchers.base import Moves
+from quire.engine.decoding import Decoding
 from quire.engine.entrance import Entrance
 from quire.engine.group import (
     branch,
@@ -19,7 +22,6 @@ from quire.engine.group import (
     num_rows,
     refuse_beams,
     together,
-    whole_groups,
 )
 from quire.engine.lane_caps import Evictor, LaneCaps
 from quire.engine.limits import Limits
@@ -27,8 +29,9 @@ from quire.engine.reading import Reading
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import FINISHED, Residency
 from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler_parts import SchedulerParts, make_parts
+from quire.engine.scheduler_parts import SchedulerParts, make_batcher, make_parts
 from quire.engine.step_plan import StepPlan
+from quire.engine.urgency import Urgency
 from quire.errors import PolicyError
 from quire.kv.memory import KVMemory
 
@@ -63,9 +66,13 @@ class Scheduler:
             parts.residency.front_room.running = self.running
         self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
         self.caps = LaneCaps(parts.residency, evictor, self._fail)
-        self._limits = Limits(parts, self.running, self._preempt)
-        self._entrance = Entrance(parts, self.running, self._preempt)
-        self._reading = Reading(parts, self.running, self.caps, self._entrance)
+        scale_out = partial(self._preempt, whole=True)
+        self._limits = Limits(parts, self.running, self._preempt, scale_out)
+        self.batcher = make_batcher(config, self.running, self.waiting)
+        self._entrance = Entrance(parts, self.running, self.batcher, self._preempt)
+        self._urgency = Urgency(parts, self.running, self._entrance, self._preempt)
+        self._decoding = Decoding(parts, self.running, self.caps, self.batcher, self._preempt)
+        self._reading = Reading(parts, self.running, self.caps, self._entrance, self.batcher)
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -134,16 +141,21 @@ class Scheduler:
                 self.fairness.settle(member)
                 self.residency.leave(member, reason)
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, *, whole: bool = False) -> None:
         """Take a request out to wait again: with its KV on the host, or to be read again.
 
         A group goes as one: pages that others still refer to would not come free.
+
+        Args:
+            request: runs.
+            reason: for people.
+            whole: all of its KV goes to the host where that has room, whatever it costs.
         """
         leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
         for member in leaving:
             self.running.remove(member)
         self.fairness.preempted(leaving)
-        self.preempter.take_out(leaving, reason)
+        self.preempter.take_out(leaving, reason, whole=whole)
         self._wait(request)
         self.fairness.recount(self.running)
 
@@ -197,11 +209,30 @@ class Scheduler:
         self.caps.relieve_while(lambda: self._entrance.lacks_room, self.running)
         self._limits.respect()
         self._entrance.claim()
-        self._schedule_decoding(plan)
-        self._reading.plan(plan, self.config.step_tokens - len(plan.requests))
+        self._urgency.claim()
+        moves = self.batcher.begin()
+        if moves is not None:
+            self._move(moves)
+        self._decoding.plan(plan)
+        budget = self.config.step_tokens - len(plan.requests)
+        self._reading.plan(plan, self.batcher.reading_tokens(budget))
+        while not plan.requests and self.batcher.stalled():
+            self._decoding.plan(plan)
         if not plan.requests and self.running:
             self._unblock(plan)
         return plan
+
+    def _move(self, moves: Moves) -> None:
+        """Let prefilled requests leave for the host, and come back, as far as there is room."""
+        for request in moves.out:
+            leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
+            if self.preempter.set_aside(leaving):
+                for member in leaving:
+                    self.running.remove(member)
+                    self.fairness.settle(member)
+                self._wait(request)
+        for request in moves.back:
+            self._entrance.fetch(request)
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Note that the step's tokens have been processed; return the copies made then."""
@@ -238,36 +269,6 @@ class Scheduler:
         self.residency.leave(request, "beam dropped")
         request.trace.clear()  # when it comes back it is another beam's copy
 
-    # ---- decoding ------------------------------------------------------------------------------
-
-    def _schedule_decoding(self, plan: StepPlan) -> None:
-        decoding = whole_groups([r for r in self.running if r.num_tokens - r.num_computed == 1])
-        if len(decoding) > self.config.step_tokens:
-            decoding = sorted(decoding, key=self.preempter.order)[: self.config.step_tokens]
-            decoding = whole_groups(decoding)
-        decoding = self._make_room(whole_groups(self.caps.bring_down(decoding)))
-        if decoding:
-            ones = [1] * len(decoding)
-            self.residency.grow(decoding, ones)
-            plan.requests.extend(decoding)
-            plan.tokens.extend(ones)
-            plan.num_decoding = len(plan.requests)
-
-    def _make_room(self, decoding: list[Request]) -> list[Request]:
-        """Take out as few as it takes for the others to get their next token's page."""
-        while decoding and not self.residency.can_grow(decoding, [1] * len(decoding)):
-            if self.caps.relieve(self.running) or self.caps.give_up_slots(decoding):
-                decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
-                continue
-            first = min(decoding, key=self.preempter.order)
-            victim = self.preempter.victim(self.running, first)
-            if victim is None:  # those behind have just come back: the last ones miss a step
-                decoding.remove(max(decoding, key=self.preempter.order))
-            else:
-                self._preempt(victim, "no page for the next token")
-            decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
-        return decoding
-
     # ---- when nobody gets a page ---------------------------------------------------------------
 
     def _unblock(self, plan: StepPlan) -> None:
@@ -291,7 +292,7 @@ class Scheduler:
     def _serve(self, plan: StepPlan, first: Request) -> None:
         """Plan what a request, or the first of its group that can move, has left to do."""
         if first.group is not None:
-            self._schedule_decoding(plan)
+            self._decoding.plan(plan)
         for request in together(first):
             if request.state is RequestState.RUNNING and not plan.requests:
                 self._reading.chunk(plan, request, self.config.step_tokens)

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from quire.engine.admission.base import AdmissionRule
 from quire.engine.admission.peaks import Peaks
 from quire.engine.admission.registry import make_admission
+from quire.engine.batchers.base import Batcher, BatchState
 from quire.engine.chunks import ChunkSizes
+from quire.engine.fair_queue import FairQueue
 from quire.engine.fairness import Fairness
 from quire.engine.preemption.preempter import Preempter
 from quire.engine.preemption.swapper import Swapper
+from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.tenant_book import TenantBook
@@ -61,3 +64,22 @@ def make_parts(
         fairness=fairness,
         preempter=Preempter(residency, swapper, fairness.owes),
     )
+
+
+def make_batcher(config: ScheduleConfig, running: list[Request], waiting: FairQueue) -> Batcher:
+    """The batcher of one scheduler.
+
+    Args:
+        config: which one, and how large its batch is.
+        running: those that hold KV; the scheduler's own list.
+        waiting: those that do not.
+    """
+    state = BatchState(
+        running=running,
+        waiting=waiting,
+        max_running=config.max_running,
+        step_tokens=config.step_tokens,
+        chunk_tokens=config.chunk_tokens,
+        urgent=config.urgent,
+    )
+    return config.batching.make(state)

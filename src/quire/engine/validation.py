@@ -1,5 +1,6 @@
 """What must hold of a request before it is queued."""
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,22 @@ def checked_salt(salt: str) -> str:
             f"breaks, got {salt!r}"
         )
     return salt
+
+
+def checked_deadline(deadline_s: float | None) -> float:
+    """Seconds until an answer is wanted; infinity where nobody says.
+
+    Raises:
+        RequestError: no time from now on.
+    """
+    if deadline_s is None:
+        return math.inf
+    if not 0 < deadline_s < math.inf:
+        raise RequestError(
+            f"expected deadline_s above 0, in seconds from now, got {deadline_s}; leave it out "
+            "where the answer may come at any time"
+        )
+    return deadline_s
 
 
 def checked_params(

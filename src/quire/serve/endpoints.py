@@ -113,6 +113,7 @@ class Endpoints:
                 tenant=self._tenant(request),
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
+                deadline_s=body.deadline_s,
                 evict=body.evict,
             ),
             response_id=envelope.id,

@@ -71,6 +71,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     seed: int | None = None
     priority: int | None = None
+    deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
 

@@ -28,12 +28,14 @@ class Caller:
         tenant: on whose account.
         cache_salt: only requests of the same tenant and salt share KV.
         priority: lower goes first, within its tenant.
+        deadline_s: seconds in which the answer is wanted; None: whenever it comes.
         evict: which tokens stay; None takes the engine's rule.
     """
 
     tenant: str
     cache_salt: str
     priority: int
+    deadline_s: float | None = None
     evict: str | None = None
 
 
@@ -157,6 +159,7 @@ class Service:
                     params=params,
                     request_id=f"{response_id}-{number}",
                     priority=caller.priority,
+                    deadline_s=caller.deadline_s,
                     tenant=caller.tenant,
                     cache_salt=caller.cache_salt,
                     evict=caller.evict,

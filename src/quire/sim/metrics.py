@@ -22,6 +22,7 @@ def summarise(result: SimResult) -> Numbers:
         _counts(result, finished)
         | latencies(finished)
         | _throughput(result, finished)
+        | _deadlines(result)
         | _preemptions(result, finished)
         | _swaps(result)
         | _memory(result)
@@ -110,6 +111,13 @@ def _preemptions(result: SimResult, finished: Sequence[RequestRecord]) -> Number
         "recomputed_tokens": again,
         "recomputed_fraction": again / result.processed_tokens if result.processed_tokens else 0.0,
     }
+
+
+def _deadlines(result: SimResult) -> Numbers:
+    wanted = [record for record in result.records if record.deadline_s is not None]
+    if not wanted:
+        return {}
+    return {"deadlines_met_fraction": sum(record.in_time for record in wanted) / len(wanted)}
 
 
 def _swaps(result: SimResult) -> Numbers:

@@ -27,6 +27,7 @@ class RequestRecord:
         first_token_s, finish_s: ends of the steps with its first and last token.
         cached_tokens: of its prompt, found in the cache when it entered.
         preemptions: times it was thrown out.
+        deadline_s: seconds from its arrival in which its answer was wanted; None: whenever.
     """
 
     line: int
@@ -41,11 +42,22 @@ class RequestRecord:
     finish_s: float = math.nan
     cached_tokens: int = 0
     preemptions: int = 0
+    deadline_s: float | None = None
 
     @property
     def finished(self) -> bool:
         """Whether it was answered."""
         return not math.isnan(self.finish_s)
+
+    @property
+    def due_s(self) -> float:
+        """When its answer is wanted; infinity where that does not matter."""
+        return math.inf if self.deadline_s is None else self.arrival_s + self.deadline_s
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it was answered by then."""
+        return self.finish_s <= self.due_s
 
     @property
     def queue_s(self) -> float:
@@ -86,5 +98,6 @@ def open_record(request: TraceRequest, max_positions: int) -> RequestRecord:
         prompt_tokens=prompt,
         answer_tokens=answer,
         cut_tokens=wanted - answer,
+        deadline_s=request.deadline_s,
         refused=None if answer else TOO_LONG,
     )

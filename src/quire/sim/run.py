@@ -97,7 +97,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
         config.kv,
         limits,
         [min(r.tokens, config.model.max_positions) for r in trace.requests],
-        config.schedule.max_running,
+        config.schedule.num_rows,
     )
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
     scheduler = make_scheduler(memory, config, clock, copies)

@@ -141,6 +141,8 @@ class Simulator:
             request_id=str(self._num_arrived),
             prompt_token_ids=token_ids(arrived.prompt),
             params=SamplingParams(max_tokens=record.answer_tokens),
+            priority=arrived.priority,
+            deadline_s=record.due_s,
             arrival=self._num_arrived,
             tenant=arrived.tenant,
             eviction=self.eviction(arrived.prompt_tokens),

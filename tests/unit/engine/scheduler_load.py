@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from quire.engine.admission.need import need_of
+from quire.engine.batchers.registry import parse_batcher
 from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.group import distinct_bytes, have_moved_on
 from quire.engine.lane_caps import Evicted
 from quire.engine.lane_room import Slots
+from quire.engine.limits import SCALED_DOWN
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.request import Request, RequestGroup, RequestState
 from quire.engine.residency import Residency
@@ -52,6 +54,8 @@ ALLOWED_AT_ONCE = (
     "nobody could move",
     "another engine asked for its memory",
     "its tenant would pass its limit",
+    "an urgent request waits",
+    SCALED_DOWN,
 )
 
 
@@ -149,6 +153,9 @@ class Setting:
     burst: int = 100
     admission: str = "optimistic"
     high_watermark: float = 1.0
+    batcher: str = "continuous"
+    urgent: int | None = None
+    scale_down_at: float | None = None
 
 
 class SchedulerLoad:
@@ -169,7 +176,8 @@ class SchedulerLoad:
             self.evictions += [KEEP_ALL, *schedules]
         layout = make_layout(setting.page_tokens, setting.window, evicting=cap is not None)
         unit_bytes = layout.smallest_sequence_bytes
-        self.memory = KVMemory(layout, unit_bytes * setting.pages, setting.max_running)
+        rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
+        self.memory = KVMemory(layout, unit_bytes * setting.pages, rows)
         self.config = self._config(setting, every)
         self.copies = FailingCopies()
         pool_bytes = unit_bytes * setting.host_pages
@@ -196,6 +204,9 @@ class SchedulerLoad:
             high_watermark=setting.high_watermark,
             low_watermark=min(0.99, setting.high_watermark),
             preempt=setting.preempt if setting.host_pages else "recompute",
+            batcher=setting.batcher,
+            scale_down_at=setting.scale_down_at,
+            urgent=setting.urgent if budget > setting.max_running else None,
         )
 
     def _scheduler(self, *, shares: bool) -> Scheduler:
@@ -205,11 +216,11 @@ class SchedulerLoad:
         parts = make_parts(config, residency, swapper)
         take_out = parts.preempter.take_out
 
-        def watched(requests: list[Request], reason: str) -> None:
+        def watched(requests: list[Request], reason: str, **how: bool) -> None:
             if not all(map(have_moved_on, requests)):
                 self.without_progress += 1
                 assert reason in ALLOWED_AT_ONCE
-            take_out(requests, reason)
+            take_out(requests, reason, **how)
 
         parts.preempter.take_out = watched
         return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
@@ -297,6 +308,7 @@ class SchedulerLoad:
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         assert sum(plan.tokens) <= self.config.step_tokens
+        assert plan.num_decoding <= self.config.max_running
         self._check_plan(plan)
         return plan, len(failed)
 
@@ -362,7 +374,7 @@ class SchedulerLoad:
     def _check_queues(self) -> None:
         running = self.scheduler.running
         waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
-        assert len(running) <= self.config.max_running
+        assert len(running) <= self.config.num_rows
         assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
         copies = [
             planned.child

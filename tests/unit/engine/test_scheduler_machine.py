@@ -28,6 +28,13 @@ SETTING = {
     "burst": [50, 100],
     "admission": ["optimistic", "reserved", "estimated"],
     "high_watermark": [0.8, 1.0],
+    "batcher": [
+        *("continuous", "static", "pd", "pd:ahead=20,window=2", "orca"),
+        *("baton_pd", "baton_pd:queue=2,tokens=3", "baton_pd:prefill=sync", "baton_pd:hold=host"),
+        *("baton_pd_best_fit:patience=2", "baton_pd_best_fit:hold=host,prefill=sync,queue=3"),
+    ],
+    "urgent": [None, -1],
+    "scale_down_at": [None, None, 0.6],
 }
 PROMPTS = [(1, 6), (1, 60)]  # short ones enter together and outgrow
 CHECKED_EVERY = 4  # steps of a seeded load

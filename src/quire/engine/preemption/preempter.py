@@ -9,6 +9,7 @@ from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
 from quire.kv.swap import can_swap_in, repack
 from quire.kv.swapped import Swapped
+from quire.plan.cost import Choice
 
 
 class Preempter:
@@ -37,8 +38,8 @@ class Preempter:
 
     # ---- who -----------------------------------------------------------------------------------
 
-    def order(self, request: Request) -> tuple[bool, int, int]:
-        """Who goes before whom: those who owe nothing, then by priority, then by arrival."""
+    def order(self, request: Request) -> tuple[bool, int, float, int]:
+        """Who goes before whom: those who owe nothing, then by their own order."""
         return (self._owes(request), *request.order)
 
     def victim(
@@ -76,16 +77,17 @@ class Preempter:
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def take_out(self, requests: Sequence[Request], reason: str) -> None:
+    def take_out(self, requests: Sequence[Request], reason: str, *, whole: bool = False) -> None:
         """Free the memory of running requests that leave together.
 
         Args:
             requests: one, or those of a group that hold KV.
             reason: for people.
+            whole: all of it goes to the host where that has room, whatever it costs.
         """
         lost_tokens = sum(request.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
-        how = self._move_away(requests, freed_bytes)
+        how = self._move_away(requests, freed_bytes, whole=whole)
         self.num_preemptions += 1
         for request in requests:
             request.preemptions += 1
@@ -100,7 +102,7 @@ class Preempter:
             freed_bytes=freed_bytes,
         )
 
-    def _move_away(self, requests: Sequence[Request], kv_bytes: int) -> str:
+    def _move_away(self, requests: Sequence[Request], kv_bytes: int, *, whole: bool) -> str:
         """Copy to the host what is worth it; say how they come back."""
         if any(request.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
@@ -109,19 +111,39 @@ class Preempter:
             return "recompute"  # its first pages are apart from the rest
         if self.swapper is None:
             return "recompute"
-        choice = self.swapper.choose(requests, kv_bytes)
-        if choice.how == "recompute":
+        choice = self.swapper.whole(kv_bytes) if whole else None
+        choice = choice or self.swapper.choose(requests, kv_bytes)
+        if choice.how == "recompute" or not self._copy_out(requests, choice):
             return "recompute"
+        return choice.how
+
+    def set_aside(self, requests: Sequence[Request]) -> bool:
+        """Copy requests that leave together to the host, whole, where it has room.
+
+        They are no victims: nothing is counted or told but the copy.
+
+        Returns:
+            Whether they are gone; else they run on.
+        """
+        if self.swapper is None or any(request.swapped is not None for request in requests):
+            return False
+        kv_bytes = distinct_bytes(self._memory, [request.row for request in requests])
+        choice = self.swapper.whole(kv_bytes)
+        return choice is not None and self._copy_out(requests, choice)
+
+    def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
+        """Whether they are on the host now, without rows; where a copy failed they still run."""
+        assert self.swapper is not None
         held = [self._residency.note_peak(request) for request in requests]
         swapped = self.swapper.out(requests, choice)
         if swapped is None:
-            return "recompute"
+            return False
         for request, held_bytes in zip(requests, held, strict=True):
             request.swapped = swapped
             self._residency.note_gone(request, held_bytes, "swapped out")
         self._away[id(swapped)] = list(requests)
         self._tell("swapped_out", requests[0], swapped)
-        return choice.how
+        return True
 
     # ---- back ----------------------------------------------------------------------------------
 

@@ -82,6 +82,12 @@ class Swapper:
             return Choice(how="hybrid", seconds=0.0, keep_from=split, reason="as configured")
         return Choice(how="recompute", seconds=0.0, reason="the host pool is full")
 
+    def whole(self, kv_bytes: int) -> Choice | None:
+        """Swapping all of it, in every mode; None where the host has no room."""
+        if self._pool is None or kv_bytes > self._pool.free_bytes:
+            return None
+        return Choice(how="swap", seconds=0.0, reason="taken out whole")
+
     def out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
         """Copy requests out and release their rows; None where that failed and they still run."""
         rows = [request.row for request in requests]

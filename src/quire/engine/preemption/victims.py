@@ -2,10 +2,12 @@
 
 candidates   behind the one that needs room, or of a tenant that owes memory to its tenant
 never        one that has entered again and not moved on since: it would be thrown out in circles
-order        tenants in debt, then lower priority, then most bytes won for the work lost, newest
+order        tenants in debt, then lower priority, then those without a deadline, then most bytes
+             won for the work lost, newest
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import isinf
 
 import numpy as np
 
@@ -40,8 +42,8 @@ def choose_victim(
     if not ordered:
         return None
     first = ordered[0]
-    rank = (owes(first), first.priority)
-    alike = [r for r in ordered[:COMPARED] if (owes(r), r.priority) == rank]
+    rank = (owes(first), first.priority, isinf(first.deadline_s))
+    alike = [r for r in ordered[:COMPARED] if (owes(r), r.priority, isinf(r.deadline_s)) == rank]
     return max(alike, key=lambda r: (worth(r), r.arrival))
 
 

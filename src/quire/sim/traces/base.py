@@ -29,6 +29,8 @@ class TraceRequest:
         prompt: what it asks, piece by piece; at least one token.
         answer: what was generated; 0 tokens where nothing was.
         tenant: on whose account.
+        priority: lower goes first, within its tenant.
+        deadline_s: seconds from its arrival in which its answer is wanted; None: whenever.
     """
 
     line: int
@@ -36,6 +38,8 @@ class TraceRequest:
     prompt: tuple[Segment, ...]
     answer: Segment
     tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    deadline_s: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

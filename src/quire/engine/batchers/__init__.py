@@ -1,0 +1,1 @@
+"""How a batch changes: who may enter it at a step, and what a step contains. One rule a file."""

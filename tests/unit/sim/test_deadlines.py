@@ -1,0 +1,139 @@
+"""Deadlines and urgency on a clock: who has to be early is, whatever the batcher."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.sim.metrics import summarise
+from quire.sim.models import model_shape
+from quire.sim.run import SimConfig, make_simulator, simulate
+from unit.sim.test_timing import RATES
+from unit.sim.traces import request, trace
+
+ROWS = 4
+TINY = model_shape("quire-tiny")
+BETWEEN_STEPS = ("continuous", "orca", "baton_pd", "baton_pd_best_fit", "baton_pd:hold=host")
+
+
+def config(batcher="continuous", *, memory="2MiB", urgent=None):
+    schedule = ScheduleConfig(max_running=ROWS, batcher=batcher, urgent=urgent, step_tokens=128)
+    kv = KVConfig(memory=memory, host_memory="4MiB", prefix_cache=False)
+    return SimConfig(model=TINY, rates=RATES, kv=kv, schedule=schedule)
+
+
+def jobs(count, seed):
+    """(prompt tokens, answer tokens, deadline in units of its own service) of short and long."""
+    rng = random.Random(seed)
+    short = [(rng.randint(5, 30), rng.randint(4, 12), 3.0) for _ in range(count)]
+    long = [(rng.randint(40, 120), rng.randint(60, 120), 12.0) for _ in range(count // 3)]
+    mixed = short + long
+    rng.shuffle(mixed)
+    return mixed
+
+
+def arrivals(load, seed, count=60):
+    """Poisson arrivals at a part of what the machine can serve, each with a deadline."""
+    mixed = jobs(count, seed)
+    at_once = trace(*(request(i, 0, p, a) for i, (p, a, _) in enumerate(mixed, 1)))
+    capacity_s = simulate(at_once, config()).gauges.time_s / len(mixed)
+    rng, now_s, found = random.Random(seed + 1), 0.0, []
+    for number, (prompt, answer, slack) in enumerate(mixed, 1):
+        deadline_s = slack * ROWS * capacity_s * (answer + prompt / 16) / 30
+        asked = request(number, now_s, prompt, answer)
+        found.append(replace(asked, deadline_s=deadline_s))
+        now_s += rng.expovariate(load / capacity_s)
+    return trace(*found)
+
+
+def met(load, batcher, *, known):
+    """Part of the deadlines that were met; the scheduler knows of them or serves who came first."""
+    kept = total = 0
+    for seed in range(2):
+        asked = arrivals(load, seed)
+        seen = asked if known else trace(*(replace(r, deadline_s=None) for r in asked.requests))
+        result = simulate(seen, config(batcher))
+        for record, wanted in zip(result.records, asked.requests, strict=True):
+            kept += record.finish_s <= wanted.arrival_s + wanted.deadline_s
+            total += 1
+    return kept / total
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8, 1.1])
+def test_more_deadlines_are_met_than_by_serving_who_came_first(load):
+    """Part of 160 deadlines met, by load; in the right columns whoever came first is served.
+
+    batcher      0.5             0.8             1.1
+    continuous   1.000  0.950    1.000  0.806    0.938  0.450
+    orca         1.000  0.950    0.981  0.806    0.963  0.450
+    baton_pd     1.000  0.963    0.963  0.812    0.825  0.456
+    """
+    assert met(load, "continuous", known=True) > met(load, "continuous", known=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batcher", ["orca", "baton_pd"])
+@pytest.mark.parametrize("load", [0.5, 0.8, 1.1])
+def test_so_it_is_under_other_batchers(batcher, load):
+    assert met(load, batcher, known=True) > met(load, batcher, known=False)
+
+
+def test_deadlines_met_are_among_the_numbers():
+    late = replace(request(1, 0, 50, 20), deadline_s=1e-6)
+    early = replace(request(2, 0, 50, 20), deadline_s=1e6)
+
+    numbers = summarise(simulate(trace(late, early, request(3, 0, 5, 5)), config()))
+
+    assert numbers["deadlines_met_fraction"] == 0.5
+
+
+# ---- urgency -----------------------------------------------------------------------------------
+
+
+class WatchedTimer:
+    """A timer that remembers its longest step."""
+
+    def __init__(self, timer):
+        self.timer, self.model, self.longest_s = timer, timer.model, 0.0
+
+    def seconds(self, *step):
+        seconds = self.timer.seconds(*step)
+        self.longest_s = max(self.longest_s, seconds)
+        return seconds
+
+
+def longest_wait(batcher, memory, urgent):
+    """Of urgent requests among long ones: (their longest queue time, the longest step)."""
+    rng = random.Random(5)
+    asked = []
+    for number in range(1, 24):
+        prompt, answer = rng.randint(5, 90), rng.randint(40, 90)
+        asked.append(request(number, 0.0005 * number, prompt, answer))
+    for number in range(40, 46):
+        arrival_s = 0.005 * (number - 39) + 0.002 * rng.random()  # four at once at most
+        asked.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
+    asked.sort(key=lambda r: r.arrival_s)
+    simulator = make_simulator(trace(*asked), config(batcher, memory=memory, urgent=urgent))
+    simulator.timer = WatchedTimer(simulator.timer)
+    records = simulator.run().records
+    waits = [r.queue_s for r, a in zip(records, asked, strict=True) if a.priority == -1]
+    return max(waits), simulator.timer.longest_s
+
+
+@pytest.mark.parametrize("memory", ["2MiB", "700KiB"])
+@pytest.mark.parametrize("batcher", BETWEEN_STEPS)
+def test_an_urgent_request_waits_for_one_step_at_most(batcher, memory):
+    wait_s, step_s = longest_wait(batcher, memory, urgent=-1)
+    plain_s, _ = longest_wait(batcher, memory, urgent=None)
+
+    assert wait_s <= step_s
+    assert plain_s > step_s
+
+
+@pytest.mark.parametrize("batcher", ["static", "pd"])
+def test_batches_that_run_to_their_end_let_nobody_in_between_steps(batcher):
+    wait_s, step_s = longest_wait(batcher, "2MiB", urgent=-1)
+
+    assert wait_s > 3 * step_s
