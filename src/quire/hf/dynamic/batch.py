@@ -86,7 +86,7 @@ class DynamicBatch:
         *,
         sampling: SamplingParams | None = None,
         priority: int = 0,
-        deadline_s: float | None = None,
+        deadline_s: int | float | None = None,
     ) -> Query:
         """Take a query into the line.
 

@@ -93,6 +93,8 @@ class Filling:
         if self.rule.runs_to_end:
             self._begin_batch(record)
             return
+        if not self._seats.live:
+            self._seats.close()
         while len(self._seats.live) < self._options.batch_size:
             query = self._next(record)
             if query is None or not self._has_room(query):
@@ -117,6 +119,7 @@ class Filling:
     def _has_room(self, query: Query) -> bool:
         seats = self._seats
         if not seats.live:
+            self._memory.make_room_for(query)
             return True
         rows = max(len(seats.rows), len(seats.live) + 1)
         return self._memory.fits(rows, max(seats.columns, query.num_to_read))
@@ -172,11 +175,7 @@ class Filling:
 
     def _begin_batch(self, record: StepRecord) -> None:
         """Begin a batch that runs to its end, in a slab of just the size it will need."""
-        line = sorted([*self._line.ready, *self._line.waiting], key=_rank)
-        members = line[: self._options.batch_size]
-        self._seats.close()
-        while len(members) > 1 and not self._memory.may_hold(len(members), final_columns(members)):
-            members.pop()
+        members = self._members()
         if not members:
             return
         self._seats.start_over(len(members), final_columns(members))
@@ -189,11 +188,27 @@ class Filling:
             return
         while unread:
             group = self.rule.next_group(replace(self.view(), waiting=unread))
+            group = self._memory.affordable(group) or group[:1]
             self._read(group, record)
             for query in group:
                 if query.state is QueryState.READY:
                     self._embed(query)
             unread = [query for query in unread if query not in group]
+
+    def _members(self) -> list[Query]:
+        """Who begins together. Where prompts are shaped, those with KV and those without do not."""
+        first = self._line.first()
+        if first is None:
+            return []
+        self._seats.close()
+        everybody = sorted([*self._line.ready, *self._line.waiting], key=_rank)
+        if self.rule.shapes:
+            everybody = [query for query in everybody if query.state is first.state]
+        members = everybody[: self._options.batch_size]
+        apart = not self.rule.shapes
+        while len(members) > 1 and not self._memory.may_begin(members, apart=apart):
+            members.pop()
+        return members
 
     # ---- prompts read apart --------------------------------------------------------------------
 
@@ -204,8 +219,8 @@ class Filling:
         if self.reading is not None and not self._urgent():
             self._advance(self.reading, self.reading.num_tokens, record)
             return True
-        group = self.rule.next_group(self.view())
-        if not group or not self._memory.may_read(group):
+        group = self._memory.affordable(self.rule.next_group(self.view()))
+        if not group:
             return False
         self._read(group, record)
         return True
@@ -227,8 +242,8 @@ class Filling:
         if not self.in_background or not self._seats.live:
             return
         if self.reading is None and len(self._line.ready) < _READ_AHEAD:
-            group = self.rule.next_group(self.view())
-            if not group or not self._memory.may_read(group):
+            group = self._memory.affordable(self.rule.next_group(self.view()))
+            if not group:
                 return
             self.reading = self._begin(group)
         if self.reading is not None:
@@ -263,5 +278,5 @@ class Filling:
                 self._line.stand_ready(query)
 
 
-def _rank(query: Query) -> tuple[float, float, int]:
+def _rank(query: Query) -> tuple[int, int | float, int]:
     return query.rank

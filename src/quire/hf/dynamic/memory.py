@@ -7,7 +7,7 @@ from quire.hf.dynamic.line import Line
 from quire.hf.dynamic.options import HOST, BatchOptions
 from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.reading import reading_bytes
-from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.seats import Seats, final_columns
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns
@@ -50,8 +50,10 @@ class BatchMemory:
         """
         if self._scale_at is None:
             return
-        tokens = query.final_tokens
-        alone = self._model.shape.growing_bytes(1, tokens + spare_columns(tokens))
+        tokens, shape = query.final_tokens, self._model.shape
+        read = query.num_to_read
+        entering = shape.growing_bytes(1, read + spare_columns(read)) + shape.token_bytes * read
+        alone = max(shape.growing_bytes(1, tokens + spare_columns(tokens)), entering)
         if alone > self._scale_at:
             raise NeverFits(
                 f"a query of {tokens:,} tokens takes {alone:,} B of KV alone, scale_at is "
@@ -71,17 +73,35 @@ class BatchMemory:
         limit = self._scale_at * (_COMES_BACK if more else 1.0)
         return self._others() + self._seats.peak_bytes(rows, columns) <= limit
 
-    def may_read(self, group: list[Query]) -> bool:
-        """Whether a group's KV may come beside what there is; where nothing runs it must."""
-        if self._scale_at is None or not self._seats.live:
-            return True
-        return self.device.used_bytes + reading_bytes(self._model, group) <= self._scale_at
+    def affordable(self, group: list[Query]) -> list[Query]:
+        """As many of a group as may be read beside what there is; one where nothing runs."""
+        if self._scale_at is None:
+            return group
+        room = self._scale_at - self.device.used_bytes
+        least = 0 if self._seats.live or self._line.ready else 1
+        while len(group) > least and reading_bytes(self._model, group) > room:
+            group = group[:-1]
+        return group
 
-    def may_hold(self, rows: int, columns: int) -> bool:
-        """Whether a slab of just this size may be begun."""
+    def may_begin(self, members: list[Query], *, apart: bool) -> bool:
+        """Whether a batch that runs to its end may begin with these.
+
+        Args:
+            members: of the batch.
+            apart: their prompts are read beside the slab.
+        """
         if self._scale_at is None:
             return True
-        return self._others() + self._model.shape.slab_bytes(rows, columns) <= self._scale_at
+        slab = self._model.shape.slab_bytes(len(members), final_columns(members))
+        longest = max(members, key=lambda query: query.num_to_read)
+        beside = reading_bytes(self._model, [longest]) if apart else 0
+        return self._others() + slab + beside <= self._scale_at
+
+    def make_room_for(self, query: Query) -> None:
+        """Where nothing runs, let others wait on the host until this one can enter."""
+        while not self.fits(1, query.num_to_read, more=False):
+            if not self._send_ready_to_host(but=query):
+                return
 
     def _others(self) -> int:
         return self.device.used_bytes - self._seats.num_bytes
@@ -109,9 +129,9 @@ class BatchMemory:
     def _taken(self) -> int:
         return max(1, len(self._seats.live))
 
-    def _send_ready_to_host(self) -> bool:
+    def _send_ready_to_host(self, but: Query | None = None) -> bool:
         for query in self._line.ready:
-            if query.kv is not None and query.kv.lies_in(self.device):
+            if query is not but and query.kv is not None and query.kv.lies_in(self.device):
                 self._to_host(query)
                 return True
         return False

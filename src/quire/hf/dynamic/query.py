@@ -61,14 +61,14 @@ class Query:
     params: SamplingParams
     sampling_seed: int = 0
     priority: int = 0
-    deadline_s: float | None = None
+    deadline_s: int | float | None = None
     output_token_ids: list[int] = field(default_factory=list)
     state: QueryState = QueryState.WAITING
     finish_reason: str | None = None
     row: int | None = None
     kv: OutsideKV | None = None
     times_s: list[float] = field(default_factory=list)
-    submitted_s: float = 0.0
+    submitted_s: int | float = 0.0
     entered_s: float | None = None
     finished_s: float | None = None
     preemptions: int = 0
@@ -99,12 +99,17 @@ class Query:
         return self.params.max_tokens - len(self.output_token_ids)
 
     @property
+    def columns_left(self) -> int:
+        """Columns that follow those it has to read; the last token takes none."""
+        return self.tokens_left - (not self.output_token_ids)
+
+    @property
     def final_tokens(self) -> int:
         """Slots it takes at its end at most; the last token has none."""
         return len(self.prompt_token_ids) + self.params.max_tokens - 1
 
     @property
-    def rank(self) -> tuple[float, float, int]:
+    def rank(self) -> tuple[int, int | float, int]:
         """Its place in line: by priority, then deadline, then arrival."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
         return (-self.priority, deadline_s, self.number)

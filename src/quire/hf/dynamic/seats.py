@@ -80,7 +80,9 @@ class Seats:
         """Most bytes of the slab when it comes to hold so many rows and columns."""
         spare = spare_columns(columns)
         if self.slab is not None and rows == self.slab.rows:
-            capacity = self.slab.window.capacity
+            window, capacity = self.slab.window, self.slab.window.capacity
+            if window.has_room(columns - window.width):
+                return self.num_bytes
             if columns + spare // 2 <= capacity:
                 return self._shape.growing_bytes(rows, capacity)
         return self._shape.growing_bytes(rows, columns + spare)
@@ -133,6 +135,6 @@ class Seats:
 
 
 def final_columns(queries: Sequence[Query]) -> int:
-    """Columns of a batch that is read together and runs to its end."""
+    """Columns of a batch that begins together and runs to its end."""
     longest = max(query.num_to_read for query in queries)
-    return longest + max(query.tokens_left for query in queries) - 1
+    return longest + max(query.columns_left for query in queries)
