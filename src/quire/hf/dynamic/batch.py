@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ class DynamicBatch:
             prompt_token_ids: what is asked.
             max_new_tokens: to be generated at most.
             sampling: how tokens are chosen, seed and stop ids included; greedy if not said.
-            priority: higher ones go first and may take the row of a lower one.
+            priority: lower goes first, and may take the row of a higher one.
             deadline_s: on the options' clock; of equal priorities the earliest goes first.
 
         Returns:
@@ -233,7 +232,7 @@ class DynamicBatch:
         rows = list(self._seats.rows)
         fed = [self._fed(query) for query in rows]
         record.queued = self.num_queued > 0
-        started_s = perf_counter()
+        started_s = self.options.clock()
         try:
             logits = self._model.decode(slab, fed)
         except SlabFull:
@@ -242,7 +241,7 @@ class DynamicBatch:
         live = [row for row, query in enumerate(rows) if query is not None]
         running = [query for query in rows if query is not None]
         self._choose(running, logits if len(live) == len(rows) else logits[live])
-        record.decode_s = perf_counter() - started_s
+        record.decode_s = self.options.clock() - started_s
         record.rows, record.live = len(rows), len(live)
         record.columns, record.new_columns = slab.window.width, max(map(len, fed))
         record.valid_tokens = sum(slab.lengths[row] for row in live)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter
 
 from torch import Tensor
 
@@ -72,7 +71,7 @@ class Filling:
     # ---- rows ----------------------------------------------------------------------------------
 
     def make_way(self) -> None:
-        """Take rows from lower priorities for higher ones that find none free."""
+        """Take rows from those who are less urgent for others who find none free."""
         if self.rule.runs_to_end:
             return
         free = self._options.batch_size - len(self._seats.live)
@@ -80,10 +79,10 @@ class Filling:
             if free > 0 and self._has_room(candidate):
                 free -= 1
                 continue
-            lowest = max(self._seats.live, key=_rank, default=None)
-            if lowest is None or lowest.priority >= candidate.priority:
+            last = max(self._seats.live, key=_rank, default=None)
+            if last is None or last.priority <= candidate.priority:
                 return
-            self._memory.take_out(lowest)
+            self._memory.take_out(last)
 
     def fill(self, record: StepRecord) -> None:
         """Fill the rows that are open."""
@@ -230,7 +229,7 @@ class Filling:
         if not self._line.waiting:
             return False
         others = [*self._seats.live, *(self.reading.queries if self.reading else ())]
-        return all(self._line.waiting[0].priority > other.priority for other in others)
+        return all(self._line.waiting[0].priority < other.priority for other in others)
 
     def _read(self, group: list[Query], record: StepRecord) -> None:
         reading = self._begin(group)
@@ -258,10 +257,10 @@ class Filling:
         return Reading(self._model, group, self._memory.device)
 
     def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
-        started_s = perf_counter()
+        started_s = self._options.clock()
         seen = reading.columns_read
         columns = reading.advance(tokens)
-        taken_s = perf_counter() - started_s
+        taken_s = self._options.clock() - started_s
         record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
         if not reading.done:
             return

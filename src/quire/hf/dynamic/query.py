@@ -44,7 +44,7 @@ class Query:
         prompt_token_ids: what was asked.
         params: how tokens are chosen and when to stop.
         sampling_seed: where `params.seed` is None.
-        priority: higher ones go first, and may take the row of a lower one.
+        priority: lower goes first, as in the engine, and may take the row of a higher one.
         deadline_s: on the batch's clock; of equal priorities the earliest goes first.
         output_token_ids: what has been answered.
         state: where it stands.
@@ -112,4 +112,4 @@ class Query:
     def rank(self) -> tuple[int, int | float, int]:
         """Its place in line: by priority, then deadline, then arrival."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
-        return (-self.priority, deadline_s, self.number)
+        return (self.priority, deadline_s, self.number)

@@ -69,7 +69,7 @@ class BatchRule(ABC):
         if not view.ready:
             return None
         first = view.ready[0]
-        outranked = view.waiting and view.waiting[0].priority > first.priority
+        outranked = view.waiting and view.waiting[0].priority < first.priority
         return None if outranked else first
 
 
@@ -85,7 +85,7 @@ def similar_group(waiting: Sequence[Query], most: int, group_tokens: int) -> lis
     for query in waiting[: 4 * most]:
         lengths = [member.num_to_read for member in (*group, query)]
         shortest, longest = min(lengths), max(lengths)
-        if group and query.priority < group[0].priority:
+        if group and query.priority > group[0].priority:
             break
         if longest > max(SIMILAR * shortest, shortest + SIMILAR_TOKENS):
             continue
