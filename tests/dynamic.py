@@ -46,9 +46,12 @@ class Seen:
         self.bytes.append(batch.last.kv_bytes)
 
 
-def run(batch: DynamicBatch, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> Seen:
+def run(
+    batch: DynamicBatch, prompts: list[list[int]], new_tokens: int | list[int] = NEW_TOKENS
+) -> Seen:
     """All at once, to the end."""
-    seen = Seen([batch.submit(prompt, new_tokens) for prompt in prompts])
+    counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+    seen = Seen([batch.submit(p, count) for p, count in zip(prompts, counts, strict=True)])
     while batch.has_work:
         seen.step(batch)
     return seen

@@ -1,6 +1,6 @@
 """Every query's tokens are those of its run alone: all batchers, arrivals, preemptions, sizes."""
 
-from functools import partialmethod
+from functools import cache, partialmethod
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
 from dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
-from engines import engine_for, expect, greedy, load, make_prompts
+from engines import Expected, engine_for, expect, greedy, load, make_prompts
 from quire.hf import DynamicBatch
 from quire.kv.dense.slab import DenseSlab
 
@@ -36,6 +36,11 @@ ALL = [
 ]
 
 
+@cache
+def expected_of(architecture: str) -> list[Expected]:
+    return expect(architecture, PROMPTS)
+
+
 def options(architecture: str, rule: str, how: str) -> dict[str, object]:
     """`scale_at` is a share of the peak of a run without it."""
     named = dict(HOW[how]) | {"batch_size": 4, "batcher": rule}
@@ -53,7 +58,7 @@ def check(architecture: str, rule: str, how: str, seed: int) -> None:
 
     seen = run_at_random(batch, PROMPTS, seed)
 
-    check_answers(seen, expect(architecture, PROMPTS))
+    check_answers(seen, expected_of(architecture))
     check_empty(batch)
     if rule in CHANGING and how != "tight":
         assert any(handle.preemptions for handle in seen.handles)
@@ -80,7 +85,7 @@ def test_the_dense_slab_and_the_engines_pages_give_the_same_tokens(architecture)
 
     seen = run(DynamicBatch(build(architecture), batch_size=4), PROMPTS)
 
-    expected = expect(architecture, PROMPTS)
+    expected = expected_of(architecture)
     for handle, paged, alone in zip(seen.handles, tokens.values(), expected, strict=True):
         assert alone.agrees(handle.token_ids, 1e-4)
         assert alone.agrees(paged, 1e-4)

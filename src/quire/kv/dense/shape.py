@@ -46,15 +46,14 @@ class KVShape:
         """Keys and values of one token in all layers."""
         return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
 
-    def layer_bytes(self, layer: int, rows: int, columns: int) -> int:
-        """Keys and values of a layer, rows x columns."""
-        return self.layers[layer].numbers * rows * columns * self.dtype.itemsize
-
     def slab_bytes(self, rows: int, capacity: int) -> int:
         """A slab of this size: keys, values, positions."""
         return (self.token_bytes + POSITION_BYTES) * rows * capacity
 
     def growing_bytes(self, rows: int, capacity: int) -> int:
-        """Most that is held while a slab comes to this size: one layer is there twice."""
-        largest = max(layer.numbers for layer in self.layers) * self.dtype.itemsize
+        """Most that is held while a slab comes to this size: a layer's keys are there twice."""
+        heads = max(
+            found.num_kv_heads * max(found.key_dim, found.value_dim) for found in self.layers
+        )
+        largest = heads * self.dtype.itemsize
         return self.slab_bytes(rows, capacity) + (largest + POSITION_BYTES) * rows * capacity

@@ -30,11 +30,8 @@ class SlabTensors:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._shape, self._meter, self._filler = shape, meter, filler
-        self._rows, self._capacity = rows, capacity
-        for layer in range(len(shape.layers)):
-            keys, values = self._empty(layer, rows, capacity)
-            self.keys.append(keys)
-            self.values.append(values)
+        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+            parts += [self._empty(layer, dim, rows, capacity) for layer, dim in enumerate(dims)]
 
     def write(
         self,
@@ -76,7 +73,7 @@ class SlabTensors:
     def rebuild(
         self, rows: Sequence[int | None], capacity: int, source: slice, target: slice
     ) -> None:
-        """Change rows and capacity, one layer after the other: never two whole slabs.
+        """Change rows and capacity, one tensor after the other: never two whole slabs.
 
         Args:
             rows: which row each new one is, None for an empty one.
@@ -84,13 +81,12 @@ class SlabTensors:
             source: columns that are kept.
             target: where they lie afterwards.
         """
-        for layer in range(len(self.keys)):
-            keys, values = self._empty(layer, len(rows), capacity)
-            copy_rows(keys[:, :, target], self.keys[layer][:, :, source], rows)
-            copy_rows(values[:, :, target], self.values[layer][:, :, source], rows)
-            self._drop(layer)
-            self.keys[layer], self.values[layer] = keys, values
-        self._rows, self._capacity = len(rows), capacity
+        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+            for layer, (old, dim) in enumerate(zip(list(parts), dims, strict=True)):
+                new = self._empty(layer, dim, len(rows), capacity)
+                copy_rows(new[:, :, target], old[:, :, source], rows)
+                self._drop(parts, layer)
+                parts[layer] = new
 
     def split(self, lengths: Sequence[int]) -> list[list[Layer]]:
         """Each row's first columns on their own, packed; the slab's tensors are given up.
@@ -104,29 +100,29 @@ class SlabTensors:
                 keys, values = self.view(layer, row, slice(0, lengths[row]))
                 self._meter.take((keys.numel() + values.numel()) * keys.element_size())
                 parts.append((_packed(keys), _packed(values)))
-            self._drop(layer)
+            self._drop(self.keys, layer)
+            self._drop(self.values, layer)
         return found
 
     def free(self) -> None:
         """Give everything back."""
-        for layer in range(len(self.keys)):
-            self._drop(layer)
+        for parts in (self.keys, self.values):
+            for layer in range(len(parts)):
+                self._drop(parts, layer)
 
-    def _drop(self, layer: int) -> None:
-        self._meter.give(self._shape.layer_bytes(layer, self._rows, self._capacity))
-        self.keys[layer] = self.values[layer] = self.keys[layer].new_empty(0)
+    def _drop(self, parts: list[Tensor], layer: int) -> None:
+        self._meter.give(parts[layer].numel() * parts[layer].element_size())
+        parts[layer] = parts[layer].new_empty(0)
 
-    def _empty(self, layer: int, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
-        self._meter.take(self._shape.layer_bytes(layer, rows, capacity))
-        found = self._shape.layers[layer]
+    def _dims(self) -> tuple[list[int], list[int]]:
+        layers = self._shape.layers
+        return [layer.key_dim for layer in layers], [layer.value_dim for layer in layers]
 
-        def empty(dim: int) -> Tensor:
-            size = (rows, found.num_kv_heads, capacity, dim)
-            return torch.full(
-                size, self._filler, dtype=self._shape.dtype, device=self._shape.device
-            )
-
-        return empty(found.key_dim), empty(found.value_dim)
+    def _empty(self, layer: int, dim: int, rows: int, capacity: int) -> Tensor:
+        size = (rows, self._shape.layers[layer].num_kv_heads, capacity, dim)
+        made = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
+        self._meter.take(made.numel() * made.element_size())
+        return made
 
 
 def copy_rows(new: Tensor, old: Tensor, rows: Sequence[int | None]) -> None:
