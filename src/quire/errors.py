@@ -11,6 +11,7 @@
     │   └── NeverFits                   one request needs more KV than the whole pool has
     ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
     ├── HostPoolFull                    the host pool is full now; who is thrown out is read again
+    ├── SlabFull                        a dense slab would pass the columns it may have
     ├── EngineDead                      the step loop has ended; no request is taken any more
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
@@ -77,6 +78,10 @@ class OutOfPages(QuireError):
 
 class HostPoolFull(QuireError):
     """The host pool cannot take the pages of what is to be swapped out. Nothing was changed."""
+
+
+class SlabFull(QuireError):
+    """A dense slab needs more columns than it may have. Nothing was changed."""
 
 
 class EngineDead(QuireError):

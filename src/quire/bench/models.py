@@ -54,6 +54,21 @@ def llama_small() -> LlamaConfig:
     )
 
 
+def llama_wide() -> LlamaConfig:
+    """A shape whose steps read mostly weights: 4 layers of 512, 8 heads over 2 KV heads."""
+    return LlamaConfig(
+        vocab_size=4_000,
+        hidden_size=512,
+        intermediate_size=2_048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=False,
+    )
+
+
 def random_weights(config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """A Transformers model of this shape; the same seed and dtype give the same weights."""
     with torch.random.fork_rng(devices=[]):

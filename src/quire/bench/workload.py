@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from quire.bench.models import llama_125m, llama_small, llama_tiny
+from quire.bench.models import llama_125m, llama_small, llama_tiny, llama_wide
 from quire.errors import ConfigError
 from quire.kv.config import KVConfig
 from quire.spec.model import ModelSpec
 
-SHAPES = {"125m": llama_125m, "small": llama_small, "tiny": llama_tiny}
+SHAPES = {"125m": llama_125m, "wide": llama_wide, "small": llama_small, "tiny": llama_tiny}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

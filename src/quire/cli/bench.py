@@ -13,6 +13,7 @@ from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_quant import quant
+from quire.cli.bench_rebatch import rebatch
 from quire.cli.bench_soak import soak
 from quire.cli.bench_stack import stack
 from quire.cli.bench_throughput import throughput
@@ -28,6 +29,7 @@ bench_app.command("batch-max")(batch_max)
 bench_app.command()(eviction)
 bench_app.command()(kvcrush)
 bench_app.command()(quant)
+bench_app.command()(rebatch)
 bench_app.command()(stack)
 bench_app.command("batch-plan")(batch_plan)
 

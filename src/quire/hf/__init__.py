@@ -1,5 +1,6 @@
-"""Quire's KV memory and eviction rules inside Transformers: a cache for `model.generate`."""
+"""Quire's KV memory and eviction rules inside Transformers: caches, and batches that change."""
 
 from quire.hf.cache import QuireCache
+from quire.hf.dynamic.batch import DynamicBatch
 
-__all__ = ["QuireCache"]
+__all__ = ["DynamicBatch", "QuireCache"]

@@ -1,0 +1,83 @@
+"""What the rebatch bench runs, at full size and small."""
+
+from dataclasses import dataclass, field
+
+W1, W2, TRACE = "w1", "w2", "trace"
+STATIC, SHAPING, EMBEDDING, CONTINUOUS = "static", "baton", "baton_pd", "continuous"
+ALL_ARMS = (STATIC, "pd", "orca", SHAPING, EMBEDDING, "baton_pd_best_fit", CONTINUOUS)
+FEW_ARMS = (STATIC, "orca", EMBEDDING, "baton_pd_best_fit", CONTINUOUS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+    """One of the paper's workloads.
+
+    Attributes:
+        name: w1 or w2.
+        scale: factor on its lengths.
+        batches: rows, one run of every arm for each.
+        arms: batchers, in turns.
+        queries: only the first so many; None: all.
+    """
+
+    name: str
+    scale: float
+    batches: tuple[int, ...]
+    arms: tuple[str, ...]
+    queries: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """The recorded trace.
+
+    Attributes:
+        requests: the first so many.
+        scale: factor on their lengths.
+        load: arrivals a second over what ideal list scheduling answers a second.
+        batch: rows.
+        memory_share: of what `baton_pd` takes without a limit; all arms get so much.
+        urgent_every: each of so many is urgent.
+        arms: batchers, in turns.
+    """
+
+    requests: int = 120
+    scale: float = 0.1
+    load: float = 0.8
+    batch: int = 8
+    memory_share: float = 0.6
+    urgent_every: int = 8
+    arms: tuple[str, ...] = ALL_ARMS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebatchConfig:
+    """What is run.
+
+    Attributes:
+        model: a name in SHAPES, random weights in float32.
+        w1, w2: the workloads.
+        trace: the recorded one.
+        repeats: rounds of all arms.
+        shaping_columns: of vector shaping's slab at most, over what the static batches need.
+        clock: wall, or cpu to try it out on a busy machine.
+    """
+
+    model: str = "wide"
+    w1: WorkloadConfig = WorkloadConfig(name=W1, scale=0.05, batches=(4, 8), arms=ALL_ARMS)
+    w2: WorkloadConfig = WorkloadConfig(
+        name=W2, scale=0.25, batches=(2, 4, 6, 8, 10), arms=FEW_ARMS
+    )
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    repeats: int = 3
+    shaping_columns: int = 8
+    clock: str = "wall"
+
+
+QUICK_REBATCH = RebatchConfig(
+    model="tiny",
+    w1=WorkloadConfig(name=W1, scale=0.01, batches=(4, 8), arms=ALL_ARMS, queries=40),
+    w2=WorkloadConfig(name=W2, scale=0.1, batches=(2, 4, 6, 8, 10), arms=FEW_ARMS),
+    trace=TraceConfig(requests=30, scale=0.05),
+    repeats=1,
+)

@@ -1,0 +1,93 @@
+"""What the rebatch bench asks: BATON's two workloads, and a recorded trace, with scaled lengths."""
+
+import csv
+import random
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+
+from quire.sim.traces.loading import load_trace
+from quire.sim.traces.options import TraceOptions
+
+_LENGTHS, _TRACE = "rebatch_lengths.csv", "azure_conversation.csv.gz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One query.
+
+    Attributes:
+        prompt_tokens: what it asks.
+        new_tokens: of its answer, which never ends early.
+        arrival_s: when it comes.
+        priority: lower goes first.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    arrival_s: float = 0.0
+    priority: int = 1
+
+    @property
+    def final_tokens(self) -> int:
+        """Prompt and answer."""
+        return self.prompt_tokens + self.new_tokens
+
+
+Load = tuple[Asked, ...]
+
+
+def workload(name: str, scale: float, queries: int | None = None) -> Load:
+    """A workload of BATON's section 5.1; its lengths were drawn once and are shipped.
+
+    w1: 120 queries, long-in short-out : short-in long-out : short-short = 1:1:2, long 4,680 to
+    5,720 tokens (4,000 words and a tenth more or less, 1.3 tokens a word), short 40 to 520. w2: 30
+    queries, both 40 to 260.
+
+    Args:
+        name: w1 or w2.
+        scale: factor on all lengths, which stay at least 2.
+        queries: only the first so many.
+    """
+    text = files("quire").joinpath("assets", _LENGTHS).read_text(encoding="utf-8")
+    rows = [row for row in csv.DictReader(text.splitlines()) if row["workload"] == name]
+    return tuple(
+        Asked(
+            prompt_tokens=_scaled(row["prompt_tokens"], scale),
+            new_tokens=_scaled(row["new_tokens"], scale),
+        )
+        for row in rows[:queries]
+    )
+
+
+def _scaled(tokens: str, scale: float) -> int:
+    return max(2, round(int(tokens) * scale))
+
+
+def recorded(requests: int, length_scale: float, span_s: float, urgent_every: int) -> Load:
+    """The first requests of the Azure conversation trace.
+
+    Args:
+        requests: so many.
+        length_scale: factor on lengths.
+        span_s: time from the first arrival to the last.
+        urgent_every: each of so many has priority 0, the others 1.
+    """
+    options = TraceOptions(requests=requests, length_scale=length_scale)
+    with as_file(files("quire").joinpath("assets", _TRACE)) as path:
+        trace = load_trace(path, options)
+    last_s = trace.requests[-1].arrival_s or 1.0
+    return tuple(
+        Asked(
+            prompt_tokens=max(2, request.prompt_tokens),
+            new_tokens=max(2, request.answer.tokens),
+            arrival_s=request.arrival_s / last_s * span_s,
+            priority=int(number % urgent_every != urgent_every - 1),
+        )
+        for number, request in enumerate(trace.requests)
+    )
+
+
+def prompt_ids(load: Load, vocab_size: int) -> list[list[int]]:
+    """Random tokens; the same in every process."""
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(asked.prompt_tokens)] for asked in load]

@@ -1,0 +1,1 @@
+"""A running batch of any Transformers model that queries enter and leave at every step."""

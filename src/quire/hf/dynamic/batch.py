@@ -1,0 +1,293 @@
+"""`DynamicBatch`: queries enter and leave a running batch of any Transformers model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quire.engine.sampler import Sampler
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.stop_rules import ending_token
+from quire.errors import RequestError, SlabFull
+from quire.hf.dynamic.checks import check_query, read_params
+from quire.hf.dynamic.filling import Filling
+from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.memory import BatchMemory
+from quire.hf.dynamic.options import BatchOptions
+from quire.hf.dynamic.query import Query, QueryState
+from quire.hf.dynamic.record import NewToken, StepRecord
+from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.slab_model import SlabModel
+from quire.kv.dense.meter import ByteMeter
+
+CANCELLED = "cancelled"
+_FETCHED_BEFORE = 2  # tokens: who is to enter has its KV on the device that long before
+
+
+class DynamicBatch:
+    """A batch whose rows are filled again as they fall free.
+
+        batch = DynamicBatch(model, batch_size=8, batcher="baton_pd")
+        handles = [batch.submit(ids, max_new_tokens=64) for ids in prompts]
+        batch.run()
+        answers = [handle.token_ids for handle in handles]
+
+    The model is driven by its ordinary forward and `past_key_values`; nothing about it is changed.
+
+    Args:
+        model: a causal language model of Transformers, in eval mode, on one device, with sdpa or
+            eager attention.
+        options: see `BatchOptions`; single ones can be given by name instead.
+
+    Attributes:
+        device_meter, host_meter: bytes of KV, now and at most; the device's count the slab, what is
+            being read and the prefilled queue.
+        last: what the last step did.
+
+    Raises:
+        UnsupportedModel: rows of different lengths cannot share its forward; says why.
+        ConfigError, UnknownName: an option is wrong.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, options: BatchOptions | None = None, **named: object
+    ) -> None:
+        self.options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
+        self._model = SlabModel(model)
+        self._eos_token_ids = self._model.eos_token_ids
+        self._sampler = Sampler(self._model.vocab_size, self._eos_token_ids)
+        limit = self.options.capacity_tokens or self._model.max_tokens
+        self._capacity_tokens = limit
+        self.device_meter = ByteMeter()
+        self.host_meter = ByteMeter(self.options.host_memory_bytes)
+        self._seats = Seats(self._model.shape, self.device_meter, limit)
+        self._line = Line()
+        self._memory = BatchMemory(
+            self._model, self.options, self._seats, self._line, self.device_meter, self.host_meter
+        )
+        self._filling = Filling(
+            self._model, self.options, self._seats, self._line, self._memory, self._choose_first
+        )
+        self._rule = self._filling.rule
+        self._new: list[NewToken] = []
+        self._count, self._seeds = 0, Random()
+        self.last = StepRecord()
+
+    # ---- queries -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
+        deadline_s: int | float | None = None,
+    ) -> Query:
+        """Take a query into the line.
+
+        Args:
+            prompt_token_ids: what is asked.
+            max_new_tokens: to be generated at most.
+            sampling: how tokens are chosen, seed and stop ids included; greedy if not said.
+            priority: lower goes first, and may take the row of a higher one.
+            deadline_s: on the options' clock; of equal priorities the earliest goes first.
+
+        Returns:
+            The handle: its `token_ids` grow, `finished` and `finish_reason` say when it is over.
+
+        Raises:
+            RequestError: it is wrong in itself; says why.
+            NeverFits: it needs more columns or bytes than there may be, even alone.
+        """
+        params = read_params(sampling, max_new_tokens)
+        check_query(
+            prompt_token_ids,
+            params,
+            vocab_size=self._model.vocab_size,
+            context_tokens=self._model.max_tokens,
+            capacity_tokens=self._capacity_tokens,
+        )
+        query = Query(
+            number=self._count,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            sampling_seed=self._seeds.getrandbits(63),
+            priority=priority,
+            deadline_s=deadline_s,
+            submitted_s=self.options.clock(),
+        )
+        self._memory.refuse_what_never_fits(query)
+        self._count += 1
+        self._line.wait(query)
+        return query
+
+    def cancel(self, query: Query) -> None:
+        """Give a query up, wherever it stands; others go on. What has ended stays as it is."""
+        if query.finished:
+            return
+        if query.state is QueryState.RUNNING:
+            self._seats.leave(query, clear=not self._rule.runs_to_end)
+        elif query.state is not QueryState.READING:
+            self._line.leave(query)
+        if query.kv is not None:
+            query.kv.free()
+            query.kv = None
+        self._finish(query, CANCELLED)
+
+    def preempt(self, query: Query) -> None:
+        """Take a running query out to the host now; it comes back when its turn comes.
+
+        Raises:
+            RequestError: it is in no row.
+        """
+        if query.state is not QueryState.RUNNING or self._rule.runs_to_end:
+            raise RequestError(
+                f"expected a running query of a batcher that changes its rows, got one that is "
+                f"{query.state.value} under {self.options.batcher}"
+            )
+        self._memory.take_out(query)
+
+    def extract(self, query: Query) -> Query:
+        """Take a query out for good, with all of its state; `adopt` puts it into a batch again.
+
+        Raises:
+            RequestError: it has ended, or its prompt is being read.
+        """
+        if query.finished or query.state is QueryState.READING:
+            raise RequestError(f"expected a query that goes on, got one {query.state.value}")
+        if query.state is QueryState.RUNNING:
+            self.preempt(query)
+        self._line.leave(query)
+        return query
+
+    def adopt(self, query: Query) -> None:
+        """Take over a query that was extracted from a batch of the same model.
+
+        Raises:
+            HostPoolFull: no room for its KV; nothing was changed.
+        """
+        if query.kv is not None:
+            query.kv = query.kv.moved(torch.device("cpu"), self.host_meter)
+        query.number = self._count
+        self._count += 1
+        if query.kv is None:
+            self._line.wait(query)
+        else:
+            self._line.stand_ready(query)
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some query has not ended."""
+        return bool(self._seats.live or len(self._line) or self._filling.reading)
+
+    @property
+    def num_running(self) -> int:
+        """Queries in rows."""
+        return len(self._seats.live)
+
+    @property
+    def num_queued(self) -> int:
+        """Queries without a row."""
+        reading = self._filling.reading
+        return len(self._line) + (len(reading.queries) if reading else 0)
+
+    def run(self) -> None:
+        """Step until every query has ended."""
+        while self.has_work:
+            self.step()
+
+    def step(self) -> list[NewToken]:
+        """Make room, fill rows, give every row its next token.
+
+        Returns:
+            New tokens, first ones of prompts included.
+
+        Raises:
+            SlabFull: vector shaping has left more holes than the capacity takes. Queries keep what
+                they have; nothing can go on but by `cancel`.
+        """
+        self._new = []
+        record = self.last = StepRecord()
+        self._memory.shrink()
+        self._filling.make_way()
+        self._filling.fill(record)
+        if self._seats.live:
+            self._decode(record)
+        self._filling.read_ahead(record)
+        self._fetch()
+        if not self.has_work:
+            self._seats.close()
+        record.kv_bytes = self.device_meter.used_bytes
+        return self._new
+
+    def _decode(self, record: StepRecord) -> None:
+        slab = self._seats.slab
+        assert slab is not None
+        rows = list(self._seats.rows)
+        fed = [self._fed(query) for query in rows]
+        record.queued = self.num_queued > 0
+        started_s = self.options.clock()
+        try:
+            logits = self._model.decode(slab, fed)
+        except SlabFull:
+            self._filling.take_back()
+            raise
+        live = [row for row, query in enumerate(rows) if query is not None]
+        running = [query for query in rows if query is not None]
+        self._choose(running, logits if len(live) == len(rows) else logits[live])
+        record.decode_s = self.options.clock() - started_s
+        record.rows, record.live = len(rows), len(live)
+        record.columns, record.new_columns = slab.window.width, max(map(len, fed))
+        record.valid_tokens = sum(slab.lengths[row] for row in live)
+        for query in running:
+            if query.finished:
+                self._seats.leave(query, clear=not self._rule.runs_to_end)
+
+    def _fed(self, query: Query | None) -> list[int]:
+        """Tokens a row's query processes in this step."""
+        if query is None:
+            return []
+        if query not in self._filling.shaped:
+            return query.output_token_ids[-1:]
+        if query.entered_s is None:
+            query.entered_s = self.options.clock()
+        return [*query.prompt_token_ids, *query.output_token_ids]
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    def _choose_first(self, logits: dict[Query, Tensor]) -> None:
+        """First tokens of prompts that were read; who was read again has them already."""
+        fresh = [query for query in logits if not query.output_token_ids and not query.finished]
+        if fresh:
+            self._choose(fresh, torch.stack([logits[query] for query in fresh]))
+
+    def _choose(self, queries: Sequence[Query], logits: Tensor) -> None:
+        now_s = self.options.clock()
+        for query, token in zip(queries, self._sampler.sample(logits, queries), strict=True):
+            if token.error is not None:
+                self._finish(query, f"error: {token.error}")
+                continue
+            query.output_token_ids.append(token.token_id)
+            query.times_s.append(now_s)
+            self._new.append(NewToken(query, token.token_id))
+            ending = ending_token(
+                query.params, self._eos_token_ids, token.token_id, len(query.output_token_ids)
+            )
+            if ending is not None:
+                self._finish(query, ending.finish_reason)
+
+    def _finish(self, query: Query, reason: str) -> None:
+        query.state, query.finish_reason = QueryState.FINISHED, reason
+        query.finished_s = self.options.clock()
+
+    def _fetch(self) -> None:
+        """Bring the next query's KV to the device before a row is expected to fall free."""
+        soon = any(query.tokens_left <= _FETCHED_BEFORE for query in self._seats.live)
+        if soon and self._line.ready:
+            self._memory.fetch(self._line.ready[0])

@@ -1,0 +1,66 @@
+"""What a dynamic batch refuses before it takes any memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import NeverFits, RequestError
+from quire.models.generation import GenerationDefaults
+
+
+def read_params(params: SamplingParams | None, max_new_tokens: int) -> SamplingParams:
+    """Options of a query, filled; greedy where nothing is said.
+
+    Raises:
+        RequestError: what needs text, or more than one answer.
+    """
+    if max_new_tokens < 1:
+        raise RequestError(f"expected max_new_tokens >= 1, got {max_new_tokens}")
+    found = replace(params or SamplingParams(), max_tokens=max_new_tokens)
+    if found.num_sequences != 1 or found.stop or found.prompt_logprobs is not None:
+        raise RequestError(
+            "expected one answer a query, ended by token ids: a DynamicBatch has no n, best_of, "
+            "beams, stop texts or prompt_logprobs; quire.LLM has"
+        )
+    return found.resolve(GenerationDefaults())
+
+
+def check_query(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    context_tokens: int | None,
+    capacity_tokens: int | None,
+) -> None:
+    """Refuse a query that cannot ever be answered.
+
+    Args:
+        prompt_token_ids: what is asked.
+        params: filled.
+        vocab_size: of the model.
+        context_tokens: longest sequence of the model.
+        capacity_tokens: most columns of the slab.
+
+    Raises:
+        RequestError: an empty prompt, a token that is none, more tokens than the model has places.
+        NeverFits: more tokens than the slab may have columns.
+    """
+    if not prompt_token_ids:
+        raise RequestError("expected a prompt of one token or more, got none")
+    wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"expected token ids from 0 to {vocab_size - 1}, got {wrong}")
+    params.validate_for(vocab_size)
+    tokens = len(prompt_token_ids) + params.max_tokens
+    if context_tokens is not None and tokens > context_tokens:
+        raise RequestError(
+            f"a prompt of {len(prompt_token_ids):,} and max_new_tokens={params.max_tokens:,} are "
+            f"over the model's {context_tokens:,} tokens: lower one of them"
+        )
+    if capacity_tokens is not None and tokens - 1 > capacity_tokens:
+        raise NeverFits(
+            f"a prompt of {len(prompt_token_ids):,} tokens and max_new_tokens="
+            f"{params.max_tokens:,} need {tokens - 1:,} columns, capacity_tokens is "
+            f"{capacity_tokens:,}: raise it, or lower max_new_tokens"
+        )

@@ -1,0 +1,115 @@
+"""A query: what was asked, what has been answered, where it stands. All of its state is here.
+
+Nothing about a query is kept by the number of its row, so sampler, seed, penalties, stop rules and
+positions travel with it when it is taken out of a batch and put back.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from quire.engine.sampling_params import SamplingParams
+from quire.kv.dense.meter import ByteMeter
+
+
+@runtime_checkable
+class OutsideKV(Protocol):
+    """KV of a query that is in no row; `quire.kv.dense.row` has it."""
+
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
+    def lies_in(self, meter: ByteMeter) -> bool: ...  # noqa: D102
+    def moved(self, device: Any, meter: ByteMeter) -> "OutsideKV": ...  # noqa: D102
+    def free(self) -> None: ...  # noqa: D102
+
+
+class QueryState(enum.Enum):
+    """Where a query is in its life."""
+
+    WAITING = "waiting"  # to be read
+    READING = "reading"  # its prompt, in the background
+    READY = "ready"  # has its KV and a next token, and no row
+    RUNNING = "running"  # in a row
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Query:
+    """One query, which is also the handle its sender gets.
+
+    Attributes:
+        number: in the order of arrival.
+        prompt_token_ids: what was asked.
+        params: how tokens are chosen and when to stop.
+        sampling_seed: where `params.seed` is None.
+        priority: lower goes first, as in the engine, and may take the row of a higher one.
+        deadline_s: on the batch's clock; of equal priorities the earliest goes first.
+        output_token_ids: what has been answered.
+        state: where it stands.
+        finish_reason: stop, length or cancelled; None while it goes on.
+        row: of the batch.
+        kv: where it has some outside the batch.
+        times_s: when each token came, on the batch's clock.
+        submitted_s, entered_s, finished_s: likewise; entered when its prompt was begun.
+        preemptions: how often it was taken out.
+    """
+
+    number: int
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    sampling_seed: int = 0
+    priority: int = 0
+    deadline_s: int | float | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    state: QueryState = QueryState.WAITING
+    finish_reason: str | None = None
+    row: int | None = None
+    kv: OutsideKV | None = None
+    times_s: list[float] = field(default_factory=list)
+    submitted_s: int | float = 0.0
+    entered_s: float | None = None
+    finished_s: float | None = None
+    preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far."""
+        return self.output_token_ids
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens come."""
+        return self.state is QueryState.FINISHED
+
+    @property
+    def to_read(self) -> list[int]:
+        """Tokens whose KV it needs before its next one: all but the newest of the answer."""
+        return [*self.prompt_token_ids, *self.output_token_ids[:-1]]
+
+    @property
+    def num_to_read(self) -> int:
+        """How many those are."""
+        return len(self.prompt_token_ids) + max(0, len(self.output_token_ids) - 1)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens to be generated at most."""
+        return self.params.max_tokens - len(self.output_token_ids)
+
+    @property
+    def columns_left(self) -> int:
+        """Columns that follow those it has to read; the last token takes none."""
+        return self.tokens_left - (not self.output_token_ids)
+
+    @property
+    def final_tokens(self) -> int:
+        """Slots it takes at its end at most; the last token has none."""
+        return len(self.prompt_token_ids) + self.params.max_tokens - 1
+
+    @property
+    def rank(self) -> tuple[int, int | float, int]:
+        """Its place in line: by priority, then deadline, then arrival."""
+        deadline_s = math.inf if self.deadline_s is None else self.deadline_s
+        return (self.priority, deadline_s, self.number)

@@ -1,0 +1,1 @@
+"""How a batch changes: one rule a file, found by name. No tensors."""

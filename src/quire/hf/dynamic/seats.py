@@ -1,0 +1,140 @@
+"""Who sits in which row of the slab, and how many rows there are."""
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.hf.dynamic.query import Query, QueryState
+from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.row import RowKV
+from quire.kv.dense.shape import KVShape
+from quire.kv.dense.slab import DenseSlab
+from quire.kv.dense.window import spare_columns
+
+
+class Seats:
+    """Rows and the queries in them.
+
+    Args:
+        shape: of a token's KV.
+        meter: counts the slab's bytes.
+        limit: most columns.
+
+    Attributes:
+        slab: None before the first row.
+        rows: the query in each row of the slab; None where it is free, or has ended.
+    """
+
+    def __init__(self, shape: KVShape, meter: ByteMeter, limit: int | None) -> None:
+        self.slab: DenseSlab | None = None
+        self.rows: list[Query | None] = []
+        self._shape, self._meter, self._limit = shape, meter, limit
+
+    @property
+    def live(self) -> list[Query]:
+        """Queries in rows."""
+        return [query for query in self.rows if query is not None]
+
+    @property
+    def columns(self) -> int:
+        """Of the longest row."""
+        return self.slab.window.width if self.slab else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slab."""
+        return self.slab.num_bytes if self.slab else 0
+
+    # ---- how many ------------------------------------------------------------------------------
+
+    def start_over(self, rows: int, columns: int) -> None:
+        """An empty slab with room for so much, and for no more unless it must grow."""
+        self.close()
+        self.slab = DenseSlab(self._shape, rows, columns, meter=self._meter, limit=self._limit)
+        self.rows = [None] * rows
+
+    def resize(self, rows: int, longest: int) -> None:
+        """Have so many rows, at least those that are taken; empty ones come last.
+
+        Args:
+            rows: wanted.
+            longest: tokens of whoever is to enter.
+        """
+        if self.slab is None or not self.live:
+            longest = max(1, longest)
+            capacity = longest + spare_columns(longest)
+            if self._limit is not None:
+                capacity = min(capacity, self._limit)
+            self.start_over(rows, capacity)
+            return
+        kept: list[int | None] = [i for i, query in enumerate(self.rows) if query is not None]
+        kept += [None] * (rows - len(kept))
+        self.slab.release_front()
+        self.slab.select(kept, longest)
+        self.rows = [None if row is None else self.rows[row] for row in kept]
+        for row, query in enumerate(self.rows):
+            if query is not None:
+                query.row = row
+
+    def peak_bytes(self, rows: int, columns: int) -> int:
+        """Most bytes of the slab when it comes to hold so many rows and columns."""
+        spare = spare_columns(columns)
+        if self.slab is not None and rows == self.slab.rows:
+            window, capacity = self.slab.window, self.slab.window.capacity
+            if window.has_room(columns - window.width):
+                return self.num_bytes
+            if columns + spare // 2 <= capacity:
+                return self._shape.growing_bytes(rows, capacity)
+        return self._shape.growing_bytes(rows, columns + spare)
+
+    def close(self) -> None:
+        """Give the slab back."""
+        if self.slab is not None:
+            self.slab.free()
+        self.slab, self.rows = None, []
+
+    # ---- who -----------------------------------------------------------------------------------
+
+    def embed(self, query: Query) -> None:
+        """Let a query with KV take a free row."""
+        assert self.slab is not None
+        assert isinstance(query.kv, RowKV), "only what was read can be embedded"
+        row = self.place(query)
+        self.slab.release_front()
+        self.slab.embed(row, query.kv)
+        query.kv.free()
+        query.kv = None
+
+    def place(self, query: Query) -> int:
+        """Let a query take a free row; its tokens come with the next forward."""
+        row = query.row = self.rows.index(None)
+        self.rows[row] = query
+        query.state = QueryState.RUNNING
+        return row
+
+    def leave(self, query: Query, *, clear: bool = True) -> None:
+        """Free a query's row."""
+        assert self.slab is not None
+        assert query.row is not None
+        if clear:
+            self.slab.clear(query.row)
+            self.slab.release_front()
+        self.rows[query.row] = None
+        query.row = None
+
+    def take_out(self, query: Query, device: torch.device, meter: ByteMeter) -> None:
+        """Copy a query's KV out of its row, and free the row.
+
+        Raises:
+            HostPoolFull: there is no room for it; nothing was changed.
+        """
+        assert self.slab is not None
+        assert query.row is not None
+        query.kv = self.slab.extract(query.row, device, meter)
+        self.leave(query)
+
+
+def final_columns(queries: Sequence[Query]) -> int:
+    """Columns of a batch that begins together and runs to its end."""
+    longest = max(query.num_to_read for query in queries)
+    return longest + max(query.columns_left for query in queries)

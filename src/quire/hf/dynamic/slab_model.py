@@ -1,0 +1,173 @@
+"""A Transformers model over slabs: reads prompts, decodes a batch, by its ordinary forward."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from quire.errors import ConfigError, UnsupportedModel
+from quire.hf.dynamic.masks import MaskRule, check_implementation
+from quire.hf.dynamic.slab_cache import SlabCache
+from quire.kv.dense.shape import KVShape, LayerShape
+from quire.kv.dense.slab import DenseSlab
+from quire.models.rope import refuse_dynamic
+
+_PAD = 0  # any token: what it makes is never seen
+_CHANGING_ROPES = ("longrope",)
+
+
+class SlabModel:
+    """A user's model; nothing about it is changed.
+
+    Args:
+        model: in eval mode, on one device.
+
+    Attributes:
+        shape: of a token's KV, measured by a forward of one token.
+        vocab_size: of its head.
+        max_tokens: of a sequence, by its config; None where it says nothing.
+
+    Raises:
+        UnsupportedModel: rows of different lengths cannot share its forward; says why.
+        ConfigError: it is in training mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.training:
+            raise ConfigError("this model is in training mode: call model.eval() first")
+        parameters = inspect.signature(type(model).forward).parameters
+        self._config = model.config.get_text_config(decoder=True)
+        _refuse(model, tuple(parameters), self._config)
+        self._model = model
+        self._masks = MaskRule.of(self._config)
+        self._keeps_some = "logits_to_keep" in parameters
+        self.vocab_size: int = self._config.vocab_size
+        self.max_tokens: int | None = getattr(self._config, "max_position_embeddings", None)
+        self.shape = self._measure()
+        check_implementation(self._config._attn_implementation)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, by the model's generation config."""
+        found = getattr(self._model.generation_config, "eos_token_id", None)
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+    def decode(
+        self, slab: DenseSlab, token_ids: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Process each row's new tokens, right-aligned; logits of the last column.
+
+        Args:
+            slab: of the batch.
+            token_ids: new ones of each row; none for a row that is empty.
+
+        Raises:
+            SlabFull: no room for them; nothing was changed.
+        """
+        columns = max(map(len, token_ids))
+        slab.begin([len(ids) for ids in token_ids], columns)
+        padded = [[_PAD] * (columns - len(ids)) + list(ids) for ids in token_ids]
+        seen = slab.seen_positions
+        masks = self._masks.make(
+            seen,
+            columns,
+            implementation=check_implementation(self._config._attn_implementation),
+            dtype=self.shape.dtype,
+        )
+        logits = self._forward(slab, padded, seen[:, -columns:].clamp(min=0), masks, 1)
+        slab.end()
+        return logits[:, -1]
+
+    def read(
+        self, slab: DenseSlab, token_ids: Sequence[Sequence[int]], columns: int, wanted: list[int]
+    ) -> Float[Tensor, "rows wanted vocab"]:
+        """Process the next columns of prompts, left-aligned with pads behind them.
+
+        Causality alone hides the pads, so no mask is needed, and a row is what it is alone.
+
+        Args:
+            slab: of the prompts, read so far in the columns in use.
+            token_ids: the next ones of each row, at most `columns`.
+            columns: of this chunk.
+            wanted: columns of the chunk whose logits are asked for.
+        """
+        done = slab.window.width
+        slab.begin([len(ids) for ids in token_ids], columns, at_start=True)
+        padded = [list(ids) + [_PAD] * (columns - len(ids)) for ids in token_ids]
+        positions = torch.arange(done, done + columns, device=self.shape.device)
+        kept = torch.tensor(wanted, dtype=torch.int64, device=self.shape.device)
+        logits = self._forward(slab, padded, positions.expand(slab.rows, -1), None, kept)
+        slab.end()
+        return logits
+
+    def _forward(
+        self,
+        slab: DenseSlab,
+        token_ids: list[list[int]],
+        positions: Tensor,
+        masks: object,
+        keep: int | Tensor,
+    ) -> Float[Tensor, "rows kept vocab"]:
+        head = {"logits_to_keep": keep} if self._keeps_some else {}
+        with torch.no_grad():
+            output = self._model(
+                input_ids=torch.tensor(token_ids, device=self.shape.device),
+                position_ids=positions.long(),
+                attention_mask=masks,
+                past_key_values=SlabCache(slab, len(self.shape.layers)),
+                use_cache=True,
+                return_dict=True,
+                **head,
+            )
+        logits: Tensor = output.logits
+        if self._keeps_some or isinstance(keep, int):
+            return logits
+        return logits[:, keep]
+
+    @torch.no_grad()
+    def _measure(self) -> KVShape:
+        """Read one token with Transformers' own cache and look at what it holds."""
+        device = self._model.device
+        cache = DynamicCache()
+        token = torch.full((1, 1), _PAD, device=device)
+        self._model(input_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
+        layers = []
+        for layer in cache.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None or keys.ndim != 4:
+                raise UnsupportedModel(
+                    f"{type(self._model).__name__} caches something other than keys and values of "
+                    "every layer: use Transformers' own generate"
+                )
+            layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+            dtype = keys.dtype
+        return KVShape(tuple(layers), dtype, device)
+
+
+def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object) -> None:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} has an encoder: expected a decoder-only language model")
+    if "position_ids" not in parameters or "past_key_values" not in parameters:
+        raise UnsupportedModel(
+            f"{name} takes no position_ids or no past_key_values: rows of a batch stand at "
+            "different positions; use Transformers' own generate"
+        )
+    for rope_type in _rope_types(config):
+        refuse_dynamic(rope_type)
+        if rope_type in _CHANGING_ROPES:
+            raise UnsupportedModel(
+                f"{name} has {rope_type} rotary frequencies, which Transformers chooses by the "
+                "longest row of a batch: one long query would change the others; use quire.LLM"
+            )
+
+
+def _rope_types(config: object) -> set[str]:
+    found = getattr(config, "rope_parameters", None) or {}
+    groups = [found, *(nested for nested in found.values() if isinstance(nested, dict))]
+    return {str(group["rope_type"]) for group in groups if "rope_type" in group}

@@ -1,0 +1,281 @@
+"""A slab: keys and values of a batch, [rows, heads, capacity, head_dim] a layer.
+
+Every row ends at the same column (`quire.kv.dense.window`), so a decode step is one write and one
+attention over a view. What a column of a row holds is said by `positions`, its logical position or
+-1: positions are never taken from the column, and keys carry theirs, so columns can be moved, left
+out and left free. Slots that hold no token hold zeros: a weight of 0 times infinity is NaN.
+
+Sizes are changed layer by layer: there are never two whole slabs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.row import RowKV
+from quire.kv.dense.shape import POSITION_BYTES, KVShape
+from quire.kv.dense.tensors import SlabTensors, copy_rows
+from quire.kv.dense.window import Window, spare_columns
+
+NOTHING = -1
+"""The position of a slot that holds no token."""
+
+
+class DenseSlab:
+    """KV of a batch.
+
+    Args:
+        shape: of a token.
+        rows: sequences, none of them there yet.
+        capacity: columns at the start.
+        meter: counts its bytes.
+        limit: most columns it may grow to; None: any.
+        filler: what slots without a token hold; tests put NaN there to see that nobody reads them.
+
+    Attributes:
+        window: columns in use.
+        positions: [rows, capacity] of each slot's token, or NOTHING.
+        lengths: tokens of each row, which is also its next position.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        rows: int,
+        capacity: int,
+        *,
+        meter: ByteMeter,
+        limit: int | None = None,
+        filler: float = 0.0,
+    ) -> None:
+        self.window = Window(capacity, limit=limit)
+        self.lengths = [0] * rows
+        self._starts: list[int | None] = [None] * rows
+        self._shape, self._meter = shape, meter
+        self._new_columns = 0
+        self._pads: Tensor | None = None
+        self.tensors = SlabTensors(shape, rows, capacity, meter=meter, filler=filler)
+        self.positions = self._no_positions(rows, capacity)
+
+    # ---- what it holds -------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Rows, empty ones included."""
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        return self._shape.slab_bytes(self.rows, self.window.capacity)
+
+    # ---- a forward -----------------------------------------------------------------------------
+
+    def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = False) -> None:
+        """Make room for new columns; each row's new tokens are the last of them, pads before.
+
+        Args:
+            counts: new tokens of each row, at most `columns`.
+            columns: new ones.
+            at_start: a row's tokens are the first of them and pads follow.
+
+        Raises:
+            SlabFull: no room within the limit; nothing was changed.
+        """
+        self._make_room(columns)
+        lo, hi = self.window.hi, self.window.hi + columns
+        self._new_columns, self._pads = columns, None
+        if columns == 1 and min(counts) == 1:
+            new = torch.tensor(self.lengths, device=self.positions.device)[:, None]
+        else:
+            new = self._padded_positions(counts, columns, at_start=at_start)
+            self._pads = new == NOTHING
+        self.positions[:, lo:hi] = new
+        for row, count in enumerate(counts):
+            if count and self._starts[row] is None:
+                self._starts[row] = lo if at_start else hi - count
+            self.lengths[row] += count
+
+    def append(
+        self,
+        layer: int,
+        keys: Float[Tensor, "rows head column key_dim"],
+        values: Float[Tensor, "rows head column value_dim"],
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new columns.
+
+        Returns:
+            Views of all columns in use, the new ones included: nothing is copied.
+        """
+        lo, hi = self.window.hi, self.window.hi + self._new_columns
+        self.tensors.write(layer, keys, values, slice(lo, hi), self._pads)
+        used = slice(self.window.lo, hi)
+        return self.tensors.keys[layer][:, :, used], self.tensors.values[layer][:, :, used]
+
+    def end(self) -> None:
+        """The forward is over: its columns are in use."""
+        self.window.hi += self._new_columns
+        self._new_columns, self._pads = 0, None
+
+    @property
+    def new_columns(self) -> int:
+        """Columns of the forward that has begun."""
+        return self._new_columns
+
+    @property
+    def seen_positions(self) -> Int[Tensor, "rows column"]:
+        """Positions of all columns that the forward sees, its own at the end."""
+        return self.positions[:, self.window.lo : self.window.hi + self._new_columns]
+
+    # ---- rows ----------------------------------------------------------------------------------
+
+    def embed(self, row: int, kv: RowKV) -> None:
+        """Put a sequence into an empty row, its last token in the last column in use.
+
+        Args:
+            row: empty.
+            kv: of the sequence; it can be freed afterwards.
+        """
+        if self._starts[row] is not None:
+            raise InvariantError(f"row {row} of the slab holds a sequence already")
+        self._reach_back(kv.tokens)
+        hi = self.window.hi
+        columns = slice(hi - kv.tokens, hi)
+        self.tensors.put(row, kv.layers, columns)
+        self.positions[row, columns] = torch.arange(
+            kv.tokens, device=self.positions.device, dtype=self.positions.dtype
+        )
+        self.lengths[row], self._starts[row] = kv.tokens, columns.start
+
+    def clear(self, row: int) -> None:
+        """Forget a row's sequence."""
+        used = slice(self.window.lo, self.window.hi)
+        self.tensors.fill(slice(row, row + 1), used)
+        self.positions[row, used] = NOTHING
+        self.lengths[row], self._starts[row] = 0, None
+
+    def extract(self, row: int, device: torch.device, meter: ByteMeter) -> RowKV:
+        """A copy of a row's sequence, packed.
+
+        Args:
+            row: holds a sequence.
+            device: where the copy lies.
+            meter: counts it.
+
+        Raises:
+            HostPoolFull: no room for it; nothing was changed.
+        """
+        meter.take(self.lengths[row] * self._shape.token_bytes)
+        columns = (self.positions[row, : self.window.hi] >= 0).nonzero().flatten()
+        first, last = int(columns[0]), int(columns[-1])
+        views = [
+            self.tensors.view(layer, row, slice(first, last + 1))
+            for layer in range(len(self._shape.layers))
+        ]
+        if last - first + 1 > len(columns):  # vector shaping leaves holes
+            inner = columns - first
+            views = [(k.index_select(1, inner), v.index_select(1, inner)) for k, v in views]
+        copies = [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in views]
+        return RowKV(copies, meter)
+
+    def split(self) -> list[RowKV]:
+        """Rows on their own, each token from column 0 on; the slab is gone."""
+        found = self.tensors.split(self.lengths)
+        self._drop_positions()
+        return [RowKV(parts, self._meter) for parts in found]
+
+    def free(self) -> None:
+        """Give its bytes back."""
+        self.tensors.free()
+        self._drop_positions()
+
+    # ---- sizes ---------------------------------------------------------------------------------
+
+    def release_front(self) -> None:
+        """Leave out the columns at the front that no row uses: arithmetic, nothing moves."""
+        starts = [start for start in self._starts if start is not None]
+        self.window.lo = min(starts, default=self.window.hi)
+
+    def select(self, rows: Sequence[int | None], width: int = 0) -> None:
+        """Go on with these rows in this order; the slab becomes as tight as the window allows.
+
+        Args:
+            rows: None makes an empty one.
+            width: columns that will be needed at least.
+        """
+        width = max(width, self.window.width, 1)
+        capacity = self._within_limit(width + spare_columns(width))
+        self._rebuild(rows, capacity, hi=width)
+
+    def _within_limit(self, capacity: int) -> int:
+        limit = self.window.limit
+        return capacity if limit is None else min(capacity, limit)
+
+    def _make_room(self, columns: int) -> None:
+        if self.window.has_room(columns):
+            return
+        capacity = self.window.capacity_for(columns)
+        if capacity == self.window.capacity:
+            self._move_to_front()
+        else:
+            self._rebuild(range(self.rows), capacity, hi=self.window.width)
+
+    def _reach_back(self, tokens: int) -> None:
+        """Let the window be at least so wide, by columns at its front."""
+        window = self.window
+        if not window.width:
+            window.lo = window.hi = min(tokens, window.capacity)
+        if tokens > window.hi:
+            capacity = self._within_limit(tokens + spare_columns(tokens))
+            self._rebuild(range(self.rows), capacity, hi=tokens)
+        first = min(window.lo, window.hi - tokens)
+        self.tensors.fill(slice(None), slice(first, window.lo))
+        self.positions[:, first : window.lo] = NOTHING
+        window.lo = first
+
+    def _move_to_front(self) -> None:
+        lo, hi, width = self.window.lo, self.window.hi, self.window.width
+        self.tensors.move_left(lo, hi)
+        self.positions[:, :width] = self.positions[:, lo:hi].clone()
+        self._moved(-lo, width)
+
+    def _rebuild(self, rows: Sequence[int | None], capacity: int, *, hi: int) -> None:
+        """A slab of another size; the window's last column becomes hi - 1."""
+        width, shift = self.window.width, hi - self.window.hi
+        source, target = slice(self.window.lo, self.window.hi), slice(hi - width, hi)
+        self.tensors.rebuild(rows, capacity, source, target)
+        positions = self._no_positions(len(rows), capacity)
+        copy_rows(positions[:, target], self.positions[:, source], rows)
+        self._drop_positions()
+        self.positions = positions
+        self.lengths = [0 if row is None else self.lengths[row] for row in rows]
+        self._starts = [None if row is None else self._starts[row] for row in rows]
+        self.window.capacity = capacity
+        self._moved(shift, hi)
+
+    def _moved(self, shift: int, hi: int) -> None:
+        width = self.window.width
+        self._starts = [None if start is None else start + shift for start in self._starts]
+        self.window.lo, self.window.hi = hi - width, hi
+
+    def _padded_positions(
+        self, counts: Sequence[int], columns: int, *, at_start: bool
+    ) -> Int[Tensor, "rows column"]:
+        device = self.positions.device
+        count = torch.tensor(counts, device=device)[:, None]
+        column = torch.arange(columns, device=device)
+        offset = column if at_start else column - (columns - count)
+        known = torch.tensor(self.lengths, device=device)[:, None]
+        return torch.where((offset >= 0) & (offset < count), known + offset, NOTHING)
+
+    def _no_positions(self, rows: int, capacity: int) -> Int[Tensor, "rows capacity"]:
+        self._meter.take(POSITION_BYTES * rows * capacity)
+        return torch.full((rows, capacity), NOTHING, dtype=torch.int32, device=self._shape.device)
+
+    def _drop_positions(self) -> None:
+        self._meter.give(POSITION_BYTES * self.positions.numel())
+        self.positions = self.positions.new_empty(0)

@@ -1,0 +1,138 @@
+"""The numbers of a slab, layer by layer; which columns mean what is the slab's business."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.row import Layer
+from quire.kv.dense.shape import KVShape
+
+
+class SlabTensors:
+    """Keys and values, [rows, heads, capacity, dim] a layer, every byte counted.
+
+    Args:
+        shape: of a token.
+        rows, capacity: at the start.
+        meter: counts the bytes.
+        filler: what slots without a token hold.
+
+    Attributes:
+        keys, values: one tensor a layer.
+    """
+
+    def __init__(
+        self, shape: KVShape, rows: int, capacity: int, *, meter: ByteMeter, filler: float
+    ) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._shape, self._meter, self._filler = shape, meter, filler
+        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+            parts += [self._empty(layer, dim, rows, capacity) for layer, dim in enumerate(dims)]
+
+    def write(
+        self,
+        layer: int,
+        keys: Float[Tensor, "rows head column key_dim"],
+        values: Float[Tensor, "rows head column value_dim"],
+        columns: slice,
+        pads: Bool[Tensor, "rows column"] | None,
+    ) -> None:
+        """Put columns into a layer; what `pads` marks becomes the filler."""
+        for whole, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            target = whole[:, :, columns]
+            target.copy_(new)
+            if pads is not None:
+                target.masked_fill_(pads[:, None, :, None], self._filler)
+
+    def put(self, row: int, layers: Sequence[Layer], columns: slice) -> None:
+        """Write columns of one row in all layers."""
+        for layer, (keys, values) in enumerate(layers):
+            self.keys[layer][row, :, columns] = keys
+            self.values[layer][row, :, columns] = values
+
+    def fill(self, rows: slice, columns: slice) -> None:
+        """Put the filler there, in all layers."""
+        for part in (*self.keys, *self.values):
+            part[rows, :, columns] = self._filler
+
+    def view(self, layer: int, row: int, columns: slice) -> Layer:
+        """Columns of one row in one layer; nothing is copied."""
+        return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
+
+    def move_left(self, lo: int, hi: int) -> None:
+        """Move columns lo .. hi to 0, in blocks that do not overlap: no copy on the side."""
+        for part in (*self.keys, *self.values):
+            for begin in range(lo, hi, lo):
+                end = min(begin + lo, hi)
+                part[:, :, begin - lo : end - lo] = part[:, :, begin:end]
+
+    def rebuild(
+        self, rows: Sequence[int | None], capacity: int, source: slice, target: slice
+    ) -> None:
+        """Change rows and capacity, one tensor after the other: never two whole slabs.
+
+        Args:
+            rows: which row each new one is, None for an empty one.
+            capacity: columns.
+            source: columns that are kept.
+            target: where they lie afterwards.
+        """
+        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+            for layer, (old, dim) in enumerate(zip(list(parts), dims, strict=True)):
+                new = self._empty(layer, dim, len(rows), capacity)
+                copy_rows(new[:, :, target], old[:, :, source], rows)
+                self._drop(parts, layer)
+                parts[layer] = new
+
+    def split(self, lengths: Sequence[int]) -> list[list[Layer]]:
+        """Each row's first columns on their own, packed; the slab's tensors are given up.
+
+        Args:
+            lengths: columns of each row.
+        """
+        found: list[list[Layer]] = [[] for _ in lengths]
+        for layer in range(len(self.keys)):
+            for row, parts in enumerate(found):
+                keys, values = self.view(layer, row, slice(0, lengths[row]))
+                self._meter.take((keys.numel() + values.numel()) * keys.element_size())
+                parts.append((_packed(keys), _packed(values)))
+            self._drop(self.keys, layer)
+            self._drop(self.values, layer)
+        return found
+
+    def free(self) -> None:
+        """Give everything back."""
+        for parts in (self.keys, self.values):
+            for layer in range(len(parts)):
+                self._drop(parts, layer)
+
+    def _drop(self, parts: list[Tensor], layer: int) -> None:
+        self._meter.give(parts[layer].numel() * parts[layer].element_size())
+        parts[layer] = parts[layer].new_empty(0)
+
+    def _dims(self) -> tuple[list[int], list[int]]:
+        layers = self._shape.layers
+        return [layer.key_dim for layer in layers], [layer.value_dim for layer in layers]
+
+    def _empty(self, layer: int, dim: int, rows: int, capacity: int) -> Tensor:
+        size = (rows, self._shape.layers[layer].num_kv_heads, capacity, dim)
+        made = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
+        self._meter.take(made.numel() * made.element_size())
+        return made
+
+
+def copy_rows(new: Tensor, old: Tensor, rows: Sequence[int | None]) -> None:
+    """Let row i of `new` be row rows[i] of `old`; rows of None stay as they are."""
+    for i, row in enumerate(rows):
+        if row is not None:
+            new[i] = old[row]
+
+
+def _packed(part: Tensor) -> Tensor:
+    """The part itself where it fills its memory, else a copy that does."""
+    whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return part if whole else part.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,327 @@
+"""DynamicBatch: what it takes and refuses, who goes first, who gives way, what it holds."""
+
+import pytest
+import torch
+
+import zoo
+from dynamic import CHANGING, RULES, build, check_empty, run
+from engines import make_prompts
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import (
+    ConfigError,
+    NeverFits,
+    RequestError,
+    SlabFull,
+    UnknownName,
+    UnsupportedModel,
+)
+from quire.hf import DynamicBatch
+from quire.hf.dynamic.query import QueryState
+from quire.hf.dynamic.rules.registry import rule_names
+
+PROMPTS = make_prompts(6, 30, seed=2)
+
+
+def test_the_rules_are_those_that_are_tested():
+    assert set(rule_names()) == set(RULES)
+
+
+def alone(prompt: list[int], new_tokens: int, **options: object) -> list[int]:
+    batch = DynamicBatch(build("llama"), batch_size=1)
+    handle = batch.submit(prompt, new_tokens, **options)
+    batch.run()
+    return handle.token_ids
+
+
+# ---- state that travels ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", CHANGING)
+def test_seeds_penalties_and_stop_ids_travel_with_a_query(rule):
+    ways = [
+        SamplingParams(temperature=1.0, seed=7),
+        SamplingParams(temperature=0.8, top_k=5, seed=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.8),
+        SamplingParams(temperature=0.0, frequency_penalty=1.5),
+    ]
+    expected = [alone(prompt, 12, sampling=way) for prompt, way in zip(PROMPTS, ways, strict=False)]
+    stop = expected[2][6]
+    ways.append(SamplingParams(temperature=0.0, repetition_penalty=1.8, stop_token_ids=(stop,)))
+    prompts = [*PROMPTS[:4], PROMPTS[2]]
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
+    handles = [
+        batch.submit(prompt, 12, sampling=way) for prompt, way in zip(prompts, ways, strict=True)
+    ]
+
+    while batch.has_work:
+        batch.step()
+        running = [handle for handle in handles if handle.state is QueryState.RUNNING]
+        if running:
+            batch.preempt(running[0])
+
+    assert [handle.token_ids for handle in handles[:4]] == expected
+    assert handles[4].token_ids == expected[2][: expected[2].index(stop) + 1]
+    assert handles[4].finish_reason == "stop"
+    assert sum(handle.preemptions > 0 for handle in handles) >= 3
+
+
+def test_a_query_moves_to_another_batch_and_goes_on_there():
+    expected = alone(PROMPTS[0], 10)
+    one, other = (DynamicBatch(build("llama"), batch_size=2, batcher=b) for b in CHANGING[:2])
+    handle = one.submit(PROMPTS[0], 10)
+    companion = one.submit(PROMPTS[1], 10)
+    for _ in range(4):
+        one.step()
+
+    other.adopt(one.extract(handle))
+    one.run()
+    other.run()
+
+    assert handle.token_ids == expected
+    assert companion.finished
+    check_empty(one)
+    check_empty(other)
+
+
+# ---- who goes first --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", CHANGING)
+@pytest.mark.parametrize("prefill", ["sync", "async"])
+def test_an_urgent_query_has_its_first_token_after_one_step(rule, prefill):
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, prefill=prefill)
+    others = [batch.submit(prompt, 20, priority=1) for prompt in PROMPTS[:5]]
+    for _ in range(6):
+        batch.step()
+    urgent = batch.submit(PROMPTS[5], 20, priority=0)
+
+    batch.step()
+
+    assert urgent.state is QueryState.RUNNING
+    assert len(urgent.token_ids) >= 1
+    batch.run()
+    assert [other.token_ids for other in others] == [alone(p, 20) for p in PROMPTS[:5]]
+    assert sum(other.preemptions for other in others) >= 1
+    check_empty(batch)
+
+
+def test_equals_do_not_take_rows_from_each_other_and_deadlines_order_the_line():
+    batch = DynamicBatch(build("llama"), batch_size=1)
+    first = batch.submit(PROMPTS[0], 6)
+    batch.step()
+    late = batch.submit(PROMPTS[1], 6)
+    soon = batch.submit(PROMPTS[2], 6, deadline_s=1e9)
+    batch.run()
+
+    assert first.preemptions == 0
+    assert first.times_s[-1] < soon.times_s[0] < late.times_s[0]
+
+
+def test_static_batches_run_to_their_end_and_answer_early():
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher="static")
+    short, long, after = (batch.submit(p, n) for p, n in zip(PROMPTS, (3, 9, 3), strict=False))
+    live = []
+    while batch.has_work:
+        batch.step()
+        live.append((batch.last.rows, batch.last.live))
+
+    assert live == [(2, 2)] * 3 + [(2, 1)] * 6 + [(1, 1)] * 3
+    assert short.finished_s < long.finished_s < after.finished_s
+    handle = batch.submit(PROMPTS[0], 4)
+    batch.step()
+    with pytest.raises(RequestError, match=r"a batcher that changes its rows"):
+        batch.preempt(handle)
+
+
+@pytest.mark.parametrize("rule", CHANGING)
+def test_no_row_is_idle_while_others_wait(rule):
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
+    for i, prompt in enumerate(PROMPTS):
+        batch.submit(prompt, 3 + i)
+    while batch.has_work:
+        batch.step()
+        assert not batch.last.queued or batch.last.live == batch.last.rows == 2
+
+
+def test_background_reading_stays_within_its_budget():
+    budget = 5
+    batch = DynamicBatch(
+        build("llama"), batch_size=2, prefill="async", prefill_tokens=budget, group_tokens=40
+    )
+    run(batch, PROMPTS[:2])
+    for prompt in make_prompts(5, 30, seed=9):
+        batch.submit([*prompt, *range(2, 12)], 20)
+    batch.step()
+    while batch.num_running == 2:
+        batch.step()
+        assert sum(read.rows * read.columns for read in batch.last.reads) <= budget
+    batch.run()
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", CHANGING)
+def test_rows_leave_and_come_back_under_a_threshold_and_answers_stay(rule):
+    prompts, new_tokens = [prompt[:8] for prompt in PROMPTS * 2], [60] * 4 + [6] * 8
+    free = DynamicBatch(build("llama"), batch_size=4, batcher=rule)
+    expected = [handle.token_ids for handle in run(free, prompts, new_tokens).handles]
+    threshold = int(free.device_meter.peak_bytes * 0.6)
+    batch = DynamicBatch(build("llama"), batch_size=4, batcher=rule, scale_at=threshold)
+
+    seen = run(batch, prompts, new_tokens)
+
+    assert [handle.token_ids for handle in seen.handles] == expected
+    assert batch.device_meter.peak_bytes <= threshold
+    fewer = [a > b for a, b in zip(seen.live, seen.live[1:], strict=False)]
+    more = [a < b for a, b in zip(seen.live, seen.live[1:], strict=False)]
+    assert True in fewer
+    assert True in more[fewer.index(True) :]
+    assert sum(handle.preemptions for handle in seen.handles) >= 1
+    check_empty(batch)
+
+
+@pytest.mark.parametrize("host_memory", [0, 3_000])
+def test_a_full_host_loses_nothing(host_memory):
+    prompts = [prompt[:8] for prompt in PROMPTS]
+    free = DynamicBatch(build("llama"), batch_size=4)
+    expected = [handle.token_ids for handle in run(free, prompts, 60).handles]
+    threshold = int(free.device_meter.peak_bytes * 0.6)
+    batch = DynamicBatch(build("llama"), batch_size=4, scale_at=threshold, host_memory=host_memory)
+
+    seen = run(batch, prompts, 60)
+
+    assert [handle.token_ids for handle in seen.handles] == expected
+    assert batch.host_meter.peak_bytes <= host_memory
+    check_empty(batch)
+
+
+def test_a_queue_on_the_host_is_fetched_before_a_row_falls_free():
+    batch = DynamicBatch(build("llama"), batch_size=4, queue="host", prefill="async")
+    for prompt in [[5] * 12] * 10:
+        batch.submit(prompt, 8)
+    fetched_early = False
+    while batch.has_work:
+        batch.step()
+        for query in batch._line.ready[:1]:
+            fetched_early |= query.kv.lies_in(batch.device_meter) and batch.num_running == 4
+
+    assert batch.host_meter.peak_bytes > 0
+    assert fetched_early
+    check_empty(batch)
+
+
+def test_vector_shaping_says_when_its_holes_are_too_many():
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher="baton", capacity_tokens=48)
+    handles = [batch.submit([3] * 20, 10 + 6 * i) for i in range(4)]
+
+    with pytest.raises(SlabFull, match=r"at most capacity_tokens=48 columns, got \d+: raise it"):
+        batch.run()
+
+    kept = [list(handle.token_ids) for handle in handles]
+    assert any(kept)
+    for handle in handles:
+        batch.cancel(handle)
+    assert [handle.token_ids for handle in handles] == kept
+    batch.step()
+    check_empty(batch)
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+def test_cancelling_works_wherever_a_query_stands():
+    batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=12)
+    handles = [batch.submit([7] * 30, 12) for _ in range(9)]
+    states = set()
+    while batch.has_work:
+        batch.step()
+        for state in (QueryState.WAITING, QueryState.READING, QueryState.READY):
+            found = [handle for handle in handles if handle.state is state]
+            if found and state not in states:
+                states.add(state)
+                batch.cancel(found[-1])
+    running = batch.submit([7] * 30, 12)
+    batch.step()
+    batch.cancel(running)
+    batch.cancel(running)
+    batch.step()
+
+    assert states == {QueryState.WAITING, QueryState.READING, QueryState.READY}
+    assert [handle.finish_reason for handle in handles].count("cancelled") == 3
+    assert running.finish_reason == "cancelled"
+    expected = alone([7] * 30, 12)
+    assert all(h.token_ids == expected for h in handles if h.finish_reason == "length")
+    check_empty(batch)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "options", "error", "says"),
+    [
+        ([], 4, {}, RequestError, "a prompt of one token or more"),
+        ([3, 128], 4, {}, RequestError, "token ids from 0 to 127, got 128"),
+        ([3], 0, {}, RequestError, "max_new_tokens >= 1, got 0"),
+        ([3] * 500, 13, {}, RequestError, "over the model's 512 tokens"),
+        ([3] * 30, 4, {"capacity_tokens": 32}, NeverFits, "need 33 columns, capacity_tokens is 32"),
+        ([3] * 30, 4, {"scale_at": 4_000}, NeverFits, "KV alone, scale_at is 4,000 B: raise it"),
+    ],
+)
+def test_what_can_never_be_answered_is_refused_at_once(prompt, new_tokens, options, error, says):
+    batch = DynamicBatch(build("llama"), **options)
+
+    with pytest.raises(error, match=says):
+        batch.submit(prompt, new_tokens)
+
+    assert not batch.has_work
+    assert batch.device_meter.used_bytes == 0
+
+
+def test_a_query_of_just_the_capacity_is_answered():
+    batch = DynamicBatch(build("llama"), capacity_tokens=33)
+    handle = batch.submit([3] * 30, 4)
+    batch.run()
+
+    assert handle.token_ids == alone([3] * 30, 4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(n=2), SamplingParams(stop=("x",)), SamplingParams(prompt_logprobs=0)],
+)
+def test_what_needs_text_or_several_answers_is_refused(sampling):
+    with pytest.raises(RequestError, match=r"one answer a query, ended by token ids"):
+        DynamicBatch(build("llama")).submit([3], 4, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batcher": "batton"}, UnknownName, "did you mean baton"),
+        ({"batcher": "continuous"}, ConfigError, "takes pages: use quire.LLM"),
+        ({"batch_size": 0}, ConfigError, "batch_size >= 1, got 0"),
+        ({"capacity_tokens": 1}, ConfigError, "capacity_tokens >= 2, got 1"),
+        ({"prefill": "later"}, ConfigError, "sync or async, got 'later'"),
+        ({"queue": "disk"}, ConfigError, "device or host, got 'disk'"),
+        ({"scale_at": "much"}, ConfigError, "much"),
+    ],
+)
+def test_wrong_options_are_named(options, error, says):
+    with pytest.raises(error, match=says):
+        DynamicBatch(build("llama"), **options)
+
+
+def test_models_whose_rows_cannot_share_a_forward_are_refused():
+    with pytest.raises(UnsupportedModel, match=r"longrope rotary frequencies"):
+        DynamicBatch(build("phi3_longrope"))
+    with pytest.raises(ConfigError, match="training mode"):
+        DynamicBatch(zoo.build("llama").train())
+
+
+def test_a_model_is_left_as_it_was():
+    model = build("llama")
+    before = dict(vars(model))
+    run(DynamicBatch(model), PROMPTS[:2])
+
+    assert dict(vars(model)) == before
+    ids = torch.tensor([[3, 4]])
+    assert torch.equal(model(ids).logits, build("llama")(ids).logits)

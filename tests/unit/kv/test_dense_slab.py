@@ -1,0 +1,258 @@
+"""A slab against lists of tokens: whatever is done to it, every row holds what it should."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.errors import HostPoolFull, InvariantError, SlabFull
+from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.row import RowKV
+from quire.kv.dense.shape import POSITION_BYTES, KVShape, LayerShape
+from quire.kv.dense.slab import NOTHING, DenseSlab
+from quire.kv.dense.window import Window, spare_columns
+
+CPU = torch.device("cpu")
+SHAPE = KVShape((LayerShape(2, 4, 3), LayerShape(1, 2, 2)), torch.float32, CPU)
+TOKEN_BYTES = (2 * 7 + 4) * 4
+
+
+def numbers(name: int, position: int, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a token, none like another's."""
+    found = SHAPE.layers[layer]
+    value = float(1 + name * 1_000 + position)
+    keys = torch.full((found.num_kv_heads, found.key_dim), value)
+    return keys, -torch.full((found.num_kv_heads, found.value_dim), value)
+
+
+def packed(name: int, tokens: int, meter: ByteMeter) -> RowKV:
+    layers = []
+    for layer in range(len(SHAPE.layers)):
+        pairs = [numbers(name, position, layer) for position in range(tokens)]
+        layers.append(tuple(torch.stack(part, dim=1) for part in zip(*pairs, strict=True)))
+    meter.take(tokens * TOKEN_BYTES)
+    return RowKV(layers, meter)
+
+
+def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options: bool) -> None:
+    """A forward that gives row i `counts[i]` tokens of sequence names[i]."""
+    columns, known = max(counts), list(slab.lengths)
+    slab.begin(counts, columns, **options)
+    for layer, found in enumerate(SHAPE.layers):
+        keys = torch.full((slab.rows, found.num_kv_heads, columns, found.key_dim), 9e9)
+        values = torch.full((slab.rows, found.num_kv_heads, columns, found.value_dim), 9e9)
+        for row, (name, count) in enumerate(zip(names, counts, strict=True)):
+            for i in range(count):
+                column = i if options else columns - count + i
+                made = numbers(name or 0, known[row] + i, layer)
+                keys[row, :, column], values[row, :, column] = made
+        seen, _ = slab.append(layer, keys, values)
+        assert seen.data_ptr() == slab.tensors.keys[layer][:, :, slab.window.lo].data_ptr()
+    slab.end()
+
+
+def held(slab: DenseSlab, row: int) -> list[int]:
+    return [p for p in slab.positions[row, slab.window.lo : slab.window.hi].tolist() if p >= 0]
+
+
+def check(slab: DenseSlab, names: list[int | None], lengths: list[int], meter: ByteMeter) -> None:
+    slab.window.check()
+    assert slab.lengths == lengths
+    used = slice(slab.window.lo, slab.window.hi)
+    positions = slab.positions[:, used]
+    for layer, (keys, values) in enumerate(
+        zip(slab.tensors.keys, slab.tensors.values, strict=True)
+    ):
+        for row, name in enumerate(names):
+            for column, position in enumerate(positions[row].tolist()):
+                if position == NOTHING:  # masked slots hold zeros
+                    assert not keys[row, :, used][:, column].any()
+                    assert not values[row, :, used][:, column].any()
+                    continue
+                expected = numbers(name or 0, position, layer)
+                assert torch.equal(keys[row, :, used][:, column], expected[0])
+                assert torch.equal(values[row, :, used][:, column], expected[1])
+    for row, length in enumerate(lengths):
+        assert held(slab, row) == list(range(length))
+    stored = [*slab.tensors.keys, *slab.tensors.values, slab.positions]
+    assert meter.used_bytes == sum(part.untyped_storage().nbytes() for part in stored)
+
+
+@given(seed=st.integers(0, 10**6), holes=st.booleans())
+def test_rows_keep_their_tokens_whatever_happens_to_the_slab(seed, holes):
+    rng, meter, outside = random.Random(seed), ByteMeter(), ByteMeter()
+    slab = DenseSlab(SHAPE, 2, rng.randint(1, 8), meter=meter)
+    names: list[int | None] = [None] * 2
+    next_name = 0
+    for _ in range(12):
+        free = [row for row, name in enumerate(names) if name is None]
+        taken = [row for row, name in enumerate(names) if name is not None]
+        action = rng.choice(["feed", "feed", "embed", "clear", "resize", "release", "again"])
+        if action == "feed" and taken:
+            counts = [int(name is not None) for name in names]
+            if holes and free:
+                names[free[0]] = next_name = next_name + 1
+                counts[free[0]] = rng.randint(1, 6)
+            feed(slab, names, counts)
+        elif action == "embed" and free:
+            names[free[0]] = next_name = next_name + 1
+            kv = packed(next_name, rng.randint(1, 12), outside)
+            slab.embed(free[0], kv)
+            kv.free()
+        elif action == "clear" and taken:
+            slab.clear(taken[0])
+            names[taken[0]] = None
+            slab.release_front()
+        elif action == "resize":
+            order: list[int | None] = [*taken, *[None] * rng.randint(int(not taken), 2)]
+            rng.shuffle(order)
+            slab.select(order, rng.randint(0, 10))
+            names = [None if row is None else names[row] for row in order]
+        elif action == "release":
+            slab.release_front()
+        elif action == "again" and taken:
+            row = rng.choice(taken)
+            kv = slab.extract(row, CPU, outside)
+            assert kv.tokens * TOKEN_BYTES == kv.num_bytes == outside.used_bytes
+            slab.clear(row)
+            slab.release_front()
+            slab.embed(row, kv)
+            kv.free()
+        check(slab, names, list(slab.lengths), meter)
+        assert [bool(length) for length in slab.lengths] == [name is not None for name in names]
+    slab.free()
+    assert meter.used_bytes == outside.used_bytes == 0
+
+
+def test_growth_holds_one_layer_twice_and_never_two_slabs():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 4, 8, meter=meter)
+    feed(slab, [1, 2, 3, 4], [8, 8, 8, 8])
+    before = slab.num_bytes
+
+    feed(slab, [1, 2, 3, 4], [1, 1, 1, 1])
+
+    assert slab.num_bytes == meter.used_bytes == 4 * (9 + 4) * (TOKEN_BYTES + POSITION_BYTES)
+    assert meter.peak_bytes < before + slab.num_bytes
+    assert meter.peak_bytes <= SHAPE.growing_bytes(4, slab.window.capacity)
+
+
+def test_columns_that_nobody_uses_are_let_go_of_without_a_copy():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 2, 20, meter=meter)
+    slab.embed(0, packed(1, 10, meter))
+    slab.embed(1, packed(2, 3, meter))
+    where = [part.data_ptr() for part in slab.tensors.keys]
+
+    slab.clear(0)
+    slab.release_front()
+
+    assert (slab.window.lo, slab.window.hi) == (7, 10)
+    assert [part.data_ptr() for part in slab.tensors.keys] == where
+
+
+def test_the_window_moves_to_the_front_only_at_the_end_and_in_place():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 2, 20, meter=meter)
+    slab.embed(0, packed(1, 10, meter))
+    slab.embed(1, packed(2, 3, meter))
+    slab.clear(0)
+    slab.release_front()
+    peak, los = meter.peak_bytes, []
+
+    for _ in range(12):
+        feed(slab, [None, 2], [0, 1])
+        los.append(slab.window.lo)
+
+    assert los == [7] * 10 + [0] * 2
+    assert meter.peak_bytes == peak
+    assert held(slab, 1) == list(range(15))
+
+
+def test_a_copy_in_the_middle_of_a_prompt_with_holes_is_packed_and_exact():
+    slab, outside = DenseSlab(SHAPE, 2, 4, meter=ByteMeter()), ByteMeter()
+    feed(slab, [1, None], [3, 0])
+    feed(slab, [1, 2], [1, 5])  # a hole of four columns in row 0
+    expected = packed(1, 4, ByteMeter())
+
+    kv = slab.extract(0, CPU, outside)
+
+    assert kv.tokens == 4
+    for got, want in zip(kv.layers, expected.layers, strict=True):
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+def test_rows_read_from_the_left_come_apart_layer_by_layer():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 3, 6, meter=meter)
+    feed(slab, [1, 2, 3], [4, 2, 4], at_start=True)
+    feed(slab, [1, 2, 3], [2, 0, 1], at_start=True)
+    whole = meter.used_bytes
+
+    rows = slab.split()
+
+    assert [kv.tokens for kv in rows] == [6, 2, 5]
+    assert meter.used_bytes == sum(kv.num_bytes for kv in rows) == 13 * TOKEN_BYTES
+    assert meter.peak_bytes < whole + meter.used_bytes
+    for name, kv in zip((1, 2, 3), rows, strict=True):
+        expected = packed(name, kv.tokens, ByteMeter())
+        assert all(torch.equal(a, b) for got, want in zip(kv.layers, expected.layers, strict=True)
+                   for a, b in zip(got, want, strict=True))  # fmt: skip
+
+
+def test_one_row_that_fills_its_slab_is_not_copied():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 1, 5, meter=meter)
+    feed(slab, [1], [5], at_start=True)
+    where = slab.tensors.keys[0].data_ptr()
+
+    [kv] = slab.split()
+
+    assert kv.layers[0][0].data_ptr() == where
+
+
+def test_a_slab_at_its_limit_says_so_and_changes_nothing():
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, 1, 4, meter=meter, limit=6)
+    feed(slab, [1], [5])
+
+    with pytest.raises(SlabFull, match=r"at most capacity_tokens=6 columns, got 7"):
+        slab.begin([2], 2)
+
+    check(slab, [1], [5], meter)
+
+
+def test_a_full_host_refuses_a_row_and_changes_nothing():
+    meter, host = ByteMeter(), ByteMeter(100)
+    slab = DenseSlab(SHAPE, 1, 4, meter=meter)
+    feed(slab, [1], [2])
+
+    with pytest.raises(HostPoolFull, match=r"144 B more within 100 B of host memory, 0 B are"):
+        slab.extract(0, CPU, host)
+
+    assert host.used_bytes == 0
+    check(slab, [1], [2], meter)
+
+
+def test_a_taken_row_is_not_written_over():
+    slab = DenseSlab(SHAPE, 1, 4, meter=ByteMeter())
+    feed(slab, [1], [2])
+
+    with pytest.raises(InvariantError, match="row 0 of the slab holds"):
+        slab.embed(0, packed(2, 1, ByteMeter()))
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(1, 60))
+def test_room_is_made_for_many_steps_at_once(capacity, width, columns):
+    """Moving or growing copies the window once; it must buy steps in proportion."""
+    width = min(width, capacity)
+    window = Window(capacity, lo=capacity - width, hi=capacity)
+
+    new = window.capacity_for(columns)
+
+    assert new == capacity or new == width + columns + spare_columns(width + columns)
+    assert new - width - columns >= spare_columns(width + columns) // 2
