@@ -11,6 +11,10 @@
     │   └── NeverFits                   one request needs more KV than the whole pool has
     ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
     ├── HostPoolFull                    the host pool is full now; who is thrown out is read again
+    ├── OffloadError                    KV outside the device could not be had or kept
+    │   ├── LinkStalled                 an operation of a step did not end in time; names it
+    │   ├── StorageError                a tier cannot take or give bytes now: full, unreachable
+    │   └── CorruptData                 what a tier holds is not what was stored; it is dropped
     ├── EngineDead                      the step loop has ended; no request is taken any more
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
@@ -77,6 +81,22 @@ class OutOfPages(QuireError):
 
 class HostPoolFull(QuireError):
     """The host pool cannot take the pages of what is to be swapped out. Nothing was changed."""
+
+
+class OffloadError(QuireError):
+    """KV outside the device could not be had or kept. Whoever asked computes it again."""
+
+
+class LinkStalled(OffloadError):
+    """An operation of a step did not end in time; the message names it."""
+
+
+class StorageError(OffloadError):
+    """A tier cannot take or give bytes now: it is full, read-only, or cannot be reached."""
+
+
+class CorruptData(OffloadError):
+    """What a tier holds is not what was stored. It is dropped; nobody is given it."""
 
 
 class EngineDead(QuireError):
