@@ -70,12 +70,17 @@ class Timeline:
         times = (self.busy_s(one), self.busy_s(other))
         return (sum(times) - self.seconds) / min(times) if min(times) else 0.0
 
-    def stalls(self, lane: str = DEVICE) -> dict[str, float]:
-        """Seconds in which a lane stood still, by the kind of operation that it waited for."""
+    def stalls(self, lane: str = DEVICE, from_layer: int = 0) -> dict[str, float]:
+        """Seconds in which a lane stood still, by the kind of operation that it waited for.
+
+        Args:
+            lane: whose.
+            from_layer: waits of earlier layers are left out: the first has nothing to hide behind.
+        """
         found: dict[str, float] = {}
         free_s: int | float = 0.0
         for span in self.of(lane):
-            if span.start_s > free_s:
+            if span.start_s > free_s and span.operation.layer >= from_layer:
                 cause = self._last_needed(span.operation)
                 found[cause] = found.get(cause, 0.0) + span.start_s - free_s
             free_s = span.end_s

@@ -192,10 +192,11 @@ class _Planner:
         ready += self._needed_weights(QO_WEIGHTS)
         needs = [*item.projected, *item.arrived, *ready]
         if tokens.host:
-            seconds = tokens.host * speeds.host_token_s
+            seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
             needs.append(self._add(Kind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
         here = tokens.x + tokens.kv + tokens.resident
-        item.attended = self._add(Kind.ATTEND, needs, here * speeds.attend_token_s, tokens=here)
+        attend_s = speeds.attend_call_s + here * speeds.attend_token_s
+        item.attended = self._add(Kind.ATTEND, needs, attend_s, tokens=here)
         rest_s = speeds.layer_s + tokens.rows * speeds.row_s
         needs = [item.attended, *self._needed_weights(MLP_WEIGHTS)]
         item.done = self._add(Kind.LAYER, needs, rest_s, tokens=tokens.rows)

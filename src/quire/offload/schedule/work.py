@@ -88,7 +88,9 @@ class Speeds:
         project_token_s: of recomputing a token of a layer.
         project_call_s: of a call that recomputes.
         attend_token_s: of attending to a token on the device.
-        host_token_s: of attending to it on the host.
+        attend_call_s: of a call that attends.
+        host_token_s: of attending to a token on the host.
+        host_call_s: of a call that does.
         row_s: of a row's other products in a layer.
         layer_s: of a layer, whatever its rows.
     """
@@ -98,7 +100,9 @@ class Speeds:
     project_token_s: int | float
     project_call_s: int | float = 0.0
     attend_token_s: int | float = 0.0
+    attend_call_s: int | float = 0.0
     host_token_s: int | float = 0.0
+    host_call_s: int | float = 0.0
     row_s: int | float = 0.0
     layer_s: int | float = 0.0
 
@@ -115,7 +119,8 @@ class Speeds:
         """
         byte_s = 1 / self.inward.bytes_per_s
         stored_bytes = rows * (sizes.new_kv_bytes + sizes.new_x_bytes) * half_duplex
-        other_s = self.attend_token_s * tokens + self.row_s * rows + self.layer_s
+        attend_s = self.attend_call_s + self.attend_token_s * tokens
+        other_s = attend_s + self.row_s * rows + self.layer_s
         return OffloadRates(
             kv_s=sizes.kv_bytes * byte_s,
             x_s=sizes.x_bytes * byte_s,
