@@ -2,8 +2,11 @@
 
 The model's rates are followed on every operation (`profiler`). What it cannot know shows in waits:
 where the device waits for the link more tokens are recomputed, where the link waits for the device
-fewer. That correction adds up, so a wrong model still ends at the right split.
+fewer. Only waits that the model does not explain count; they add up, so a wrong model still ends
+near the right split.
 """
+
+import math
 
 from quire.errors import ConfigError
 from quire.offload.schedule.operations import DEVICE, IN
@@ -13,6 +16,7 @@ from quire.plan.offload.split import pipelined_seconds, pipelined_split
 
 _DEAD_BAND = 0.02  # of a step: waits that are noise
 _MOST_CORRECTION = 0.3  # of all tokens
+_LEAK = 0.95  # of the correction, in a step whose waits the model explains
 
 
 class SplitController:
@@ -67,14 +71,27 @@ class SplitController:
         self._share = wanted / tokens
         return wanted
 
-    def observe(self, timeline: Timeline) -> None:
-        """Learn from what stood still in a step, its first layer left out."""
+    def observe(self, timeline: Timeline, rates: OffloadRates, tokens: int) -> None:
+        """Learn from what stood still in a step, its first layer and what was expected left out.
+
+        Args:
+            timeline: of the step that took the last split.
+            rates: of a layer, this step learned from.
+            tokens: of all rows, in that step.
+        """
+        if self._share is None or not timeline.seconds:
+            return
         device_s = sum(timeline.stalls(DEVICE, from_layer=1).values())
         link_s = sum(timeline.stalls(IN, from_layer=1).values())
-        error = (device_s - link_s) / timeline.seconds if timeline.seconds else 0.0
-        if abs(error) > _DEAD_BAND:
-            moved = self._correction + self._pace * error
-            self._correction = min(max(moved, -_MOST_CORRECTION), _MOST_CORRECTION)
+        error = (device_s - link_s) / timeline.seconds
+        unexplained = error - _expected_error(rates, tokens, round(self._share * tokens))
+        if abs(unexplained) <= _DEAD_BAND:
+            self._correction *= _LEAK
+        if abs(error) <= _DEAD_BAND or error * unexplained <= 0:
+            return
+        step = self._pace * math.copysign(min(abs(error), abs(unexplained)), error)
+        moved = self._correction + step
+        self._correction = min(max(moved, -_MOST_CORRECTION), _MOST_CORRECTION)
 
     def _pays(self, rates: OffloadRates, tokens: int, wanted: int, held: int) -> bool:
         """Whether the model gains by moving, or the correction alone asks for a move as large."""
@@ -87,3 +104,10 @@ class SplitController:
         if best >= tokens:
             return tokens
         return int(max(best, 0.0) // self._unit) * self._unit
+
+
+def _expected_error(rates: OffloadRates, tokens: int, x_tokens: int) -> float:
+    """Waits of the device, less waits of the link, over a layer's time, if the model is right."""
+    carried_s = rates.link_s + rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
+    made_s = rates.recompute_s * x_tokens + rates.other_s
+    return (carried_s - made_s) / max(carried_s, made_s)

@@ -19,7 +19,7 @@ from quire.plan.changes import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 
-LAYERS, TOKENS = 8, 1000
+LAYERS, TOKENS = 5, 1000
 SIZES = Sizes(kv_bytes=1e6, x_bytes=5e5, new_kv_bytes=1e6)
 MACHINE = Speeds(  # a link of 1 GB/s: k = 1 ms, x = 0.5 ms, r = 0.58 ms
     inward=CopyRate(bytes_per_s=1e9, call_s=1e-5),
@@ -92,17 +92,17 @@ def test_a_wrong_prior_is_forgotten_within_a_few_steps(seed):
 def test_a_change_of_the_link_is_followed_within_ten_steps(factor, noise):
     changed = replace(MACHINE, inward=CopyRate(bytes_per_s=1e9 * factor, call_s=1e-5))
     profiler, control = OffloadProfiler(MACHINE), SplitController()
-    clocks = [machine(MACHINE, noise, 1)] * 30 + [machine(changed, noise, 2)] * 10
+    clocks = [machine(MACHINE, noise, 1)] * 12 + [machine(changed, noise, 2)] * 10
 
     for clock in clocks:
         split = control.split(of(profiler.speeds), TOKENS)
         timeline = clock.run(step(split, profiler.speeds))
         profiler.observe(timeline)
-        control.observe(timeline)
+        control.observe(timeline, of(profiler.speeds), TOKENS)
 
     split = control.split(of(profiler.speeds), TOKENS)
     best_s = pipelined_seconds(of(changed), TOKENS, pipelined_split(of(changed), TOKENS))
-    assert pipelined_seconds(of(changed), TOKENS, split) <= best_s * 1.05
+    assert pipelined_seconds(of(changed), TOKENS, split) <= best_s * (1.05 + noise / 2)
     assert profiler.num_changes >= 1
 
 
@@ -130,9 +130,9 @@ def test_waits_correct_a_model_that_stays_wrong(off):
     believed = replace(MACHINE, project_token_s=MACHINE.project_token_s * off)
     control, clock = SplitController(), machine(MACHINE)
 
-    for _ in range(60):
+    for _ in range(40):
         split = control.split(of(believed), TOKENS)
-        control.observe(clock.run(step(split, believed)))
+        control.observe(clock.run(step(split, believed)), of(believed), TOKENS)
 
     best_s = pipelined_seconds(of(MACHINE), TOKENS, pipelined_split(of(MACHINE), TOKENS))
     assert pipelined_seconds(of(MACHINE), TOKENS, split) <= best_s * 1.06
