@@ -19,7 +19,7 @@ from quire.plan.changes import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 
-LAYERS, TOKENS = 5, 1000
+LAYERS, TOKENS = 8, 1000
 SIZES = Sizes(kv_bytes=1e6, x_bytes=5e5, new_kv_bytes=1e6)
 MACHINE = Speeds(  # a link of 1 GB/s: k = 1 ms, x = 0.5 ms, r = 0.58 ms
     inward=CopyRate(bytes_per_s=1e9, call_s=1e-5),
