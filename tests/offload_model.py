@@ -23,7 +23,7 @@ class HostedModel:
         width: hidden size, and that of the head.
     """
 
-    def __init__(self, tokens, num_layers, slots=2, device="cpu", width=16, seed=0):
+    def __init__(self, tokens, num_layers, slots=2, device="cpu", width=16, seed=0, ring=0):
         draw = torch.Generator().manual_seed(seed)
 
         def random(*shape):
@@ -40,7 +40,8 @@ class HostedModel:
         self.hidden = random(tokens.rows, width).to(self.device)
         self.begin = self.hidden.clone()
         nan = float("nan")
-        self.x_slots = torch.full((slots, tokens.x, width), nan, device=self.device)
+        self.ring = ring
+        self.x_slots = torch.full((ring or slots, tokens.x, width), nan, device=self.device)
         self.kv_slots = torch.full((slots, total, 2 * width), nan, device=self.device)
         self.parts = {}
 
@@ -65,20 +66,21 @@ class HostedModel:
     def _x_in(self, op: Operation) -> None:
         end = op.first + op.tokens
         source = self.x[op.layer][op.first : end]
-        self.x_slots[op.slot, op.first : end].copy_(source, non_blocking=True)
+        self.x_slots[op.x_slot, op.first : end].copy_(source, non_blocking=True)
 
     def _kv_in(self, op: Operation) -> None:
-        first = self.tokens.x
+        first = self.tokens.x + op.first
         end = first + op.tokens
         self.kv_slots[op.slot, first:end].copy_(self.kv[op.layer][first:end], non_blocking=True)
 
     def _project(self, op: Operation) -> None:
         end = op.first + op.tokens
-        x = self.x_slots[op.slot, op.first : end]
+        x = self.x_slots[op.x_slot, op.first : end]
         if end <= self.tokens.x_here or (op.layer == 0 and not op.needs):
             x = self.x[op.layer][op.first : end].to(self.device)
         self.kv_slots[op.slot, op.first : end] = x @ self.weights[op.layer]
-        self.x_slots[op.slot, op.first : end] = float("nan")
+        self.x_slots[op.x_slot] = float("nan") if self.ring else self.x_slots[op.x_slot]
+        self.x_slots[op.x_slot, op.first : end] = float("nan")
 
     def _host_attend(self, op: Operation) -> None:
         first = len(self.kv[op.layer]) - op.tokens

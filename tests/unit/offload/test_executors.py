@@ -14,7 +14,8 @@ from quire.offload.executors.pace import Pace, ThrottledLink, expected
 from quire.offload.executors.threads import ThreadExecutor
 from quire.offload.executors.virtual import VirtualClock
 from quire.offload.schedule.operations import IN, Kind
-from quire.offload.schedule.planner import Rules, plan_step
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.rules import Rules
 from quire.offload.schedule.work import BatchTokens
 from quire.plan.rates import CopyRate
 
@@ -30,8 +31,9 @@ RULES = st.builds(
     Rules,
     slots=st.integers(1, 3),
     x_chunks=st.integers(1, 4),
+    x_ring=st.integers(0, 3),
     prefetch=st.booleans(),
-    serial=st.booleans(),
+    serial=st.just(False),
     half_duplex=st.booleans(),
 )
 
@@ -43,7 +45,7 @@ def assert_right(model: HostedModel) -> None:
 @given(TOKENS, RULES, st.integers(1, 5), st.booleans(), st.randoms(use_true_random=False))
 def test_whatever_takes_how_long_the_numbers_are_right(tokens, rules, layers, embedded, draw):
     """On the virtual clock, which calls the work in the order in which operations begin."""
-    model = HostedModel(tokens, layers, rules.slots)
+    model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, embedded=embedded), rules)
 
     timeline = VirtualClock(lambda _: draw.random()).run(schedule, model.work())
@@ -55,7 +57,7 @@ def test_whatever_takes_how_long_the_numbers_are_right(tokens, rules, layers, em
 @settings(max_examples=12)
 @given(TOKENS, RULES, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_threads_with_random_delays_compute_the_same(tokens, rules, layers, draw):
-    model = HostedModel(tokens, layers, rules.slots)
+    model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, host_token_s=1e-6), rules)
     delays = {op.index: draw.random() * 2e-3 for op in schedule.operations}
     lanes = {schedule.resource(lane) for lane in schedule.lanes}
@@ -150,13 +152,16 @@ def cuda() -> torch.device:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rules", [Rules(), Rules(x_chunks=1, slots=3), Rules(half_duplex=True)])
+@pytest.mark.parametrize(
+    "rules",
+    [Rules(), Rules(x_chunks=1, slots=3), Rules(half_duplex=True), Rules(x_chunks=8, x_ring=3)],
+)
 @pytest.mark.parametrize("host", [0, 300])
 def test_cuda_streams_compute_the_same(rules, host, cuda):
     from quire.offload.executors.cuda import CudaExecutor
 
     tokens = BatchTokens(rows=4, x=2000, kv=1500, resident=50, host=host)
-    model = HostedModel(tokens, 9, rules.slots, device="cuda", width=64)
+    model = HostedModel(tokens, 9, rules.slots, device="cuda", width=64, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, 9, embedded=False), rules)
 
     timeline = CudaExecutor(cuda).run(schedule, model.work())

@@ -60,7 +60,7 @@ class CudaExecutor:
 
     def _stream(self, resource: str) -> torch.cuda.Stream:
         if resource not in self._streams:
-            self._streams[resource] = torch.cuda.Stream(self._device)
+            self._streams[resource] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return self._streams[resource]
 
 
@@ -77,7 +77,7 @@ class _CudaRun:
         self._done = [_Done() for _ in schedule.operations]
         self._begun = [threading.Event() for _ in schedule.operations]
         self._failure: BaseException | None = None
-        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._origin_s = 0.0
 
     def result(self, current: torch.cuda.Stream, stall_s: int | float) -> Timeline:
@@ -106,7 +106,8 @@ class _CudaRun:
     def _await(self, last: list[_Done], deadline_s: float) -> None:
         """Wait for the last operation of each lane, and no longer than the deadline."""
         while not all(begun.is_set() for begun in self._begun) or not all(
-            done.end is None or done.end.query() for done in last
+            done.end is None or done.end.query()
+            for done in last  # type: ignore[no-untyped-call]
         ):
             if self._failure is not None:
                 raise self._failure
@@ -143,8 +144,8 @@ class _CudaRun:
                 event = self._done[need].end
                 if event is not None:
                     stream.wait_event(event)
-            done.start = torch.cuda.Event(enable_timing=True)
-            done.end = torch.cuda.Event(enable_timing=True)
+            done.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            done.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             done.start.record(stream)
             self._work(operation)
             done.end.record(stream)

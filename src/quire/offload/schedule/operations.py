@@ -60,8 +60,9 @@ class Operation:
         batch: of the step.
         part: chunk of X and of its projection; of weights 0 for W_K and W_V, 1 for W_Q and W_O,
             2 for the MLP.
-        first: token, of those that this part of its kind covers; or byte, of weights.
-        slot: staging slot that it fills or reads.
+        first: token, of those that are recomputed or carried; or byte, of a part of weights.
+        slot: of staging for KV or weights, that it fills or reads.
+        x_slot: of staging for X, likewise.
         tokens: it is about.
         num_bytes: it copies.
         seconds: it is expected to take.
@@ -76,6 +77,7 @@ class Operation:
     part: int = 0
     first: int = 0
     slot: int = 0
+    x_slot: int = 0
     tokens: int = 0
     num_bytes: int = 0
     seconds: int | float = 0.0

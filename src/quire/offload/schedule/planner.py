@@ -17,40 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from quire.errors import ConfigError
 from quire.offload.schedule.operations import IN, LANES, OUT, Kind, Operation, Schedule
+from quire.offload.schedule.rules import Rules
 from quire.offload.schedule.work import BatchTokens, StepWork
 
 KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """How a step is laid out; each arm of a comparison is another set of these.
-
-    Attributes:
-        slots: items that staging holds.
-        x_chunks: pieces in which an item's X arrives and is recomputed.
-        prefetch: the link works ahead; else an item's copies wait for the item before it.
-        serial: KV waits for the recomputation, and X for the item before (ALISA).
-        fine_weights: W_K and W_V come before X, the others behind KV; else all of attention's come
-            before X.
-        half_duplex: both directions share the wire.
-
-    Raises:
-        ConfigError: no slot, or no chunk.
-    """
-
-    slots: int = 2
-    x_chunks: int = 4
-    prefetch: bool = True
-    serial: bool = False
-    fine_weights: bool = True
-    half_duplex: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.slots, self.x_chunks) < 1:
-            raise ConfigError(f"expected slots and chunks of 1 or more, got {self}")
 
 
 @dataclass(slots=True)
@@ -82,6 +53,7 @@ class _Planner:
         self._work, self._rules = work, rules
         self._operations: list[Operation] = []
         self._items: list[_Item] = []
+        self._ring: list[int] = []  # projections of pieces of X that were carried
         # of each layer and part of its weights, the copies that bring it
         self._weights: dict[tuple[int, int], list[int]] = {}
 
@@ -99,42 +71,67 @@ class _Planner:
 
     def _bring(self) -> None:
         """What an item brings over the link, in this order, and what it recomputes."""
-        item, rules, sizes = self._item, self._rules, self._work.sizes
+        item, rules = self._item, self._rules
         # one batch brings its own weights; of several the first layer's come at once
         whole = item.batch == 0 and (item.layer == 0 or self._work.num_batches == 1)
         before = (KV_WEIGHTS,) if rules.fine_weights else (KV_WEIGHTS, QO_WEIGHTS)
         for part in before if whole else ():
             self._add_weights(item.layer, part, self._part_bytes[part])
-        self._recompute(coarse=not rules.fine_weights)
-        waits = self._released(lambda used: [used.attended])
-        waits += item.projected if rules.serial else []
-        item.arrived = self._copy(Kind.KV_IN, item.tokens.kv, sizes.kv_bytes, waits)
+        pieces = self._recompute(coarse=not rules.fine_weights)
+        if not rules.x_ring or not pieces:
+            waits = item.projected if rules.serial else ()
+            item.arrived += self._carry(0, item.tokens.kv, waits)
         for part in range(len(before), 3) if whole else ():
             self._add_weights(item.layer, part, self._part_bytes[part])
         if self._work.num_batches > 1:
             self._add_weight_piece()
             item.arrived += self._hidden_in()
 
-    def _recompute(self, *, coarse: bool) -> None:
-        """X in chunks, each projected as it lands; what is here comes first."""
-        item, speeds = self._item, self._work.speeds
-        slot = self._released(lambda used: used.projected[-1:])
+    def _recompute(self, *, coarse: bool) -> int:
+        """X in pieces, each projected as it lands; how many were carried. What is here comes first.
+
+        With a ring a piece of KV follows each of them.
+        """
+        item, tokens = self._item, self._item.tokens
         weights = self._needed_weights(KV_WEIGHTS)
         weights += self._needed_weights(QO_WEIGHTS) if coarse else []
-        here = item.tokens.x_here
-        pieces = [(0, here)] if here else []
-        pieces += _cut(here, item.tokens.x, self._rules.x_chunks)
-        for part, (first, count) in enumerate(pieces):
-            place = {"part": part, "first": first}
-            landed = (
-                self._copy(Kind.X_IN, count, self._work.sizes.x_bytes, slot, **place)
-                if first >= here
-                else []
-            )
-            seconds = speeds.project_call_s + count * speeds.project_token_s
-            item.projected.append(
-                self._add(Kind.PROJECT, [*landed, *weights], seconds, tokens=count, **place)
-            )
+        if tokens.x_here:
+            self._project(tokens.x_here, weights)
+        pieces = _cut(tokens.x_here, tokens.x, self._rules.x_chunks)
+        borders = _cut(0, tokens.kv, len(pieces)) if self._rules.x_ring and pieces else []
+        for i, (first, count) in enumerate(pieces):
+            place = {"part": i + bool(tokens.x_here), "first": first, "x_slot": self._x_slot()}
+            x_bytes = self._work.sizes.x_bytes
+            landed = self._copy(Kind.X_IN, count, x_bytes, self._x_released(), **place)
+            self._project(count, [*landed, *weights], **place)
+            self._ring.append(item.projected[-1])
+            if i < len(borders):
+                item.arrived += self._carry(*borders[i])
+        return len(pieces)
+
+    def _project(self, count: int, needs: Iterable[int], **place: int) -> None:
+        speeds = self._work.speeds
+        seconds = speeds.project_call_s + count * speeds.project_token_s
+        place |= {"tokens": count}
+        self._item.projected.append(self._add(Kind.PROJECT, needs, seconds, **place))
+
+    def _x_slot(self) -> int:
+        """Where the next piece of X goes: round the ring, or to its item's slot."""
+        rules = self._rules
+        if rules.x_ring:
+            return len(self._ring) % rules.x_ring
+        return (len(self._items) - 1) % rules.slots
+
+    def _x_released(self) -> list[int]:
+        ring = self._rules.x_ring
+        if not ring:
+            return self._released(lambda used: used.projected[-1:])
+        last = self._ring[-ring:][:1] if len(self._ring) >= ring else []
+        return [*last, *self._released(lambda _: [])]
+
+    def _carry(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
+        needs = [*waits, *self._released(lambda used: [used.attended])]
+        return self._copy(Kind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
 
     def _hidden_in(self) -> list[int]:
         """A batch's hidden states come back where other batches used the device meanwhile."""

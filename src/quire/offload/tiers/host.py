@@ -38,7 +38,7 @@ class HostTier:
                 "on this machine or in its container; lower --host-kv-memory"
             )
         self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
-        self._view = memoryview(self._bytes.numpy())
+        self._view = self._bytes.numpy().data
         if pinned:
             pin_memory(self._bytes, self)
         self._map = ExtentMap(self.total_bytes)
