@@ -105,10 +105,7 @@ class _CudaRun:
 
     def _await(self, last: list[_Done], deadline_s: float) -> None:
         """Wait for the last operation of each lane, and no longer than the deadline."""
-        while not all(begun.is_set() for begun in self._begun) or not all(
-            done.end is None or done.end.query()
-            for done in last  # type: ignore[no-untyped-call]
-        ):
+        while not self._ended(last):
             if self._failure is not None:
                 raise self._failure
             if time.perf_counter() > deadline_s:
@@ -119,6 +116,11 @@ class _CudaRun:
                 ]
                 self._fail(LinkStalled(f"a step has stalled; not begun: {waiting[:4] or 'none'}"))
             time.sleep(2e-5)
+
+    def _ended(self, last: list[_Done]) -> bool:
+        ends = [done.end for done in last if done.end is not None]
+        begun = all(event.is_set() for event in self._begun)
+        return begun and all(end.query() for end in ends)  # type: ignore[no-untyped-call]
 
     def _follow(self, operations: tuple[Operation, ...]) -> None:
         try:
