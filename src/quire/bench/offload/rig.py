@@ -28,7 +28,7 @@ from quire.offload.timeline import Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.rates import CopyRate
 
-_PRODUCTS = 9
+_PRODUCTS = 15
 _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4
 
@@ -99,7 +99,7 @@ class Rig:
         self.speeds = self._measured()
 
     def _nominal(self) -> Speeds:
-        taken_s = statistics.median(self.bed.product_seconds() for _ in range(_PRODUCTS))
+        taken_s = min(self.bed.product_seconds() for _ in range(_PRODUCTS))
         shape, ratios = self.shape, self.ratios
         token_s = ratios.headroom * taken_s / shape.tokens
         kv_s = token_s / ratios.recompute
