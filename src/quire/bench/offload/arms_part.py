@@ -48,11 +48,11 @@ def run_arms(config: OffloadBenchConfig) -> PartResult:
 
 def run_rounds(rig: Rig, arms: Sequence[Arm], repeats: int) -> dict[str, list[ArmStep]]:
     """Steps of all arms in turns, behind one of each that is not counted."""
-    batches = {arm.name: rig.batch(arm) for arm in arms}
+    layouts = {arm.name: rig.layout(arm) for arm in arms}
     found: dict[str, list[ArmStep]] = {arm.name: [] for arm in arms}
     for turn in range(repeats + 1):
         for arm in arms:
-            step = rig.step(arm, batches[arm.name])
+            step = rig.step(arm, layouts[arm.name])
             if turn:
                 found[arm.name].append(step)
     return found
@@ -84,7 +84,7 @@ def claims(rig: Rig, steps: Steps) -> Numbers:
     staging_bytes_over_prefetch: of the pipelined split.
     output_error: largest difference of what a step computes, codes left out.
     """
-    rates = rig.rates(BY_NAME["prefetch"])
+    rates = rig.layout(BY_NAME["prefetch"]).rates
     exact = [s.error for arm in ARMS if not arm.coded for s in steps[arm.name]]
     busy = [step.timeline.busy_fraction() for step in steps["lB"]]
     return {
@@ -109,9 +109,10 @@ def claims(rig: Rig, steps: Steps) -> Numbers:
 
 def _staging(rig: Rig, name: str) -> float:
     arm = BY_NAME[name]
+    layout = rig.layout(arm)
     sizes = rig.shape.sizes(coded=arm.coded)
-    work = step_work(rig.batch(arm), rig.shape.num_layers, sizes, rig.speeds)
-    return staging_bytes(work, arm.rules)
+    work = step_work(layout.batch, rig.shape.num_layers, sizes, rig.speeds)
+    return staging_bytes(work, layout.rules)
 
 
 def _table(rig: Rig, steps: Steps) -> Table:
@@ -142,7 +143,7 @@ def _table(rig: Rig, steps: Steps) -> Table:
 
 
 def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
-    batch, found = rig.batch(arm), steps[arm.name]
+    batch, found = rig.layout(arm).batch, steps[arm.name]
 
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)
@@ -228,7 +229,7 @@ def _other_table(config: OffloadBenchConfig, others: Mapping[str, Any]) -> Table
     rows = []
     for name, rho in config.others:
         run = others[name]
-        rates = run["rig"].rates(BY_NAME["prefetch"])
+        rates = run["rig"].layout(BY_NAME["prefetch"]).rates
         rows.append(
             (
                 name,

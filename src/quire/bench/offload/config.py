@@ -26,16 +26,16 @@ class OffloadBenchConfig:
         layers: of models on the virtual clock; 0: all.
     """
 
-    shape: BedShape = field(default_factory=BedShape)
+    shape: BedShape = field(default_factory=lambda: BedShape(tokens=4096))
     ratios: Ratios = field(default_factory=Ratios)
     others: tuple[tuple[str, float], ...] = (("rtx5000", 0.85), ("h200", 0.35))
     repeats: int = 5
-    sweep_shape: BedShape = field(default_factory=lambda: BedShape(tokens=1024, num_layers=12))
+    sweep_shape: BedShape = field(default_factory=lambda: BedShape(tokens=2048, num_layers=12))
     rhos: tuple[float, ...] = (0.1, 0.35, 0.5, 1.0, 2.0)
     xis: tuple[float, ...] = (0.5, 1.0, 2.0)
     hosts: tuple[float, ...] = (1.0, 0.5)
     refit_steps: int = 12
-    restore_tokens: int = 2048
+    restore_tokens: int = 8192
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
     generated: tuple[int, ...] = (32, 128)
@@ -43,14 +43,14 @@ class OffloadBenchConfig:
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
-    shape=BedShape(tokens=1024, num_layers=8),
+    shape=BedShape(tokens=2048, num_layers=8),
     repeats=2,
-    sweep_shape=BedShape(tokens=512, num_layers=4),
+    sweep_shape=BedShape(tokens=1024, num_layers=6),
     rhos=(0.35, 1.0),
     xis=(0.5, 2.0),
     hosts=(1.0,),
     refit_steps=6,
-    restore_tokens=512,
+    restore_tokens=2048,
     batches=(1, 8, 32),
     prompts=(128, 1024),
     generated=(32,),

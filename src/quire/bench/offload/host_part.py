@@ -64,9 +64,9 @@ def _devices(config: OffloadBenchConfig) -> Scaling:
     found: Scaling = {}
     for name in ("all_host", "lB"):
         arm = BY_NAME[name]
-        batch = case.batch(arm, 32, 32 * 1024)
-        work = step_work(batch, case.layers, case.sizes, case.speeds)
-        schedule = plan_step(work, arm.rules)
+        layout = case.layout(arm, 32, 32 * 1024)
+        work = step_work(layout.batch, case.layers, case.sizes, case.speeds)
+        schedule = plan_step(work, layout.rules)
         found[name] = tuple(
             (n, n * 32 / VirtualClock().run(side_by_side([schedule] * n)).seconds) for n in _DEVICES
         )

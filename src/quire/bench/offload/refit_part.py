@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.bench.offload.arms import BY_NAME, layer_rates, step_work
+from quire.bench.offload.arms import BY_NAME, step_work
 from quire.bench.offload.config import OffloadBenchConfig
 from quire.bench.offload.rig import Rig
 from quire.bench.result import Chart, PartResult, Table
@@ -69,24 +69,25 @@ def run_refit(config: OffloadBenchConfig) -> PartResult:
 
 
 def _rates(rig: Rig, speeds: Speeds) -> OffloadRates:
-    shape = rig.shape
-    return layer_rates(BY_NAME["lB"], speeds, shape.sizes(), rows=shape.rows, tokens=shape.tokens)
+    return rig.layout(BY_NAME["lB"], speeds).rates
 
 
 def _run(rig: Rig, speeds: Speeds, split: int) -> Timeline:
-    arm, shape = BY_NAME["lB"], rig.shape
-    batch = BatchTokens(rows=shape.rows, x=split, kv=shape.tokens - split)
-    work = step_work(batch, shape.num_layers, shape.sizes(), speeds)
-    return rig.executor.run(plan_step(work, arm.rules), rig.bed.work(batch, arm.rules))
+    batch, rules = _divided(rig, split), rig.layout(BY_NAME["lB"], speeds).rules
+    work = step_work(batch, rig.shape.num_layers, rig.shape.sizes(), speeds)
+    return rig.executor.run(plan_step(work, rules), rig.bed.work(batch, rules))
+
+
+def _divided(rig: Rig, split: int) -> BatchTokens:
+    return BatchTokens(rows=rig.shape.rows, x=split, kv=rig.shape.tokens - split)
 
 
 def _step_s(rig: Rig, split: int, link: CopyRate) -> float:
     """A step at the rates that really hold, on the virtual clock."""
-    shape = rig.shape
-    batch = BatchTokens(rows=shape.rows, x=split, kv=shape.tokens - split)
     speeds = replace(rig.nominal, inward=link)
-    work = step_work(batch, shape.num_layers, shape.sizes(), speeds)
-    return VirtualClock().run(plan_step(work, BY_NAME["lB"].rules)).seconds
+    work = step_work(_divided(rig, split), rig.shape.num_layers, rig.shape.sizes(), speeds)
+    rules = rig.layout(BY_NAME["lB"], speeds).rules
+    return float(VirtualClock().run(plan_step(work, rules)).seconds)
 
 
 def _over_best(rig: Rig, split: int, link: CopyRate) -> float:

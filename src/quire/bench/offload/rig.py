@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quire.bench.offload.arms import RING, Arm, divided, layer_rates, step_work
+from quire.bench.offload.arms import Arm, Layout, lay_out, step_work
 from quire.bench.offload.bed import Bed, BedShape
 from quire.offload.executors.base import Work
 from quire.offload.executors.pace import Pace, ThrottledLink
@@ -25,12 +25,12 @@ from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.rules import Rules
 from quire.offload.schedule.work import BatchTokens, Speeds
 from quire.offload.timeline import Timeline
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.rates import CopyRate
 
 _PRODUCTS = 15
 _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4
+_PROBE_RULES = Rules(x_chunks=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,9 @@ class Rig:
             for share in _PROBE_SHARES:
                 x = int(share * tokens)
                 batch = BatchTokens(rows=self.shape.rows, x=x, kv=tokens - x)
-                probes.append((self._plan(batch, RING, layers=_PROBE_LAYERS), self._work(batch)))
+                probes.append(
+                    (self._plan(batch, _PROBE_RULES, layers=_PROBE_LAYERS), self._work(batch))
+                )
         found = measure_speeds(self.executor, probes)
         return replace(found, outward=self.nominal.outward, host_token_s=self.nominal.host_token_s)
 
@@ -138,28 +140,25 @@ class Rig:
         return plan_step(step_work(batch, layers or self.shape.num_layers, sizes, speeds), rules)
 
     def _work(self, batch: BatchTokens) -> Work:
-        return self.bed.work(batch, RING)
+        return self.bed.work(batch, _PROBE_RULES)
 
-    def rates(self, arm: Arm) -> OffloadRates:
-        """Of a layer, as measured."""
-        sizes = self.shape.sizes(coded=arm.coded)
-        return layer_rates(arm, self.speeds, sizes, rows=self.shape.rows, tokens=self.shape.tokens)
+    def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
+        """An arm's division of the tokens, by measured speeds or by these."""
+        shape = self.shape
+        sizes = shape.sizes(coded=arm.coded)
+        return lay_out(arm, speeds or self.speeds, sizes, rows=shape.rows, tokens=shape.tokens)
 
-    def batch(self, arm: Arm) -> BatchTokens:
-        """An arm's division of the tokens."""
-        return divided(arm, self.rates(arm), rows=self.shape.rows, tokens=self.shape.tokens)
-
-    def step(self, arm: Arm, batch: BatchTokens | None = None) -> ArmStep:
+    def step(self, arm: Arm, layout: Layout | None = None) -> ArmStep:
         """Run one step of an arm.
 
         Args:
             arm: which.
-            batch: a division other than the arm's own.
+            layout: other than the arm's own.
         """
-        batch = batch or self.batch(arm)
-        schedule = self._plan(batch, arm.rules, coded=arm.coded)
-        work = self.bed.work(batch, arm.rules, coded=arm.coded)
-        timeline = self.executor.run(schedule, work)
+        layout = layout or self.layout(arm)
+        batch, rules = layout.batch, layout.rules
+        schedule = self._plan(batch, rules, coded=arm.coded)
+        timeline = self.executor.run(schedule, self.bed.work(batch, rules, coded=arm.coded))
         return ArmStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.bench.offload.arms import BY_NAME, divided, layer_rates, step_work
+from quire.bench.offload.arms import BY_NAME, step_work
 from quire.bench.offload.arms_part import model_errors, percentile, ratio, run_rounds
 from quire.bench.offload.config import OffloadBenchConfig
 from quire.bench.offload.rig import Rig
@@ -47,12 +47,11 @@ def _virtual_ratio(rig: Rig) -> float:
     shape = rig.shape
     sizes, tokens = shape.sizes(), shape.tokens
     arm = BY_NAME["lB"]
-    rates = layer_rates(arm, rig.nominal, sizes, rows=shape.rows, tokens=tokens)
+    parted = rig.layout(arm, rig.nominal)
     whole = BatchTokens(rows=shape.rows, kv=tokens)
-    parted = divided(arm, rates, rows=shape.rows, tokens=tokens)
     ways = [
         (step_work(batch, shape.num_layers, sizes, rig.nominal), rules)
-        for batch, rules in ((whole, Rules()), (parted, arm.rules))
+        for batch, rules in ((whole, Rules()), (parted.batch, parted.rules))
     ]
     _, chosen = fastest(ways)
     plain_s = VirtualClock().run(plan_step(*ways[0])).seconds
@@ -60,9 +59,9 @@ def _virtual_ratio(rig: Rig) -> float:
 
 
 def _row(rig: Rig, xi: float, rho: float, gain: float) -> tuple[Cell, ...]:
-    arm = BY_NAME["lB"]
-    share = rig.batch(arm).x / rig.shape.tokens
-    return xi, rho, share, gain, pipelined_gain(rig.rates(BY_NAME["prefetch"]))
+    share = rig.layout(BY_NAME["lB"]).batch.x / rig.shape.tokens
+    plain = rig.layout(BY_NAME["prefetch"]).rates
+    return xi, rho, share, gain, pipelined_gain(plain)
 
 
 def _table(config: OffloadBenchConfig, rows: list[tuple[Cell, ...]]) -> Table:

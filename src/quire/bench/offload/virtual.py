@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from quire.bench.offload.arms import Arm, divided, layer_rates, step_work
+from quire.bench.offload.arms import Arm, Layout, lay_out, step_work
 from quire.bench.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from quire.offload.executors.virtual import VirtualClock
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds
-from quire.plan.offload.weights import with_weights
+from quire.offload.schedule.work import Sizes, Speeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,15 @@ class Case:
     speeds: Speeds
     layers: int
 
-    def batch(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> BatchTokens:
-        """A batch's tokens as an arm divides them; weights on the link are paid by all batches."""
-        rates = layer_rates(arm, self.speeds, self.sizes, rows=rows, tokens=tokens)
-        weights_s = self.sizes.weight_bytes / self.speeds.inward.bytes_per_s
-        return divided(arm, with_weights(rates, weights_s, batches), rows=rows, tokens=tokens)
+    def layout(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> Layout:
+        """How an arm does a layer."""
+        return lay_out(arm, self.speeds, self.sizes, rows=rows, tokens=tokens, batches=batches)
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
         """A step of equal batches."""
-        batch = self.batch(arm, rows, tokens, batches)
-        work = step_work(batch, self.layers, self.sizes, self.speeds, batches=batches)
-        return VirtualClock().run(plan_step(work, arm.rules)).seconds
+        layout = self.layout(arm, rows, tokens, batches)
+        work = step_work(layout.batch, self.layers, self.sizes, self.speeds, batches=batches)
+        return VirtualClock().run(plan_step(work, layout.rules)).seconds
 
     def tokens_per_s(self, arm: Arm, load: Load) -> float:
         """Of the decode steps of a generation, all batches.

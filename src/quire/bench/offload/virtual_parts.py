@@ -152,7 +152,7 @@ def run_codec(config: OffloadBenchConfig) -> PartResult:
         case = case_of("OPT-13B", "a100", layers=config.layers, kv_value_bytes=kv, x_value_bytes=x)
         load = Load(rows=32, prompt=config.prompts[-1], generated=config.generated[0])
         found = [case.tokens_per_s(arm, load) for arm in _ARMS]
-        batch = case.batch(BY_NAME["lB"], 32, 32 * 1024)
+        batch = case.layout(BY_NAME["lB"], 32, 32 * 1024).batch
         rows.append((label, x / kv / 2, batch.x / (32 * 1024), *found, found[2] / found[0]))
         gains[f"codec_gain_{label.replace(' + ', '_')}"] = found[2] / found[0]
     return PartResult(
@@ -181,10 +181,10 @@ def run_position(config: OffloadBenchConfig) -> PartResult:
     case = case_of("OPT-6.7B", "a100")
     lines = {}
     for arm in _ARMS[1:]:
-        points = []
-        for length in range(128, 161, 4):
-            points.append((length, case.batch(arm, _ROWS, _ROWS * length).x / _ROWS))
-        lines[arm.label] = tuple(points)
+        lines[arm.label] = tuple(
+            (length, case.layout(arm, _ROWS, _ROWS * length).batch.x / _ROWS)
+            for length in range(128, 161, 4)
+        )
     rows = tuple(
         (length, paper, pipelined)
         for (length, paper), (_, pipelined) in zip(*lines.values(), strict=True)

@@ -1,9 +1,15 @@
 """How a step is laid out: what is prefetched, in which pieces, and how much staging it takes."""
 
+import math
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.offload.schedule.work import StepWork
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.split import pipelined_seconds
+
+_CALLS_OF_A_PIECE = 10  # a piece takes as long at least, so that calls cost a tenth at most
+_MOST_PIECES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +58,27 @@ def staging_bytes(work: StepWork, rules: Rules) -> float:
     whole = max(batch.x_carried for batch in batches)
     x = rules.x_ring * -(-whole // rules.x_chunks) if rules.x_ring else rules.slots * whole
     return kv * work.sizes.kv_bytes + x * work.sizes.x_bytes
+
+
+def ring_rules(
+    rates: OffloadRates, tokens: int, x_tokens: int, *, call_s: int | float = 0.0
+) -> Rules:
+    """A layout whose ring of X is as small as it can be without the link ever waiting for it.
+
+    While the device attends and finishes a layer, for `other_s`, it projects nothing: the ring
+    takes what the link brings meanwhile, and two pieces more. Where that would be all of X there
+    is no ring.
+
+    Args:
+        rates: of a layer.
+        tokens: of all rows.
+        x_tokens: of these, recomputed.
+        call_s: of a copy, whatever its size.
+    """
+    pieces = _MOST_PIECES
+    if call_s:
+        carried_s = rates.x_s * x_tokens
+        pieces = min(max(int(carried_s / (_CALLS_OF_A_PIECE * call_s)), 1), _MOST_PIECES)
+    layer_s = pipelined_seconds(rates, tokens, x_tokens)
+    ring = 2 + (math.ceil(pieces * rates.other_s / layer_s) if layer_s else 0)
+    return Rules(x_chunks=pieces, x_ring=ring if ring < pieces else 0)
