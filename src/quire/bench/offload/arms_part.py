@@ -107,7 +107,7 @@ def claims(rig: Rig, steps: Steps) -> Numbers:
     }
 
 
-def _staging(rig: Rig, name: str) -> float:
+def _staging(rig: Rig, name: str) -> int | float:
     arm = BY_NAME[name]
     layout = rig.layout(arm)
     sizes = rig.shape.sizes(coded=arm.coded)
@@ -164,7 +164,7 @@ def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
 
 def _breakdown(steps: Steps) -> Table:
     """As the paper's Figure 10: seconds of each kind over the sum of all."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for arm in ARMS:
         kinds = steps[arm.name][-1].timeline.by_kind()
         whole = sum(kinds.values())
@@ -226,7 +226,7 @@ def _other_claims(others: Mapping[str, Any]) -> Numbers:
 
 
 def _other_table(config: OffloadBenchConfig, others: Mapping[str, Any]) -> Table:
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for name, rho in config.others:
         run = others[name]
         rates = run["rig"].layout(BY_NAME["prefetch"]).rates

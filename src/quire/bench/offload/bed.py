@@ -71,7 +71,7 @@ class _Plane:
             self.scales.copy_(source.scales)
 
     def numbers(self) -> Float[Tensor, "tokens width"]:
-        return self.values if self.scales is None else self.values * self.scales
+        return self.values if self.scales is None else torch.mul(self.values, self.scales)
 
 
 class Bed:
@@ -87,8 +87,8 @@ class Bed:
         draw = torch.Generator().manual_seed(0)
         hidden, width = shape.hidden, shape.kv_width
 
-        def random(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=draw) / sizes[-2] ** 0.5
+        def random(inner: int, outer: int) -> Tensor:
+            return torch.randn(inner, outer, generator=draw).div(inner**0.5)
 
         count = min(shape.num_layers, _DISTINCT_LAYERS)
         self._recompute = [random(hidden, width) for _ in range(count)]

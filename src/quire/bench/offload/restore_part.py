@@ -115,7 +115,7 @@ class _Prefix:
 
         def load(op: Operation) -> None:
             target = out[op.first : op.first + op.tokens]
-            self.tier.read("prefix", memoryview(target.numpy()), op.first * self.token_bytes)
+            self.tier.read("prefix", target.numpy().data, op.first * self.token_bytes)
 
         paces = {DEVICE: Pace(expected), IN: Pace(expected)}
         work = dispatch({Kind.PROJECT: read, Kind.KV_IN: load})
@@ -175,5 +175,5 @@ def _prefix(config: OffloadBenchConfig, tier: Tier, bytes_per_s: float) -> _Pref
     scale = token_s / sheet.token_s
     prefill = PrefillRates(token_s=token_s, square_s=sheet.square_s * scale * 16_384 / tokens)
     loading = Loading(token_s=spec.kv_bytes_per_token(2) / bytes_per_s * scale)
-    tier.write("prefix", memoryview((x @ weight).numpy()), {"tokens": tokens})
+    tier.write("prefix", (x @ weight).numpy().data, {"tokens": tokens})
     return _Prefix(tier, tokens, prefill, loading, x, weight)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from quire.bench.offload.arms import Arm, Layout, lay_out, step_work
+from quire.bench.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from quire.bench.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from quire.offload.executors.virtual import VirtualClock
-from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.choose import fastest
 from quire.offload.schedule.work import Sizes, Speeds
 
 
@@ -45,10 +45,17 @@ class Case:
         return lay_out(arm, self.speeds, self.sizes, rows=rows, tokens=tokens, batches=batches)
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
-        """A step of equal batches."""
+        """A step of equal batches; where X has a ring, the fastest of that and plainer layouts."""
         layout = self.layout(arm, rows, tokens, batches)
-        work = step_work(layout.batch, self.layers, self.sizes, self.speeds, batches=batches)
-        return VirtualClock().run(plan_step(work, layout.rules)).seconds
+        ways = [(layout.batch, layout.rules)]
+        if arm.ring:
+            plain = self.layout(BY_NAME["lA"], rows, tokens, batches)
+            ways += [(layout.batch, replace(layout.rules, x_ring=0)), (plain.batch, plain.rules)]
+        works = [
+            (step_work(batch, self.layers, self.sizes, self.speeds, batches=batches), rules)
+            for batch, rules in ways
+        ]
+        return VirtualClock().run(fastest(works)[1]).seconds
 
     def tokens_per_s(self, arm: Arm, load: Load) -> float:
         """Of the decode steps of a generation, all batches.

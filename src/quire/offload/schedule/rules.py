@@ -46,7 +46,7 @@ class Rules:
             raise ConfigError("a ring of X brings KV between its pieces, which serial forbids")
 
 
-def staging_bytes(work: StepWork, rules: Rules) -> float:
+def staging_bytes(work: StepWork, rules: Rules) -> int | float:
     """Bytes on the device that a step's KV and X pass through, weights left out.
 
     Args:
