@@ -36,10 +36,12 @@ class Timeline:
     Attributes:
         schedule: what was to run.
         spans: by index of the operation.
+        wall_s: that the run took by the wall clock; None where no wall clock was asked.
     """
 
     schedule: Schedule
     spans: tuple[Span, ...]
+    wall_s: float | None = None
 
     @property
     def seconds(self) -> int | float:

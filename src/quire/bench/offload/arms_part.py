@@ -39,7 +39,7 @@ def run_arms(config: OffloadBenchConfig) -> PartResult:
         charts=(_chart(steps),),
         spans=(_spans({name: traced[name] for name in COMPARED}),),
         raw={
-            "seconds": {name: [s.timeline.seconds for s in found] for name, found in steps.items()},
+            "seconds": {name: [s.seconds for s in found] for name, found in steps.items()},
             "predicted_s": {name: found[0].predicted_s for name, found in steps.items()},
             "trace": chrome_trace(traced),
         },
@@ -61,7 +61,7 @@ def run_rounds(rig: Rig, arms: Sequence[Arm], repeats: int) -> dict[str, list[Ar
 def ratio(steps: Steps, over: str, under: str) -> float:
     """Seconds of one arm over another's within rounds, the median."""
     pairs = zip(steps[over], steps[under], strict=True)
-    return statistics.median(a.timeline.seconds / b.timeline.seconds for a, b in pairs)
+    return statistics.median(a.seconds / b.seconds for a, b in pairs)
 
 
 def model_errors(steps: Steps) -> list[float]:
@@ -153,7 +153,7 @@ def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
         batch.x,
         batch.kv,
         batch.host,
-        1e3 * median([step.timeline.seconds for step in found]),
+        1e3 * median([step.seconds for step in found]),
         ratio(steps, "prefetch", arm.name),
         1e3 * median([step.predicted_s for step in found]),
         median([step.timeline.busy_fraction(DEVICE) for step in found]),
@@ -179,8 +179,7 @@ def _breakdown(steps: Steps) -> Table:
 
 def _chart(steps: Steps) -> Chart:
     bars = tuple(
-        (arm.name, 1e3 * statistics.median(s.timeline.seconds for s in steps[arm.name]))
-        for arm in ARMS
+        (arm.name, 1e3 * statistics.median(s.seconds for s in steps[arm.name])) for arm in ARMS
     )
     return Chart(
         name="offload-arms",

@@ -33,7 +33,7 @@ def run_refit(config: OffloadBenchConfig) -> PartResult:
         profiler.observe(timeline)
         control.observe(timeline, _rates(rig, profiler.speeds), rig.shape.tokens)
         splits.append(split)
-        seconds.append(timeline.seconds)
+        seconds.append(timeline.wall_s or timeline.seconds)
     needed = _needed(rig, splits[config.refit_steps :], slower)
     return PartResult(
         claims={

@@ -65,9 +65,15 @@ class ArmStep:
     error: float
 
     @property
+    def seconds(self) -> float:
+        """By the wall clock."""
+        wall_s = self.timeline.wall_s
+        return float(self.timeline.seconds if wall_s is None else wall_s)
+
+    @property
     def model_error(self) -> float:
         """|predicted - measured| / measured."""
-        return abs(self.predicted_s - self.timeline.seconds) / self.timeline.seconds
+        return abs(self.predicted_s - self.seconds) / self.seconds
 
 
 class Rig:
@@ -169,6 +175,5 @@ class Rig:
 def medians(steps: Mapping[str, list[ArmStep]]) -> dict[str, float]:
     """Median seconds of each arm."""
     return {
-        name: statistics.median(step.timeline.seconds for step in found)
-        for name, found in steps.items()
+        name: statistics.median(step.seconds for step in found) for name, found in steps.items()
     }

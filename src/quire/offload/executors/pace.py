@@ -1,9 +1,12 @@
 """Makes a lane as slow as something else: a link of so many bytes a second, a host of such a speed.
 
 What a lane really does is short; then it waits until an absolute deadline, so that late wake-ups do
-not add up:
+not add up, neither along a lane nor from lane to lane:
 
-    deadline = max(deadline before, when it could begin) + seconds of the operation
+    deadline = max(deadline before, when what it needs was due) + seconds of the operation
+
+What was done in time is due at its deadline, however late its thread woke; what was late when it
+was done.
 """
 
 import random
@@ -33,20 +36,27 @@ class Pace:
         self._deadline_s = 0.0
         self.turn = threading.Lock()
 
-    def wait(self, operation: Operation, ready_s: float, stopped: threading.Event) -> None:
+    def wait(
+        self, operation: Operation, ready_s: float, stopped: threading.Event
+    ) -> tuple[float, float]:
         """Return at the operation's deadline, or as soon as `stopped` is set.
 
         Args:
             operation: that has been done.
-            ready_s: on `time.perf_counter`, when it could begin.
+            ready_s: on `time.perf_counter`, when what it needs was due.
             stopped: ends all waiting.
+
+        Returns:
+            When it began, and when it is due.
         """
+        done_s = time.perf_counter()
         delay_s = self._delay(operation) if self._delay else 0.0
         begun_s = max(self._deadline_s, ready_s)
         self._deadline_s = begun_s + self._seconds(operation) + delay_s
-        left_s = self._deadline_s - time.perf_counter()
-        if left_s > 0:
-            stopped.wait(left_s)
+        if self._deadline_s > done_s:
+            stopped.wait(self._deadline_s - done_s)
+        self._deadline_s = max(self._deadline_s, done_s)
+        return begun_s, self._deadline_s
 
 
 class ThrottledLink:

@@ -48,6 +48,8 @@ class _Run:
         self._stopped, self._progress = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self._begun_s = 0.0
+        self._due_s = [0.0] * len(schedule.operations)
+        self._lane_s: dict[str, float] = {}
 
     def result(self, stall_s: int | float) -> Timeline:
         longest_s = max((op.seconds for op in self._schedule.operations), default=0.0)
@@ -64,9 +66,11 @@ class _Run:
                 break
             if not self._progress.wait(longest_s + stall_s) and self._failure is None:
                 self._fail(LinkStalled(self._stalled(longest_s + stall_s)))
+        wall_s = time.perf_counter() - self._begun_s
         if self._failure is not None:
             raise self._failure
-        return Timeline(self._schedule, tuple(span for span in self._spans if span is not None))
+        spans = tuple(span for span in self._spans if span is not None)
+        return Timeline(self._schedule, spans, wall_s)
 
     def _follow(self, operations: tuple[Operation, ...]) -> None:
         try:
@@ -81,23 +85,26 @@ class _Run:
 
     def _do(self, operation: Operation) -> None:
         pace = self._paces.get(self._schedule.resource(operation.lane))
-        ready_s = time.perf_counter()
         if pace is None:
-            self._timed(operation, ready_s, None)
+            self._running[operation.lane] = operation
+            started_s = time.perf_counter()
+            self._work(operation)
+            self._note(operation, started_s, time.perf_counter())
             return
         with pace.turn:
-            self._timed(operation, ready_s, pace)
+            self._running[operation.lane] = operation
+            self._work(operation)
+            ready_s = max((self._due_s[n] for n in operation.needs), default=self._begun_s)
+            self._note(operation, *pace.wait(operation, ready_s, self._stopped))
 
-    def _timed(self, operation: Operation, ready_s: float, pace: Pace | None) -> None:
-        started_s = time.perf_counter()
-        self._running[operation.lane] = operation
-        self._work(operation)
-        if pace is not None:
-            pace.wait(operation, ready_s, self._stopped)
+    def _note(self, operation: Operation, started_s: float, due_s: float) -> None:
+        """What needs the operation may begin."""
         if self._stopped.is_set():
             return
-        ended_s = time.perf_counter() - self._begun_s
-        self._spans[operation.index] = Span(operation, started_s - self._begun_s, ended_s)
+        started_s = max(started_s, self._lane_s.get(operation.lane, 0.0))
+        self._lane_s[operation.lane] = self._due_s[operation.index] = due_s = max(started_s, due_s)
+        span = Span(operation, started_s - self._begun_s, due_s - self._begun_s)
+        self._spans[operation.index] = span
         del self._running[operation.lane]
         self._ended[operation.index].set()
         self._progress.set()
