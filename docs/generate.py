@@ -25,6 +25,7 @@ FLOORS = (
     "hf",
     "sim",
     "engine",
+    "offload",
     "models",
     "policies",
     "kv",

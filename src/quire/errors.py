@@ -12,6 +12,10 @@
     ├── OutOfPages                      the arena is full now; the scheduler makes room or waits
     ├── HostPoolFull                    the host pool is full now; who is thrown out is read again
     ├── SlabFull                        a dense slab would pass the columns it may have
+    ├── OffloadError                    KV outside the device could not be had or kept
+    │   ├── LinkStalled                 an operation of a step did not end in time; names it
+    │   ├── StorageError                a tier cannot take or give bytes now: full, unreachable
+    │   └── CorruptData                 what a tier holds is not what was stored; it is dropped
     ├── EngineDead                      the step loop has ended; no request is taken any more
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  Quire's own bookkeeping is wrong: a bug, please report it
@@ -82,6 +86,22 @@ class HostPoolFull(QuireError):
 
 class SlabFull(QuireError):
     """A dense slab needs more columns than it may have. Nothing was changed."""
+
+
+class OffloadError(QuireError):
+    """KV outside the device could not be had or kept. Whoever asked computes it again."""
+
+
+class LinkStalled(OffloadError):
+    """An operation of a step did not end in time; the message names it."""
+
+
+class StorageError(OffloadError):
+    """A tier cannot take or give bytes now: it is full, read-only, or cannot be reached."""
+
+
+class CorruptData(OffloadError):
+    """What a tier holds is not what was stored. It is dropped; nobody is given it."""
 
 
 class EngineDead(QuireError):

@@ -72,7 +72,13 @@ def test_every_command_has_its_help_in_the_reference() -> None:
 
 @pytest.mark.parametrize(
     ("page", "examples"),
-    [("memory.md", 20), ("maximize-batch.md", 11), ("tenants.md", 20), ("eviction.md", 7)],
+    [
+        ("memory.md", 20),
+        ("maximize-batch.md", 11),
+        ("tenants.md", 20),
+        ("eviction.md", 7),
+        ("offload.md", 27),
+    ],
 )
 def test_the_arithmetic_of_a_page_runs(page: str, examples: int) -> None:
     results = doctest.testfile(str(DOCS / page), module_relative=False, encoding="utf-8")

@@ -63,6 +63,22 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """One picture of what ran when: a panel for each of several runs, a bar for each lane.
+
+    Attributes:
+        name: of its file.
+        title, x_label: what is drawn, with the unit of time.
+        panels: label to lanes; a lane to what ran on it: begin, end, kind.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    panels: Mapping[str, Mapping[str, tuple[tuple[int | float, int | float, str], ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
     """One part.
 
@@ -71,6 +87,7 @@ class PartResult:
         tables: in the order of reading.
         charts: pictures of them.
         maps: pictures of matrices.
+        spans: pictures of what ran when.
         raw: every repeat, JSON values.
         seconds: it took.
     """
@@ -79,13 +96,14 @@ class PartResult:
     tables: tuple[Table, ...]
     charts: tuple[Chart, ...] = ()
     maps: tuple[HeatMap, ...] = ()
+    spans: tuple[Spans, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
     seconds: int | float = 0
 
     @property
-    def pictures(self) -> "tuple[Chart | HeatMap, ...]":
-        """Charts, then maps."""
-        return (*self.charts, *self.maps)
+    def pictures(self) -> "tuple[Chart | HeatMap | Spans, ...]":
+        """Charts, then maps, then spans."""
+        return (*self.charts, *self.maps, *self.spans)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -99,6 +117,7 @@ class PartResult:
             tables=tuple(_table(found) for found in stored["tables"]),
             charts=tuple(_chart(found) for found in stored["charts"]),
             maps=tuple(_map(found) for found in stored.get("maps", ())),
+            spans=tuple(_spans(found) for found in stored.get("spans", ())),
             raw=stored.get("raw", {}),
             seconds=stored["seconds"],
         )
@@ -117,6 +136,17 @@ def _chart(stored: Mapping[str, Any]) -> Chart:
 def _map(stored: Mapping[str, Any]) -> HeatMap:
     panels = {label: tuple(map(tuple, rows)) for label, rows in stored["panels"].items()}
     return HeatMap(**{**stored, "panels": panels})
+
+
+def _spans(stored: Mapping[str, Any]) -> Spans:
+    panels = {
+        label: {
+            lane: tuple((begin, end, kind) for begin, end, kind in found)
+            for lane, found in lanes.items()
+        }
+        for label, lanes in stored["panels"].items()
+    }
+    return Spans(**{**stored, "panels": panels})
 
 
 def _points(stored: Iterable[Any]) -> tuple[tuple[str | int | float, int | float], ...]:

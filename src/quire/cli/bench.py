@@ -11,6 +11,7 @@ from quire.cli.bench_batch_plan import batch_plan
 from quire.cli.bench_eviction import eviction
 from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
+from quire.cli.bench_offload import offload
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_quant import quant
 from quire.cli.bench_rebatch import rebatch
@@ -31,6 +32,7 @@ bench_app.command()(kvcrush)
 bench_app.command()(quant)
 bench_app.command()(rebatch)
 bench_app.command()(stack)
+bench_app.command()(offload)
 bench_app.command("batch-plan")(batch_plan)
 
 

@@ -9,7 +9,6 @@ because a link moves few large pieces faster than many small ones: each copy cos
 microseconds of its own, as much as 100 KB take on a fast link.
 """
 
-import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,8 +16,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from quire.errors import ConfigError
 from quire.kv.pages import PageNumbers
+from quire.kv.pinned import pin_memory
 from quire.kv.store import PageStore, zero_bytes
 from quire.spec.pages import PageClass
 
@@ -150,24 +149,8 @@ def host_copies(
         return DirectCopies(store, zero_bytes(num_bytes, store.device))
     host = zero_bytes(num_bytes, torch.device("cpu"))
     copies = StagedCopies(store, host, max(STAGING_BYTES, largest_page_bytes))
-    _pin(host, copies)
+    pin_memory(host, copies)
     return copies
-
-
-def _pin(host: UInt8[Tensor, " num_bytes"], holder: StagedCopies) -> None:
-    """Pin memory for as long as its holder lives.
-
-    Torch's own pinned tensors round up to a power of two, so a pool of 5 GiB would take 8.
-    """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = host.data_ptr()
-    code = int(runtime.cudaHostRegister(address, host.numel(), 0))
-    if code:
-        raise ConfigError(
-            f"the system does not pin {host.numel():,} B of host memory (CUDA error {code}); "
-            "lower --host-kv-memory or raise the limit on locked memory (ulimit -l)"
-        )
-    weakref.finalize(holder, runtime.cudaHostUnregister, address)
 
 
 def _packed(

@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 _MOUNT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes the largest multiple of a page
@@ -27,6 +29,13 @@ def container_free_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -
         own_groups: which groups this process is in.
     """
     return min((limit - used for limit, used in _limits(mount, own_groups)), default=None)
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that can still be taken, within what a container allows."""
+    free_bytes = int(psutil.virtual_memory().available)
+    contained = container_free_bytes()
+    return free_bytes if contained is None else min(free_bytes, max(0, contained))
 
 
 def container_total_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from quire.errors import ConfigError
 from quire.plan.rates import Costs
+from quire.plan.roots import positive_root
 
 How = Literal["swap", "recompute", "hybrid"]
 
@@ -179,11 +180,4 @@ def breakeven_tokens(costs: Costs, bytes_per_token: int | float) -> float:
     fixed_s = sum(rate.call_s + rate.piece_s for rate in (copies.out, copies.back))
     move_s = bytes_per_token * (1 / copies.out.bytes_per_s + 1 / copies.back.bytes_per_s)
     linear_s = prefill.token_s + prefill.call_s / costs.chunk_tokens - move_s
-    square_s = prefill.square_s
-    if not square_s:
-        return fixed_s / linear_s if linear_s > 0 else math.inf
-    # the root in the form that loses no digits where `square_s` is small
-    root_s = math.sqrt(linear_s**2 + 4 * square_s * fixed_s)
-    if linear_s > 0:
-        return 2 * fixed_s / (linear_s + root_s)
-    return (root_s - linear_s) / (2 * square_s)
+    return positive_root(prefill.square_s, linear_s, fixed_s)

@@ -66,6 +66,11 @@ class RateEstimator:
         self._bound_variance()
         self.num_samples += 1
 
+    def doubt(self) -> None:
+        """Believe the next samples as if nothing had been measured yet; coefficients stay."""
+        self._variance = np.eye(len(self._coefficients)) * _MOST_VARIANCE
+        self._spread = 1.0
+
     def _weight(self, error: int | float) -> float:
         """How much a sample with this error counts, up to 1; notes how large errors usually are."""
         limit = _CLIP * self._spread

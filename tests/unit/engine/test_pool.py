@@ -8,6 +8,7 @@ import torch
 
 import engines
 import quire.engine.pool
+import quire.plan.container
 from quire.engine.admission.need import Need
 from quire.engine.core import Engine
 from quire.engine.pool import build_pool
@@ -53,14 +54,14 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
 
 
 def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
-    monkeypatch.setattr(quire.engine.device_memory, "container_free_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"more than the 3,145,728 B that are free"):
         build_pool(model, KVConfig(memory="1MiB", host_memory="4MiB"), ScheduleConfig())
 
 
 def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
-    monkeypatch.setattr(quire.engine.device_memory, "container_free_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B is more than the 1,048,576 B"):
         build_pool(model, KVConfig(memory="2MiB", host_memory="2MiB"), ScheduleConfig())
@@ -147,7 +148,7 @@ def test_auto_leaves_a_tenth_of_what_is_free(model):
 
 
 def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
-    monkeypatch.setattr(quire.engine.device_memory, "container_free_bytes", lambda: 256 * MIB)
+    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 256 * MIB)
     pool = build_pool(model, KVConfig(), ScheduleConfig(max_running=4096, step_tokens=64))
 
     assert 0 < pool.kv.memory.total_bytes < 0.95 * 256 * MIB
@@ -156,7 +157,7 @@ def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
 
 
 def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(quire.engine.device_memory, "container_free_bytes", lambda: -5)
+    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: -5)
 
     with pytest.raises(ConfigError, match="no memory is left for KV"):
         build_pool(model, KVConfig(), ScheduleConfig(step_tokens=64))

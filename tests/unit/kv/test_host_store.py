@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.kv import host_store
 from quire.kv.host_pool import HostPool
 from quire.kv.host_store import STAGING_BYTES, DirectCopies, StagedCopies, host_copies, pieces_of
 from quire.kv.memory import KVMemory
+from quire.kv.pinned import pin_memory
 from quire.kv.store import PageStore
 from quire.kv.swap import append_tail, swap_in, swap_out
 from quire.spec.pages import CacheLayout, LaneGroup
@@ -150,7 +150,7 @@ def test_host_memory_is_pinned_for_as_long_as_it_is_used(monkeypatch):
     host = torch.zeros(256, dtype=torch.uint8)
     holder = StagedCopies(PageStore(1 << 16, CPU), host, 128)
 
-    host_store._pin(host, holder)
+    pin_memory(host, holder)
     assert runtime.pinned == {host.data_ptr(): 256}
     del holder
     assert runtime.pinned == {}
@@ -161,7 +161,7 @@ def test_memory_that_is_not_pinned_is_refused(monkeypatch):
     host = torch.zeros(256, dtype=torch.uint8)
 
     with pytest.raises(ConfigError, match=r"256 B .* \(CUDA error 2\); lower --host-kv-memory"):
-        host_store._pin(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
+        pin_memory(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
 
 
 class Runtime:

@@ -1,0 +1,140 @@
+"""The arms: which tokens are recomputed, carried, attended to on the host, and in which layout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from quire.offload.schedule.rules import Rules, ring_rules
+from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.shares import best_shares
+from quire.plan.offload.split import paper_split, pipelined_split
+from quire.plan.offload.weights import with_weights
+
+Division = Callable[[OffloadRates, int], tuple[int, int]]
+"""Rates and tokens to tokens that are recomputed, and tokens of the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to do a step.
+
+    Attributes:
+        name: of it.
+        label: for people.
+        rules: of its layout.
+        divide: of its tokens.
+        coded: KV and X cross the link in codes of half the bytes.
+        ring: X passes through a ring as small as it can be.
+    """
+
+    name: str
+    label: str
+    rules: Rules
+    divide: Division
+    coded: bool = False
+    ring: bool = False
+
+
+def _none(_rates: OffloadRates, _tokens: int) -> tuple[int, int]:
+    return 0, 0
+
+
+def _paper(rates: OffloadRates, tokens: int) -> tuple[int, int]:
+    return paper_split(rates, tokens), 0
+
+
+def _pipelined(rates: OffloadRates, tokens: int) -> tuple[int, int]:
+    return pipelined_split(rates, tokens), 0
+
+
+def _shared(rates: OffloadRates, tokens: int) -> tuple[int, int]:
+    found = best_shares(rates, tokens)
+    return round(found.x_tokens), min(tokens - round(found.x_tokens), round(found.host_tokens))
+
+
+def _hosted(_rates: OffloadRates, tokens: int) -> tuple[int, int]:
+    return 0, tokens
+
+
+ARMS = (
+    Arm(name="no_overlap", label="no overlap", rules=Rules(prefetch=False), divide=_none),
+    Arm(name="prefetch", label="prefetch only", rules=Rules(), divide=_none),
+    Arm(
+        name="serial",
+        label="recompute, then transfer",
+        rules=Rules(serial=True, x_chunks=1),
+        divide=_paper,
+    ),
+    Arm(name="lA", label="the paper's split", rules=Rules(x_chunks=1), divide=_paper),
+    Arm(name="lB", label="pipelined split", rules=Rules(), ring=True, divide=_pipelined),
+    Arm(
+        name="lB_codec",
+        label="pipelined, codes",
+        rules=Rules(),
+        ring=True,
+        divide=_pipelined,
+        coded=True,
+    ),
+    Arm(name="host_share", label="link, device and host", rules=Rules(), ring=True, divide=_shared),
+    Arm(name="all_host", label="all attention on the host", rules=Rules(), divide=_hosted),
+)
+BY_NAME = {arm.name: arm for arm in ARMS}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an arm does a layer.
+
+    Attributes:
+        batch: its tokens.
+        rules: of the schedule.
+        rates: of the layer, calls of its pieces counted.
+    """
+
+    batch: BatchTokens
+    rules: Rules
+    rates: OffloadRates
+
+
+def lay_out(
+    arm: Arm, speeds: Speeds, sizes: Sizes, *, rows: int, tokens: int, batches: int = 1
+) -> Layout:
+    """Divide a batch's tokens as an arm does; the pieces of its layout cost calls.
+
+    Args:
+        arm: that divides.
+        speeds: of the machine.
+        sizes: of what crosses the link; weights are paid by all batches.
+        rows: of the batch.
+        tokens: of all its rows.
+        batches: that share a layer.
+    """
+    plain = speeds.rates(sizes, rows=rows, tokens=tokens, half_duplex=arm.rules.half_duplex)
+    weights_s = sizes.weight_bytes / speeds.inward.bytes_per_s
+    plain = with_weights(plain, weights_s, batches)
+    rules = arm.rules
+    if arm.ring:
+        x, _ = arm.divide(plain, tokens)
+        ring = ring_rules(plain, tokens, x, call_s=speeds.inward.call_s)
+        rules = replace(rules, x_chunks=ring.x_chunks, x_ring=ring.x_ring)
+    rates = _with_calls(plain, speeds, rules)
+    x, host = arm.divide(rates, tokens)
+    batch = BatchTokens(rows=rows, x=x, kv=tokens - x - host, host=host)
+    return Layout(batch, rules, rates)
+
+
+def _with_calls(rates: OffloadRates, speeds: Speeds, rules: Rules) -> OffloadRates:
+    copies = rules.x_chunks * (1 + bool(rules.x_ring))
+    return replace(
+        rates,
+        other_s=rates.other_s + rules.x_chunks * speeds.project_call_s,
+        link_s=rates.link_s + copies * speeds.inward.call_s,
+    )
+
+
+def step_work(
+    batch: BatchTokens, num_layers: int, sizes: Sizes, speeds: Speeds, *, batches: int = 1
+) -> StepWork:
+    """A step of equal batches through all layers."""
+    layers = even_layers((batch,) * batches, num_layers)
+    return StepWork(layers=layers, sizes=sizes, speeds=speeds)

@@ -1,0 +1,1 @@
+"""One decode step as operations and what each of them waits for."""

@@ -1,0 +1,269 @@
+"""Makes the schedule of one step: all layers, batch after batch in each (one batch: row by row).
+
+    in      W_KV 0  X 0  KV 0  W_QO 0  MLP 0 | W_KV 1  X 1  KV 1 ...        X first, in chunks
+    device               project 0 ..  attend 0  layer 0 | project 1 ..
+    out                                       KV 0  hidden and X 0 ...
+
+The link works ahead by as many items (a layer of a batch) as there are slots. Where several batches
+share a layer, the next layer's weights arrive in as many pieces, one behind each batch's KV, so
+that neither side ever waits for a whole layer of them. Of weights W_K and W_V come first, because
+recomputing needs no others.
+
+Differs from the paper: there is no synchronisation of all devices after each item, X arrives in
+chunks, and its first layer needs none.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from quire.offload.schedule.operations import IN, LANES, OUT, Kind, Operation, Schedule
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens, StepWork
+
+KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)
+
+
+@dataclass(slots=True)
+class _Item:
+    """A layer of a batch: its tokens, and indices of its operations that others need."""
+
+    layer: int
+    batch: int
+    tokens: BatchTokens
+    projected: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    attended: int = -1
+    done: int = -1
+    stored: int = -1
+
+
+def plan_step(work: StepWork, rules: Rules | None = None) -> Schedule:
+    """The schedule of a step.
+
+    Args:
+        work: tokens, bytes and speeds.
+        rules: of the layout.
+    """
+    return _Planner(work, rules or Rules()).plan()
+
+
+class _Planner:
+    def __init__(self, work: StepWork, rules: Rules) -> None:
+        self._work, self._rules = work, rules
+        self._operations: list[Operation] = []
+        self._items: list[_Item] = []
+        self._ring: list[int] = []  # projections of pieces of X that were carried
+        # of each layer and part of its weights, the copies that bring it
+        self._weights: dict[tuple[int, int], list[int]] = {}
+
+    def plan(self) -> Schedule:
+        for layer, found in enumerate(self._work.layers):
+            for batch, tokens in enumerate(found):
+                self._items.append(_Item(layer, batch, tokens))
+                self._bring()
+                self._compute()
+                self._store()
+        shared = {IN: "link", OUT: "link"} if self._rules.half_duplex else {}
+        return Schedule(tuple(self._operations), shared)
+
+    # ---- copies to the device ------------------------------------------------------------------
+
+    def _bring(self) -> None:
+        """What an item brings over the link, in this order, and what it recomputes."""
+        item, rules = self._item, self._rules
+        # one batch brings its own weights; of several the first layer's come at once
+        whole = item.batch == 0 and (item.layer == 0 or self._work.num_batches == 1)
+        before = (KV_WEIGHTS,) if rules.fine_weights else (KV_WEIGHTS, QO_WEIGHTS)
+        for part in before if whole else ():
+            self._add_weights(item.layer, part, self._part_bytes[part])
+        pieces = self._recompute(coarse=not rules.fine_weights)
+        if not rules.x_ring or not pieces:
+            waits = item.projected if rules.serial else ()
+            item.arrived += self._carry(0, item.tokens.kv, waits)
+        for part in range(len(before), 3) if whole else ():
+            self._add_weights(item.layer, part, self._part_bytes[part])
+        if self._work.num_batches > 1:
+            self._add_weight_piece()
+            item.arrived += self._hidden_in()
+
+    def _recompute(self, *, coarse: bool) -> int:
+        """X in pieces, each projected as it lands; how many were carried. What is here comes first.
+
+        With a ring a piece of KV follows each of them.
+        """
+        item, tokens = self._item, self._item.tokens
+        weights = self._needed_weights(KV_WEIGHTS)
+        weights += self._needed_weights(QO_WEIGHTS) if coarse else []
+        if tokens.x_here:
+            self._project(tokens.x_here, weights)
+        pieces = _cut(tokens.x_here, tokens.x, self._rules.x_chunks)
+        borders = _cut(0, tokens.kv, len(pieces)) if self._rules.x_ring and pieces else []
+        for i, (first, count) in enumerate(pieces):
+            place = {"part": i + bool(tokens.x_here), "first": first, "x_slot": self._x_slot()}
+            x_bytes = self._work.sizes.x_bytes
+            landed = self._copy(Kind.X_IN, count, x_bytes, self._x_released(), **place)
+            self._project(count, [*landed, *weights], **place)
+            self._ring.append(item.projected[-1])
+            if i < len(borders):
+                item.arrived += self._carry(*borders[i])
+        return len(pieces)
+
+    def _project(self, count: int, needs: Iterable[int], **place: int) -> None:
+        speeds = self._work.speeds
+        seconds = speeds.project_call_s + count * speeds.project_token_s
+        place |= {"tokens": count}
+        self._item.projected.append(self._add(Kind.PROJECT, needs, seconds, **place))
+
+    def _x_slot(self) -> int:
+        """Where the next piece of X goes: round the ring, or to its item's slot."""
+        rules = self._rules
+        if rules.x_ring:
+            return len(self._ring) % rules.x_ring
+        return (len(self._items) - 1) % rules.slots
+
+    def _x_released(self) -> list[int]:
+        ring = self._rules.x_ring
+        if not ring:
+            return self._released(lambda used: used.projected[-1:])
+        last = self._ring[-ring:][:1] if len(self._ring) >= ring else []
+        return [*last, *self._released(lambda _: [])]
+
+    def _carry(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
+        needs = [*waits, *self._released(lambda used: [used.attended])]
+        return self._copy(Kind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
+
+    def _hidden_in(self) -> list[int]:
+        """A batch's hidden states come back where other batches used the device meanwhile."""
+        before = self._before
+        if before is None or before.stored < 0:
+            return []
+        rows, hidden_bytes = self._item.tokens.rows, self._work.sizes.hidden_bytes
+        return self._copy(Kind.HIDDEN_IN, rows, hidden_bytes, [before.stored])
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    @property
+    def _part_bytes(self) -> tuple[int | float, int | float, int | float]:
+        sizes = self._work.sizes
+        return sizes.kv_weight_bytes, sizes.qo_weight_bytes, sizes.mlp_weight_bytes
+
+    def _add_weights(self, layer: int, part: int, num_bytes: int | float, first: int = 0) -> None:
+        if not num_bytes:
+            return
+        # pieces of the next layer come while this one's are in use
+        slots = max(self._rules.slots, 1 + (self._work.num_batches > 1))
+        last_user = (layer - slots + 1) * self._work.num_batches - 1
+        needs = [self._items[last_user].done] if last_user >= 0 else []
+        if not self._rules.prefetch and len(self._items) > 1:
+            needs.append(self._items[-2].done)
+        seconds = self._work.speeds.inward.seconds(num_bytes)
+        place = {"part": part, "first": first, "slot": layer % slots}
+        index = self._add(
+            Kind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **place
+        )
+        self._weights.setdefault((layer, part), []).append(index)
+
+    def _add_weight_piece(self) -> None:
+        """Behind each batch's KV comes an equal piece of the next layer's weights."""
+        sizes, batches, batch = self._work.sizes, self._work.num_batches, self._item.batch
+        if self._item.layer + 1 == len(self._work.layers):
+            return
+        low, high = (sizes.weight_bytes * piece / batches for piece in (batch, batch + 1))
+        start: int | float = 0
+        for part, part_bytes in enumerate(self._part_bytes):
+            first, end = max(low, start), min(high, start + part_bytes)
+            if end > first:
+                self._add_weights(self._item.layer + 1, part, end - first, round(first - start))
+            start += part_bytes
+
+    def _needed_weights(self, part: int) -> list[int]:
+        return list(self._weights.get((self._item.layer, part), ()))
+
+    # ---- computing, and copies from the device -------------------------------------------------
+
+    def _compute(self) -> None:
+        """Attention when KV of all kinds is there, then the rest of the layer."""
+        item, tokens, speeds = self._item, self._item.tokens, self._work.speeds
+        ready = [] if self._before is None else [self._before.done]
+        ready += self._needed_weights(QO_WEIGHTS)
+        needs = [*item.projected, *item.arrived, *ready]
+        if tokens.host:
+            seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
+            needs.append(self._add(Kind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
+        here = tokens.x + tokens.kv + tokens.resident
+        attend_s = speeds.attend_call_s + here * speeds.attend_token_s
+        item.attended = self._add(Kind.ATTEND, needs, attend_s, tokens=here)
+        rest_s = speeds.layer_s + tokens.rows * speeds.row_s
+        needs = [item.attended, *self._needed_weights(MLP_WEIGHTS)]
+        item.done = self._add(Kind.LAYER, needs, rest_s, tokens=tokens.rows)
+
+    def _store(self) -> None:
+        """New KV, and behind it new X and, where other batches come between, hidden states."""
+        item, sizes = self._item, self._work.sizes
+        rows = item.tokens.rows
+        self._copy(Kind.KV_OUT, rows, sizes.new_kv_bytes, [item.attended])
+        returns = self._work.num_batches > 1 and item.layer + 1 < len(self._work.layers)
+        row_bytes = sizes.new_x_bytes + (sizes.hidden_bytes if returns else 0)
+        stored = self._copy(Kind.HIDDEN_OUT, rows, row_bytes, [item.done])
+        item.stored = stored[0] if returns and stored else -1
+
+    # ---- operations ----------------------------------------------------------------------------
+
+    @property
+    def _item(self) -> _Item:
+        return self._items[-1]
+
+    @property
+    def _before(self) -> _Item | None:
+        """The same batch in the layer before."""
+        batches = self._work.num_batches
+        return self._items[-1 - batches] if self._item.layer else None
+
+    def _released(self, users: Callable[[_Item], list[int]]) -> list[int]:
+        """What must have ended before the item's slot may be written."""
+        rules, place = self._rules, len(self._items) - 1
+        needs = users(self._items[place - rules.slots]) if place >= rules.slots else []
+        if place and (rules.serial or not rules.prefetch):
+            needs = [*needs, self._items[place - 1].done]
+        return needs
+
+    def _copy(
+        self,
+        kind: Kind,
+        count: int,
+        unit_bytes: int | float,
+        needs: Iterable[int],
+        **place: int,
+    ) -> list[int]:
+        """A copy to or from the device; none where there is nothing to copy."""
+        num_bytes = count * unit_bytes
+        if not num_bytes:
+            return []
+        speeds = self._work.speeds
+        rate = speeds.inward if LANES[kind] == IN else speeds.outward
+        seconds = rate.seconds(num_bytes)
+        return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes), **place)]
+
+    def _add(self, kind: Kind, needs: Iterable[int], seconds: int | float, **place: int) -> int:
+        """Append an operation of the item; `place` says what differs from it."""
+        item, index = self._item, len(self._operations)
+        slot = (len(self._items) - 1) % self._rules.slots
+        of_item = {"layer": item.layer, "batch": item.batch, "slot": slot}
+        self._operations.append(
+            Operation(
+                index=index,
+                kind=kind,
+                lane=LANES[kind],
+                seconds=seconds,
+                needs=tuple(dict.fromkeys(needs)),
+                **(of_item | place),
+            )
+        )
+        return index
+
+
+def _cut(first: int, end: int, chunks: int) -> list[tuple[int, int]]:
+    """First token and number of tokens of each chunk; equal but for one token."""
+    borders = [first + (end - first) * i // chunks for i in range(chunks + 1)]
+    return [(a, b - a) for a, b in pairwise(borders) if b > a]

@@ -1,0 +1,127 @@
+"""Host memory: a pool of exactly so many bytes, every entry in one piece, pinned for a device."""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from quire.errors import ConfigError, StorageError
+from quire.kv.extents import Extent, ExtentMap
+from quire.kv.pinned import pin_memory
+from quire.kv.store import zero_bytes
+from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.plan.container import free_host_bytes
+from quire.spec.pages import PAGE_ALIGNMENT_BYTES
+
+
+class HostTier:
+    """`Tier` in memory; as many bytes as asked for, neither more nor rounded up.
+
+    Args:
+        total_bytes: of the pool; rounded down to whole cache lines.
+        pinned: a CUDA device copies from and to it by itself.
+
+    Raises:
+        ConfigError: more than is free, or than the system pins.
+    """
+
+    def __init__(self, total_bytes: int, *, pinned: bool = False) -> None:
+        self.total_bytes = total_bytes // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES
+        free_bytes = free_host_bytes()
+        if self.total_bytes > free_bytes:
+            raise ConfigError(
+                f"a host pool of {total_bytes:,} B is more than the {free_bytes:,} B that are free "
+                "on this machine or in its container; lower --host-kv-memory"
+            )
+        self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
+        self._view = self._bytes.numpy().data
+        if pinned:
+            pin_memory(self._bytes, self)
+        self._map = ExtentMap(self.total_bytes)
+        self._turn = threading.RLock()
+        self._entries: dict[str, tuple[Extent, Stored]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier`."""
+        return self.total_bytes - self._map.free_bytes
+
+    def stored(self) -> dict[str, Stored]:
+        """See `Tier`."""
+        with self._turn:
+            return {key: stored for key, (_, stored) in self._entries.items()}
+
+    def reserve(
+        self, key: str, num_bytes: int, facts: Mapping[str, Any] | None = None
+    ) -> UInt8[Tensor, " num_bytes"]:
+        """Room for an entry, for a device to fill; in place of what was under the key.
+
+        Raises:
+            StorageError: no free piece is as large; nothing has changed.
+        """
+        lines = -(-num_bytes // PAGE_ALIGNMENT_BYTES)
+        with self._turn:
+            taken = self._map.allocate(1, lines * PAGE_ALIGNMENT_BYTES) if lines else ()
+            if taken is None:
+                raise StorageError(
+                    f"{key!r} needs {num_bytes:,} B in one piece; {self._map.free_bytes:,} of "
+                    f"{self.total_bytes:,} B of the host pool are free; raise --host-kv-memory"
+                )
+            self.drop(key)
+            extent = taken[0] if taken else Extent(0, 0)
+            self._entries[key] = (extent, Stored(num_bytes, dict(facts or {})))
+            return self.tensor(key)
+
+    def tensor(self, key: str) -> UInt8[Tensor, " num_bytes"]:
+        """An entry in place, for copies to a device.
+
+        Raises:
+            StorageError: nothing lies there.
+        """
+        if key not in self._entries:
+            raise StorageError(f"nothing is stored under {key!r}")
+        extent, stored = self._entries[key]
+        return self._bytes[extent.start : extent.start + stored.num_bytes]
+
+    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
+        """See `Tier`."""
+        source = flat(data)
+        with self._turn:
+            self.reserve(key, source.nbytes, facts)
+            start = self._entries[key][0].start
+            self._view[start : start + source.nbytes] = source
+
+    def read(self, key: str, into: memoryview, first: int = 0) -> None:
+        """See `Tier`."""
+        with self._turn:
+            extent, stored = self._entries.get(key, (None, None))
+            check_range(key, stored, into, first)
+            assert extent is not None, "what is stored has a place"
+            start = extent.start + first
+            flat(into)[:] = self._view[start : start + into.nbytes]
+
+    def drop(self, key: str) -> None:
+        """See `Tier`."""
+        with self._turn:
+            extent, _ = self._entries.pop(key, (None, None))
+            if extent is not None and extent.num_bytes:
+                self._map.release((extent,))
+
+    def close(self) -> None:
+        """Drop everything: host memory does not last."""
+        for key in tuple(self._entries):
+            self.drop(key)
+        with contextlib.suppress(BufferError):  # somebody still looks at it
+            self._view.release()
+
+    def check(self) -> None:
+        """Prove that every byte is free or of exactly one entry.
+
+        Raises:
+            InvariantError: one is not.
+        """
+        self._map.check(tuple(e for e, _ in self._entries.values() if e.num_bytes))

@@ -1,0 +1,111 @@
+"""Seconds that a token of one layer takes on the link, on the device and on the host.
+
+k = 2 * kv_heads * head_dim * p_kv / B     KV over the link
+x = hidden * p_x / B                       its activation over the link
+r = 4 * hidden * kv_heads * head_dim / v   keys and values from the activation
+u = 2 * kv_heads * head_dim * p_kv / B_h   attention where the KV lies
+c                                          the device's other work on a layer, all rows
+
+xi = x / k = hidden * p_x / (2 * kv_heads * head_dim * p_kv)
+rho = r / k = 2 * hidden * B / (p_kv * v), whatever the heads are
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from quire.errors import ConfigError
+from quire.plan.rates import CopyRate
+from quire.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRates:
+    """Rates of one layer; tokens are those of all rows together.
+
+    Attributes:
+        kv_s: k, of a token's KV on the link.
+        x_s: x, of its activation.
+        recompute_s: r, of making the KV from the activation.
+        host_s: u, of attending to it on the host; infinite where the host does not attend.
+        other_s: c, of the device's other work on the layer in one step.
+        link_s: of what else crosses the link for the layer in one step: weights, and stores
+            where both directions share the wire.
+
+    Raises:
+        ConfigError: a rate below 0, or KV that takes no time.
+    """
+
+    kv_s: int | float
+    x_s: int | float
+    recompute_s: int | float
+    host_s: int | float = math.inf
+    other_s: int | float = 0.0
+    link_s: int | float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0 or (value == math.inf and field.name != "host_s"):
+                raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
+        if not self.kv_s or not self.host_s:
+            raise ConfigError(f"expected KV that takes time, got {self}")
+
+    @property
+    def x_ratio(self) -> float:
+        """Xi: what an activation takes on the link, over its KV. It pays below 1."""
+        return self.x_s / self.kv_s
+
+    @property
+    def recompute_ratio(self) -> float:
+        """Rho: what recomputing takes, over carrying the KV."""
+        return self.recompute_s / self.kv_s
+
+
+def offload_rates(
+    model: ModelSpec,
+    *,
+    link_bytes_per_s: int | float,
+    flops_per_s: int | float,
+    kv_value_bytes: int | float = 2,
+    x_value_bytes: int | float = 2,
+    host_bytes_per_s: int | float = 0.0,
+    other_s: int | float = 0.0,
+) -> OffloadRates:
+    """Rates from a model's shape and a machine's speeds.
+
+    Args:
+        model: the shape.
+        link_bytes_per_s: from host to device.
+        flops_per_s: of products as wide as the hidden size.
+        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
+        x_value_bytes: likewise of an activation.
+        host_bytes_per_s: at which the host reads KV while it attends; 0: it does not.
+        other_s: see `OffloadRates`.
+
+    Raises:
+        ConfigError: a speed that is not above 0.
+    """
+    if min(link_bytes_per_s, flops_per_s) <= 0:
+        raise ConfigError(
+            f"expected speeds above 0, got {link_bytes_per_s} B/s and {flops_per_s} FLOP/s"
+        )
+    kv_bytes = model.kv_values_per_layer_token * kv_value_bytes
+    flops = 2 * model.hidden_size * model.kv_values_per_layer_token
+    return OffloadRates(
+        kv_s=kv_bytes / link_bytes_per_s,
+        x_s=model.hidden_size * x_value_bytes / link_bytes_per_s,
+        recompute_s=flops / flops_per_s,
+        host_s=kv_bytes / host_bytes_per_s if host_bytes_per_s else math.inf,
+        other_s=other_s,
+    )
+
+
+def effective_bytes_per_s(rate: CopyRate, num_bytes: int | float) -> float:
+    """Rate of copies of this size: B * m / (m + m_half), where m_half = call_s * B.
+
+    Raises:
+        ConfigError: nothing is copied.
+    """
+    if num_bytes <= 0:
+        raise ConfigError(f"expected bytes to copy, got {num_bytes}")
+    return num_bytes / rate.seconds(num_bytes)

@@ -1,0 +1,37 @@
+"""docs/make_offload.py: from runs of the bench, part by part, to a page."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from measured_pages import load_maker, run_object
+from quire.bench.offload.parts import PARTS
+
+
+@pytest.fixture
+def maker() -> ModuleType:
+    return load_maker("make_offload")
+
+
+def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    runs = (
+        run_object("offload", "sweep", {"never_slower": 1}),
+        run_object("offload", "arms", {"gain_lB_over_prefetch": 1.7}),
+    )
+    for name, run in zip("ab", runs, strict=True):
+        (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
+
+    maker.main([str(tmp_path / "a")], tmp_path)
+    maker.main([str(tmp_path / "b")], tmp_path)
+
+    text = (tmp_path / "offload-measured.md").read_text()
+    assert "| `gain_lB_over_prefetch` | 1.7 | at least 1.46 |" in text
+    assert text.index("## Arms beside") < text.index("## Every rho")
+
+
+def test_every_part_has_a_title(maker: ModuleType):
+    assert list(maker.TITLES) == list(PARTS)

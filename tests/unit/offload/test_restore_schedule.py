@@ -1,0 +1,89 @@
+"""Schedules of restorations, and of several ways the fastest."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.schedule.choose import fastest
+from quire.offload.schedule.operations import DEVICE, IN
+from quire.offload.schedule.restore import plan_restore
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.plan.offload.restore import Loading, restore_seconds, restore_split
+from quire.plan.rates import CopyRate, PrefillRates
+
+
+@given(
+    st.builds(
+        PrefillRates,
+        token_s=st.floats(1e-3, 10),
+        square_s=st.floats(0, 0.1),
+        call_s=st.floats(0, 9),
+    ),
+    st.builds(Loading, token_s=st.floats(1e-3, 10), call_s=st.floats(0, 9)),
+    st.integers(0, 300),
+    st.integers(1, 70),
+)
+def test_a_restoration_takes_what_the_quadratic_says(prefill, loading, tokens, chunk):
+    split = restore_split(prefill, loading, tokens)
+
+    schedule = plan_restore(
+        prefill, loading, tokens=tokens, read_tokens=split, token_bytes=3, chunk_tokens=chunk
+    )
+
+    schedule.check()
+    timeline = VirtualClock().run(schedule)
+    assert timeline.seconds == pytest.approx(restore_seconds(prefill, loading, tokens, split))
+    covered = sorted((op.first, op.first + op.tokens) for op in schedule.operations)
+    assert [a for a, _ in covered] == [0, *[b for _, b in covered[:-1]]][: len(covered)]
+    assert sum(op.tokens for op in schedule.operations) == tokens
+    assert schedule.num_bytes(*{op.kind for op in schedule.operations}) == 3 * (tokens - split)
+
+
+def test_the_front_is_read_forwards_and_the_back_is_loaded_backwards():
+    schedule = plan_restore(
+        PrefillRates(token_s=1.0),
+        Loading(token_s=1.0),
+        tokens=10,
+        read_tokens=5,
+        token_bytes=1,
+        chunk_tokens=2,
+    )
+
+    assert [op.first for op in schedule.lanes[DEVICE]] == [0, 2, 4]
+    assert [op.first for op in schedule.lanes[IN]] == [8, 6, 5]
+    with pytest.raises(ConfigError, match="0 to 3 tokens"):
+        plan_restore(
+            PrefillRates(token_s=1.0),
+            Loading(token_s=1.0),
+            tokens=3,
+            read_tokens=4,
+            token_bytes=1,
+        )
+
+
+@given(
+    st.floats(0.01, 0.99),
+    st.floats(0.05, 4),
+    st.floats(0, 3),
+    st.integers(0, 400),
+    st.integers(1, 5),
+)
+def test_the_fastest_way_is_never_slower_than_carrying_all(xi, rho, call_s, tokens, layers):
+    """Exactly: with few layers and dear calls a split may lose, and then nothing is recomputed."""
+    rate = CopyRate(bytes_per_s=1.0, call_s=call_s)
+    speeds = Speeds(inward=rate, outward=rate, project_token_s=rho, project_call_s=call_s)
+
+    def way(x):
+        batch = BatchTokens(rows=1, x=x, kv=tokens - x)
+        layout = even_layers((batch,), layers, embedded=False)
+        return StepWork(layers=layout, sizes=Sizes(kv_bytes=1, x_bytes=xi), speeds=speeds), Rules()
+
+    ways = [way(x) for x in (0, tokens // 3, tokens)]
+    found, schedule = fastest(ways)
+
+    times = [VirtualClock().run(fastest([w])[1]).seconds for w in ways]
+    assert VirtualClock().run(schedule).seconds == min(times) <= times[0]
+    assert found == times.index(min(times))

@@ -1,0 +1,487 @@
+"""Tiers: one conformance suite for all, then what each must survive."""
+
+import errno
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+import quire.offload.tiers.disk as disk_module
+import quire.offload.tiers.host as host_module
+from quire.errors import ConfigError, CorruptData, StorageError
+from quire.offload.tiers.base import Tier
+from quire.offload.tiers.block_file import BLOCK_BYTES
+from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.network import NetworkTier
+from quire.offload.tiers.server import StoreServer
+from quire.offload.tiers.wire import MAGIC
+
+MIB = 1 << 20
+
+
+def data_of(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def read(tier, key, num_bytes, first=0) -> bytes:
+    into = bytearray(num_bytes)
+    tier.read(key, memoryview(into), first)
+    return bytes(into)
+
+
+@pytest.fixture(params=["host", "disk", "disk cached", "network"])
+def tier(request, tmp_path):
+    if request.param == "network":
+        server = StoreServer(HostTier(8 * MIB))
+        made = NetworkTier(*server.address)
+        yield made
+        made.close()
+        server.close()
+        return
+    if request.param == "host":
+        made = HostTier(8 * MIB)
+    else:
+        made = DiskTier(tmp_path / "kv", 8 * MIB, direct=request.param == "disk")
+    yield made
+    made.check()
+    made.close()
+
+
+def test_a_tier_is_a_tier(tier):
+    assert isinstance(tier, Tier)
+    assert tier.total_bytes == 8 * MIB
+    assert tier.used_bytes == 0
+    assert tier.stored() == {}
+
+
+def test_bytes_come_back_whole_and_in_ranges(tier):
+    data = data_of(2 * MIB + 12_345)
+    tier.write("a/0", data, {"tokens": 7, "codec": "int8"})
+    tier.write("a/1", b"")
+
+    assert read(tier, "a/0", len(data)) == data
+    for first, count in ((0, 1), (MIB - 3, 7), (5, MIB), (2 * MIB, 12_345), (len(data), 0)):
+        assert read(tier, "a/0", count, first) == data[first : first + count]
+    assert read(tier, "a/1", 0) == b""
+    stored = tier.stored()
+    assert stored["a/0"].num_bytes == len(data)
+    assert stored["a/0"].facts == {"tokens": 7, "codec": "int8"}
+    assert set(stored) == {"a/0", "a/1"}
+
+
+def test_tensors_are_bytes_too(tier):
+    tensor = torch.randn(300, 70)
+    tier.write("x", memoryview(tensor.numpy()))
+    back = torch.empty_like(tensor)
+
+    tier.read("x", memoryview(back.numpy()))
+
+    assert torch.equal(back, tensor)
+
+
+def test_writing_again_replaces_and_dropping_frees(tier):
+    tier.write("a", data_of(MIB, 1))
+    tier.write("a", data_of(3 * MIB, 2))
+    assert read(tier, "a", 3 * MIB) == data_of(3 * MIB, 2)
+
+    tier.drop("a")
+    tier.drop("a")
+
+    assert tier.used_bytes == 0
+    with pytest.raises(StorageError, match="nothing is stored under 'a'"):
+        read(tier, "a", 1)
+
+
+def test_a_full_tier_says_so_and_keeps_what_it_has(tier):
+    tier.write("a", data_of(6 * MIB))
+
+    with pytest.raises(StorageError, match=r"'b' needs .*raise --(host|disk)-kv-memory"):
+        tier.write("b", data_of(3 * MIB))
+    with pytest.raises(StorageError, match="'a' needs"):
+        tier.write("a", data_of(3 * MIB))
+
+    assert read(tier, "a", 6 * MIB) == data_of(6 * MIB)
+    assert set(tier.stored()) == {"a"}
+
+
+def test_more_than_there_is_cannot_be_read(tier):
+    tier.write("a", data_of(100))
+
+    for first, count in ((0, 101), (50, 51), (101, 0)):
+        with pytest.raises(StorageError, match="100 B"):
+            read(tier, "a", count, first)
+
+
+def test_threads_share_a_tier(tier):
+    def fill(name):
+        for i in range(4):
+            tier.write(name, data_of(300_000, i))
+            assert read(tier, name, 300_000) == data_of(300_000, i)
+
+    threads = [threading.Thread(target=fill, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert set(tier.stored()) == {"a", "b", "c"}
+
+
+# ---- host --------------------------------------------------------------------------------------
+
+
+def test_a_host_pool_is_exactly_as_large_as_asked_for_and_entries_lie_in_one_piece():
+    tier = HostTier(5 * MIB + 64)
+
+    assert tier.total_bytes == 5 * MIB + 64  # no power of two
+    view = tier.reserve("a", 3 * MIB)
+    view.fill_(7)
+    assert read(tier, "a", 3) == b"\7\7\7"
+    assert tier.tensor("a").data_ptr() == view.data_ptr()
+    tier.write("b", data_of(MIB))
+    tier.drop("a")
+    tier.write("c", data_of(2 * MIB))
+    with pytest.raises(StorageError, match="in one piece"):
+        tier.write("d", data_of(2 * MIB))  # as much is free, but not together
+    tier.check()
+
+
+def test_a_host_pool_larger_than_free_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(host_module, "free_host_bytes", lambda: 3 * MIB)
+
+    with pytest.raises(ConfigError, match=r"4,194,304 B is more than the 3,145,728 B .*lower"):
+        HostTier(4 * MIB)
+
+
+# ---- disk --------------------------------------------------------------------------------------
+
+
+def test_another_engine_finds_what_one_wrote(tmp_path):
+    first = DiskTier(tmp_path, 8 * MIB)
+    first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
+    first.write("b", data_of(MIB))
+    first.drop("b")
+    first.close()
+
+    second = DiskTier(tmp_path, 8 * MIB)
+
+    assert second.num_discarded == 0
+    assert second.stored()["a"].facts == {"tokens": 3}
+    assert set(second.stored()) == {"a"}
+    assert read(second, "a", 2 * MIB + 5) == data_of(2 * MIB + 5)
+    assert second.used_bytes == 3 * MIB
+    second.check()
+    second.close()
+
+
+def test_a_smaller_tier_discards_what_lies_beyond_it(tmp_path):
+    first = DiskTier(tmp_path, 8 * MIB)
+    for name in "abcd":
+        first.write(name, data_of(2 * MIB, ord(name)))
+    first.close()
+
+    second = DiskTier(tmp_path, 5 * MIB)
+
+    assert set(second.stored()) == {"a", "b"}
+    assert second.num_discarded == 2
+    assert read(second, "b", 2 * MIB) == data_of(2 * MIB, ord("b"))
+    second.close()
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_torn_line_of_the_index_is_as_if_it_had_not_been_written(tmp_path, cut):
+    tier = DiskTier(tmp_path, 8 * MIB)
+    tier.write("a", data_of(MIB, 1))
+    tier.write("b", data_of(MIB, 2))
+    tier.close()
+    index = tmp_path / "index"
+    index.write_bytes(index.read_bytes()[:-cut])
+
+    again = DiskTier(tmp_path, 8 * MIB)
+
+    assert set(again.stored()) == {"a"}
+    assert read(again, "a", MIB) == data_of(MIB, 1)
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated"])
+def test_damaged_blocks_are_named_and_never_given_out(tmp_path, damage):
+    tier = DiskTier(tmp_path, 8 * MIB)
+    tier.write("a", data_of(3 * MIB, 1))
+    tier.write("b", data_of(MIB, 2))
+    tier.close()
+    blocks = tmp_path / "blocks"
+    content = bytearray(blocks.read_bytes())
+    content[MIB + 17] ^= 1
+    blocks.write_bytes(content if damage == "flipped" else content[: MIB + 17])
+
+    again = DiskTier(tmp_path, 8 * MIB)
+
+    assert read(again, "a", MIB) == data_of(3 * MIB, 1)[:MIB]  # this block is whole
+    with pytest.raises(CorruptData, match="block 1 of 'a'"):
+        read(again, "a", 3 * MIB)
+    assert "a" not in again.stored()
+    if damage == "flipped":
+        assert read(again, "b", MIB) == data_of(MIB, 2)
+    again.check()
+    again.close()
+
+
+def test_a_disk_that_fills_up_fails_the_write_alone(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 8 * MIB)
+    tier.write("a", data_of(MIB, 1))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("pwrite", "write", "fdatasync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(StorageError, match="No space left on device"):
+                tier.write("b", data_of(MIB, 2))
+        assert set(tier.stored()) == {"a"}
+        assert tier.used_bytes == MIB
+    tier.write("b", data_of(MIB, 2))
+    tier.close()
+    again = DiskTier(tmp_path, 8 * MIB)
+    assert set(again.stored()) == {"a", "b"}
+    again.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name another folder"):
+        DiskTier(tmp_path / "file" / "kv", 8 * MIB)
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "posix_fallocate", read_only)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        DiskTier(tmp_path / "kv", 8 * MIB)
+    monkeypatch.undo()
+    DiskTier(tmp_path / "kv", 8 * MIB).close()  # the failed one has let it go
+
+
+def test_a_tier_larger_than_the_disk_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"lower --disk-kv-memory"):
+        DiskTier(tmp_path, 1 << 50)
+    with pytest.raises(ConfigError, match="1,048,576 B or more"):
+        DiskTier(tmp_path, 1000)
+
+
+def test_two_engines_do_not_share_a_folder(tmp_path):
+    first = DiskTier(tmp_path, 2 * MIB)
+
+    with pytest.raises(ConfigError, match="in use by another engine"):
+        DiskTier(tmp_path, 2 * MIB)
+    first.close()
+
+
+def test_the_index_does_not_grow_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "_MOST_STALE_LINES", 10)
+    tier = DiskTier(tmp_path, 2 * MIB)
+    tier.write("kept", b"1")
+    for _ in range(20):
+        tier.write("a", b"2")
+        tier.drop("a")
+
+    assert tier._journal.num_lines < 20
+    tier.close()
+    again = DiskTier(tmp_path, 2 * MIB)
+    assert set(again.stored()) == {"kept"}
+    again.close()
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from quire.offload.tiers.disk import DiskTier
+tier = DiskTier(Path(sys.argv[1]), 16 << 20)
+for i in range(100_000):
+    key = f"k{i % 5}"
+    tier.write(key, bytes([i % 251]) * (1_500_000 + i % 7), {"i": i})
+    print(i, flush=True)
+"""
+
+
+def test_an_engine_killed_while_it_writes_leaves_whole_entries_only(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    for _ in range(12):
+        last = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    tier = DiskTier(tmp_path, 16 * MIB)
+
+    found = {key: stored.facts["i"] for key, stored in tier.stored().items()}
+    assert set(found) == {f"k{i}" for i in range(5)}
+    assert all(i >= last - 5 for i in found.values())
+    for key, i in found.items():
+        length = 1_500_000 + i % 7
+        assert read(tier, key, length) == bytes([i % 251]) * length
+    tier.check()
+    tier.close()
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Writes, drops, restarts and damage in any order: what is read is what was written."""
+
+    def __init__(self):
+        super().__init__()
+        import tempfile
+        from pathlib import Path
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name)
+        self.expected = {}
+        self.tier = DiskTier(self.path, 6 * MIB, direct=False)
+
+    @rule(key=st.sampled_from("abc"), size=st.integers(0, 2 * MIB + 9), seed=st.integers(0, 99))
+    def write(self, key, size, seed):
+        data = data_of(size, seed)
+        try:
+            self.tier.write(key, data)
+            self.expected[key] = data
+        except StorageError:
+            assert self.tier.total_bytes - self.tier.used_bytes < -(-size // MIB) * MIB
+
+    @rule(key=st.sampled_from("abc"))
+    def drop(self, key):
+        self.tier.drop(key)
+        self.expected.pop(key, None)
+
+    @rule()
+    def restart(self):
+        self.tier.close()
+        self.tier = DiskTier(self.path, 6 * MIB, direct=False)
+        assert self.tier.num_discarded == 0
+
+    @rule(key=st.sampled_from("abc"), share=st.floats(0, 1))
+    def damage(self, key, share):
+        if not self.expected.get(key):
+            return
+        blocks = self.tier._entries[key].blocks
+        place = int(share * (len(self.expected[key]) - 1))
+        with open(self.path / "blocks", "r+b") as file:
+            file.seek(blocks[place // BLOCK_BYTES] * BLOCK_BYTES + place % BLOCK_BYTES)
+            was = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([was ^ 0x55]))
+        with pytest.raises(CorruptData):
+            read(self.tier, key, len(self.expected.pop(key)))
+
+    @invariant()
+    def what_is_read_is_what_was_written(self):
+        self.tier.check()
+        assert set(self.tier.stored()) == set(self.expected)
+        for key, data in self.expected.items():
+            assert read(self.tier, key, len(data)) == data
+
+    def teardown(self):
+        self.tier.close()
+        self.folder.cleanup()
+
+
+DiskMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=12)
+TestDisk = DiskMachine.TestCase
+
+
+# ---- network -----------------------------------------------------------------------------------
+
+
+def test_a_store_over_a_disk_outlives_its_server(tmp_path):
+    for turn in range(2):
+        disk = DiskTier(tmp_path, 4 * MIB)
+        server = StoreServer(disk)
+        tier = NetworkTier(*server.address)
+        if turn == 0:
+            tier.write("a", data_of(MIB + 1), {"tokens": 5})
+        assert read(tier, "a", MIB + 1) == data_of(MIB + 1)
+        tier.close()
+        server.close()
+        disk.close()
+
+
+def test_corrupt_data_of_the_store_stays_corrupt_data(tmp_path):
+    disk = DiskTier(tmp_path, 4 * MIB, direct=False)
+    server = StoreServer(disk)
+    tier = NetworkTier(*server.address)
+    tier.write("a", data_of(MIB))
+    with open(tmp_path / "blocks", "r+b") as file:
+        file.write(b"other")
+
+    with pytest.raises(CorruptData, match="block 0 of 'a'"):
+        read(tier, "a", MIB)
+    tier.close()
+    server.close()
+    disk.close()
+
+
+def test_a_store_that_stalls_is_asked_again():
+    waits = iter([0.4, 0, 0])
+    server = StoreServer(HostTier(MIB), delay=lambda _: next(waits, 0))
+    tier = NetworkTier(*server.address, timeout_s=0.2)
+
+    tier.write("a", b"123")
+
+    assert tier.num_retries >= 1
+    assert read(tier, "a", 3) == b"123"
+    tier.close()
+    server.close()
+
+
+def test_a_store_that_is_gone_is_named():
+    server = StoreServer(HostTier(MIB))
+    tier = NetworkTier(*server.address, timeout_s=0.2, tries=2)
+    tier.write("a", b"123")
+    tier.close()
+    server.close()
+
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:\d+ did not answer 2 times"):
+        read(tier, "a", 3)
+
+
+@settings(max_examples=20)
+@given(st.binary(max_size=200), st.booleans())
+def test_what_is_no_message_ends_the_connection_and_harms_nobody(noise, like_a_head):
+    server = StoreServer(HostTier(MIB))
+    tier = NetworkTier(*server.address)
+    tier.write("a", b"123")
+    with socket.create_connection(server.address) as other:
+        other.sendall((MAGIC if like_a_head else b"") + noise)
+
+    assert read(tier, "a", 3) == b"123"
+    tier.close()
+    server.close()
+
+
+def test_a_throttled_store_sends_all_bytes():
+    server = StoreServer(HostTier(4 * MIB), bytes_per_s=200e6)
+    tier = NetworkTier(*server.address)
+    tier.write("a", data_of(3 * MIB))
+
+    assert read(tier, "a", 3 * MIB) == data_of(3 * MIB)
+    tier.close()
+    server.close()
+
+
+def test_an_address_that_is_taken_is_refused():
+    server = StoreServer(HostTier(MIB))
+
+    with pytest.raises(StorageError, match="cannot listen at"):
+        StoreServer(HostTier(MIB), "256.0.0.1", 1)
+    server.close()

@@ -1,0 +1,48 @@
+"""The gate: which models' activations are smaller than their KV."""
+
+import pytest
+
+from offload_shapes import (
+    LLAMA_2_7B,
+    LLAMA_3_2_1B,
+    LLAMA_3_8B,
+    OPT_13B,
+    PHI_3_MINI,
+    QWEN_2_5_0_5B,
+    QWEN_3_0_6B,
+    QWEN_3_1_7B,
+)
+from quire.plan.offload.gate import activation_gate
+
+
+@pytest.mark.parametrize(
+    ("model", "ratio"),
+    [
+        (OPT_13B, 0.5),
+        (LLAMA_2_7B, 0.5),
+        (PHI_3_MINI, 0.5),
+        (QWEN_3_0_6B, 0.5),
+        (QWEN_3_1_7B, 1.0),
+        (LLAMA_3_8B, 2.0),
+        (LLAMA_3_2_1B, 2.0),
+        (QWEN_2_5_0_5B, 3.5),
+    ],
+)
+def test_shapes_decide_and_not_the_group(model, ratio):
+    gate = activation_gate(model)
+
+    assert gate.x_ratio == ratio
+    assert gate.pays == (ratio < 1)
+
+
+def test_the_gate_says_why():
+    assert activation_gate(LLAMA_3_8B).reason == (
+        "activations are 2.0x the KV of this model: KV alone is transferred"
+    )
+    assert activation_gate(OPT_13B).reason.startswith("activations are 0.5x the KV of this model")
+
+
+def test_codecs_count():
+    assert not activation_gate(OPT_13B, kv_value_bytes=0.5625).pays  # 4-bit KV, plain activations
+    assert activation_gate(OPT_13B, kv_value_bytes=0.5625, x_value_bytes=0.5625).pays
+    assert activation_gate(LLAMA_3_8B, x_value_bytes=0.5625).pays
