@@ -16,6 +16,7 @@ from quire.plan.offload.split import pipelined_seconds, pipelined_split
 
 _DEAD_BAND = 0.02  # of a step: waits that are noise
 _MOST_CORRECTION = 0.3  # of all tokens
+_MOST_MOVE = 0.25  # of all tokens, in a step: one bad step says little
 _LEAK = 0.95  # of the correction, in a step whose waits the model explains
 
 
@@ -68,8 +69,10 @@ class SplitController:
         if abs(wanted - held) < self._unit or not self._pays(rates, tokens, wanted, held):
             return held
         self.num_moves += 1
-        self._share = wanted / tokens
-        return wanted
+        reach = max(_MOST_MOVE * tokens, self._unit)
+        moved = self._whole(min(max(wanted, held - reach), held + reach), tokens)
+        self._share = moved / tokens
+        return moved
 
     def observe(self, timeline: Timeline, rates: OffloadRates, tokens: int) -> None:
         """Learn from what stood still in a step, its first layer and what was expected left out.
@@ -99,7 +102,7 @@ class SplitController:
         off = abs(wanted - held) / tokens
         return held_s > wanted_s * (1 + self._least_gain) or off > 2 * self._least_gain
 
-    def _whole(self, best: float, tokens: int) -> int:
+    def _whole(self, best: int | float, tokens: int) -> int:
         """Whole units below: too few cost less than too many."""
         if best >= tokens:
             return tokens

@@ -31,7 +31,7 @@ from quire.plan.rates import PrefillRates
 
 _LINKS = (("PCIe 5", 55e9), ("NVMe", 6.9e9), ("100 Gb", 11e9), ("10 Gb", 1.1e9))
 _PRESETS = (("disk", 6.9e9), ("10gb", 1.1e9))
-_WIDTH, _CHUNK = 512, 64  # numbers of a token on threads, and tokens of a chunk
+_WIDTH, _INNER, _CHUNK = 2048, 512, 128  # numbers of a token on threads; tokens of 1 MiB
 _HEADROOM = 2.0
 
 
@@ -165,8 +165,8 @@ def _prefix(config: OffloadBenchConfig, tier: Tier, bytes_per_s: float) -> _Pref
     """At the ratio of loading to reading, and of attention to products, of Llama-3-8B."""
     tokens = config.restore_tokens
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, 4 * _WIDTH, generator=draw)
-    weight = torch.randn(4 * _WIDTH, _WIDTH, generator=draw) / _WIDTH**0.5
+    x = torch.randn(tokens, _INNER, generator=draw)
+    weight = torch.randn(_INNER, _WIDTH, generator=draw) / _INNER**0.5
     out = torch.empty(_CHUNK, _WIDTH)
     taken_s = min(seconds(lambda: torch.mm(x[:_CHUNK], weight, out=out)) for _ in range(9))
     spec = MODELS["Llama-3-8B"]

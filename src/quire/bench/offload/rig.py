@@ -47,7 +47,7 @@ class Ratios:
     recompute: float = 0.58
     host: float = 1.0
     other: float = 0.04
-    headroom: float = 2.0
+    headroom: float = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
