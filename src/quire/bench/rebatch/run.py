@@ -14,6 +14,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError, SlabFull
 from quire.hf.dynamic.batch import DynamicBatch
+from quire.hf.dynamic.options import BatchOptions
 from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.record import StepRecord
 from quire.kv.config import KVConfig
@@ -167,7 +168,8 @@ def run_dense(
     batch_size: int,
     *,
     seconds: Callable[[], float],
-    **options: object,
+    capacity_tokens: int | None = None,
+    scale_at: int | None = None,
 ) -> RebatchRun:
     """Answer a load with a `DynamicBatch`.
 
@@ -177,10 +179,18 @@ def run_dense(
         arm: its batcher.
         batch_size: rows.
         seconds: the clock.
-        options: of the batch.
+        capacity_tokens: most columns of the slab.
+        scale_at: KV bytes from which rows are taken out.
     """
     clock = SkippingClock(seconds)
-    batch = DynamicBatch(model, batcher=arm, batch_size=batch_size, clock=clock, **options)
+    options = BatchOptions(
+        batcher=arm,
+        batch_size=batch_size,
+        clock=clock,
+        capacity_tokens=capacity_tokens,
+        scale_at=scale_at,
+    )
+    batch = DynamicBatch(model, options)
     coming = list(zip(prompt_ids(load, model.config.vocab_size), load, strict=True))
     queries: list[Query] = []
     run = RebatchRun(arm, batch_size, len(load))

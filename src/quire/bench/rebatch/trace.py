@@ -16,7 +16,6 @@ from quire.bench.rebatch.run import RebatchRun
 from quire.bench.result import Cell, Chart, Numbers, PartResult, Table
 
 Round = Mapping[str, RebatchRun]
-_TIMES = ("first", "token")
 
 
 def run_trace(config: RebatchConfig) -> PartResult:
@@ -70,12 +69,10 @@ def claims(rounds: Sequence[Round], memory_bytes: int) -> Numbers:
     for arm in rounds[0]:
         runs = [found[arm] for found in rounds]
         for percent in (50, 99):
-            numbers[f"trace_{arm}_first_p{percent}_s"] = _median(
-                runs, lambda run, p=percent: run.first_s(p)
-            )
-            numbers[f"trace_{arm}_token_p{percent}_s"] = _median(
-                runs, lambda run, p=percent: run.token_s(p)
-            )
+            first = statistics.median(run.first_s(percent) for run in runs)
+            token = statistics.median(run.token_s(percent) for run in runs)
+            numbers[f"trace_{arm}_first_p{percent}_s"] = first
+            numbers[f"trace_{arm}_token_p{percent}_s"] = token
         numbers[f"trace_{arm}_makespan_s"] = _median(runs, lambda run: run.total_s)
         numbers[f"trace_{arm}_peak_over_memory"] = _median(
             runs, lambda run: run.kv_peak_bytes / memory_bytes
