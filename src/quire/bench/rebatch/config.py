@@ -65,9 +65,7 @@ class RebatchConfig:
 
     model: str = "wide"
     w1: WorkloadConfig = WorkloadConfig(name=W1, scale=0.04, batches=(4, 8), arms=ALL_ARMS)
-    w2: WorkloadConfig = WorkloadConfig(
-        name=W2, scale=0.2, batches=(2, 4, 6, 8, 10), arms=FEW_ARMS
-    )
+    w2: WorkloadConfig = WorkloadConfig(name=W2, scale=0.2, batches=(2, 4, 6, 8, 10), arms=FEW_ARMS)
     trace: TraceConfig = field(default_factory=TraceConfig)
     repeats: int = 3
     shaping_columns: int = 8
