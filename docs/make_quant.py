@@ -18,8 +18,10 @@ TITLES = {
     "capacity": "Tokens in the same bytes",
     "attention": "Attention of a decoding batch",
     "throughput": "Decoding at the largest batch of one KV memory",
+    "bandwidth": "Decoding by batch",
     "quality": "Texts and tasks",
     "orderings": "Where the bits should go",
+    "eviction": "Fewer tokens or fewer bits, in the same bytes",
 }
 TARGETS = {
     "int8_attention_speedup": "at least 1.5",
@@ -37,6 +39,8 @@ TARGETS = {
     "int4_kept_capacity_ratio": "",
     "int8_gain_max_batch": "1.26 in the article",
     "int4_gain_max_batch": "1.43 in the article",
+    "int8_gain_same_batch": "",
+    "int4_gain_same_batch": "",
     "int8_kl": "",
     "int4_kl": "",
     "int8_perplexity_change": "below 0.001",
@@ -47,6 +51,10 @@ TARGETS = {
     "key_over_value_bits_8_4": "below 1",
     "key_over_value_bits_4_2": "below 1",
     "outliers_over_none_4": "below 1",
+    "mixed_over_uniform_25": "below 1",
+    "mixed_over_uniform_15": "below 1",
+    "int8_over_plain_25": "",
+    "int8_over_plain_15": "",
 }
 
 
