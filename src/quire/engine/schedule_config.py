@@ -10,6 +10,7 @@ from quire.spec.options import option, require_types
 if TYPE_CHECKING:
     from quire.engine.batchers.base import BatcherRule
 
+CONTINUOUS = "continuous"
 PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
 
 
@@ -50,7 +51,7 @@ class ScheduleConfig:
         "hybrid (as much as fits there), auto (by measured cost)",
     )
     batcher: str = option(
-        "continuous",
+        CONTINUOUS,
         help="how the batch of --max-running rows changes: continuous, static, pd, orca, baton_pd "
         "or baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
     )
@@ -87,7 +88,8 @@ class ScheduleConfig:
             )
 
     def _check_batching(self) -> None:
-        _ = self.num_rows  # refuses a batcher that does not exist
+        if self.batcher != CONTINUOUS:  # which needs no look: --help makes this without NumPy
+            _ = self.num_rows  # refuses a batcher that does not exist
         if self.urgent is not None and self.step_tokens <= self.max_running:
             raise ConfigError(
                 "urgent requests are read beside a full batch: expected step_tokens > max_running, "
