@@ -130,8 +130,20 @@ def check_forced_logits(
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("attention", ["gathered", "auto"])
-@pytest.mark.parametrize("architecture", zoo.ARCHITECTURES)
+GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss")
+"""Architectures that ask attention for different things; the others are slow tests there."""
+
+
+def cases() -> list:
+    """Each architecture with attention in C, where that is built, and some without."""
+    found = [pytest.param(name, "auto", id=f"{name}-auto") for name in zoo.ARCHITECTURES]
+    for name in zoo.ARCHITECTURES:
+        marks = [] if name in GATHERED else [pytest.mark.slow]
+        found.append(pytest.param(name, "gathered", id=f"{name}-gathered", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "attention"), cases())
 def test_logits_equal_transformers_with_its_tokens_forced(architecture, attention):
     """`auto` is native attention where the C extension is built."""
     check_forced_logits(architecture, quick_cases(architecture, attention), attention)

@@ -127,7 +127,12 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
 
 
 @pytest.mark.parametrize(
-    ("codec", "rows"), [("int8", 0.7), ("int4+sinks=2+residual=6", 1.0), ("int4_page/int8", 0.9)]
+    ("codec", "rows"),
+    [
+        ("int8", 0.7),
+        pytest.param("int4+sinks=2+residual=6", 1.0, marks=pytest.mark.slow),
+        pytest.param("int4_page/int8", 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_codes_are_brought_as_they_are(codec, rows):
     """Bit by bit: with exact products not even the order of sums differs."""

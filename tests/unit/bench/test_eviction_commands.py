@@ -165,6 +165,7 @@ def test_too_few_examples_are_refused(tmp_path: Path):
     assert "960 samples and 16 shots" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_eviction")
 def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -309,6 +309,7 @@ def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: Loaded
     assert read["full"] > 3 * 60
 
 
+@pytest.mark.slow
 def test_cells_are_asked_in_pages_of_the_paper_and_kept_with_outcomes(tiny: LoadedModel):
     config = replace(SMALL, tables=ALL_TABLES)
     judge = many_rules(tiny, config)
@@ -345,6 +346,7 @@ def test_divergence_by_hand():
     assert top_1 == 0.5  # of two equal ones the first is the likeliest
 
 
+@pytest.mark.slow
 def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
     config = FidelityConfig(
         bases=(Rule("h2o"),), tokens=128, texts=2, new_tokens=8, cap=32, every=4, page_tokens=4
@@ -425,6 +427,7 @@ def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_
         recorded({}, tiny, PromptsConfig())
 
 
+@pytest.mark.slow
 def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
     """A page is 4, a cap 84 of 160 tokens; judges give 1 to who writes as full KV does."""
     config = PromptsConfig(

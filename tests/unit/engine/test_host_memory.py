@@ -82,6 +82,7 @@ def test_steps_take_no_fresh_pages_and_the_heap_does_not_grow(thread):
     assert kept["growth_bytes"] < 1 << 20
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_without_it_blocks_over_the_libraries_own_threshold_are_taken_anew():
     """The control: otherwise the test above could not fail."""

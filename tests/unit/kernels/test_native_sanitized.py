@@ -13,6 +13,7 @@ SOURCE = Path(quire.kernels.native.__file__).parent
 HARNESS = Path(__file__).parents[2] / "native" / "harness.c"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_no_byte_outside_its_memory_is_touched(tmp_path):
     program = tmp_path / "harness"

@@ -128,7 +128,7 @@ def poison(kv):
         ("float32", ReferenceAttention),
     ],
 )
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10_000), evicting=st.booleans())
 def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
     make_backend = ReferenceAttention if backend is ReferenceAttention else lambda: backend(CPU)

@@ -56,7 +56,7 @@ def raise_and_evict(checked: Checked, row: int, *, pages: bool = False) -> None:
 @pytest.mark.parametrize("backend", ["gathered", "reference"])
 @pytest.mark.parametrize("heads_apart", [False, True])
 @pytest.mark.parametrize("text", FORMATS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 10_000), pages=st.booleans())
 def test_raised_tokens_are_attended_finer_until_they_leave(text, heads_apart, backend, seed, pages):
     made = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()

@@ -22,7 +22,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("backend", ["gathered", "reference"])
 @pytest.mark.parametrize("text", FORMATS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10_000))
 def test_each_query_attends_to_what_it_should_however_prompts_are_cut(text, backend, seed):
     made = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
@@ -31,7 +31,7 @@ def test_each_query_attends_to_what_it_should_however_prompts_are_cut(text, back
 
 @pytest.mark.parametrize("heads_apart", [False, True])
 @pytest.mark.parametrize("text", [text for text in FORMATS if "page" not in text])
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_tokens_that_leave_take_nothing_with_them(text, heads_apart, seed):
     checked = Checked(
@@ -46,7 +46,7 @@ def test_tokens_that_leave_take_nothing_with_them(text, heads_apart, seed):
 
 @pytest.mark.parametrize("heads_apart", [False, True])
 @pytest.mark.parametrize("text", FORMATS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 10_000))
 def test_pages_that_leave_take_nothing_with_them(text, heads_apart, seed):
     checked = Checked(

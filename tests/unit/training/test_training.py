@@ -173,6 +173,7 @@ def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys
     assert '"step": 18' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_the_shipped_weights(tmp_path):
     options = smoke_options(tmp_path / "more", "--from-pretrained", str(QUIRE_TINY))
     options.plan, options.judge, options.structured = "64:1:128", 0, False
