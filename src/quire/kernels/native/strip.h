@@ -4,7 +4,9 @@
  * scale * (q . codes) + zero * sum(q), run by run. Of values the scale goes into the weight, and all
  * that the zeros give is one number for each run. So a code costs its conversion to float32, which
  * the query heads of a KV head share, and one product for each of them. One softmax a strip. While a
- * strip's logits are made, the next strip's lines are asked for.
+ * strip's logits are made, the next strip's lines are asked for; where products are made in integers
+ * (strip_integers.h), which memory would not keep up with, the strip's own values, and the next keys
+ * while values are added.
  */
 #ifndef QUIRE_STRIP_H
 #define QUIRE_STRIP_H
@@ -83,15 +85,30 @@ typedef struct {
     LINED float dots[STRIP * 4];              /* [slot][query], four queries at most */
     float logits[MAX_QUERIES][STRIP];   /* then weights */
     struct {
-        by_run of;    /* times scales of values */
-        float gap[4]; /* so that those of four vectors lie in different banks of the cache */
+        by_run of;                           /* times scales of values */
+        int32_t pairs[MAX_RUNS][STRIP / 2];  /* the same as int16 of two slots, times a quantum */
+        float quantum[MAX_RUNS], gap[4];     /* so that those of four vectors lie in different banks */
     } weights[MAX_QUERIES];
+    int integer_keys, integer_values; /* whose products are made in integers */
     float extra[MAX_QUERIES][MAX_RUNS]; /* sums of weights times zeros of values */
     float factor[MAX_QUERIES];          /* on the output so far */
 } strip_walk;
 
 static inline void ask_for(const uint8_t *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+/* While the products of `count` keys from the ith on are made: these slots' values where the next keys
+ * are asked for beside the values, else the next keys and values. */
+static inline void ask_beside_keys(const strip_walk *t, int i, int count) {
+    int64_t key_bytes = count * t->a->key_coding.vector_bytes;
+    int64_t value_bytes = count * t->a->value_coding.vector_bytes;
+    if (t->integer_values) {
+        ask_for(t->here->value[i] + t->value_shift, value_bytes);
+    } else if (t->next) { /* most are neighbours */
+        ask_for(t->next->key[i] + t->next_key_shift, key_bytes);
+        ask_for(t->next->value[i] + t->next_value_shift, value_bytes);
+    }
 }
 
 /* Ask for what decodes a strip, of all heads that are walked together. */
@@ -145,7 +162,17 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
 }
 
 #ifdef HAVE_X86
+/* Of vectors in fours, twos and ones: three are four of which one is not used. */
+#define FOR_QUERIES(what, ...)                                                 \
+    for (int m = 0; m < t->w->count; m += 4) {                                 \
+        int left = t->w->count - m;                                            \
+        if (left > 2) what(t, m, 4, __VA_ARGS__);                              \
+        else if (left == 2) what(t, m, 2, __VA_ARGS__);                        \
+        else what(t, m, 1, __VA_ARGS__);                                       \
+    }
+
 #include "lane_codes.h"
+#include "strip_integers.h"
 
 #define TARGET AVX512
 #define NAME(name) name##_avx512
@@ -162,6 +189,7 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
 #undef TARGET
 #undef NAME
 #undef LANES
+#undef FOR_QUERIES
 #endif
 
 #endif

@@ -29,19 +29,16 @@ static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const
 /* Products of `queries` query vectors from m on with the strip's codes; where a vector has several
  * scales they are in it. */
 INLINE TARGET void NAME(dots)(strip_walk *t, int m, const int queries, const int kind, const int dtype) {
-    const coding *c = &t->a->key_coding, *v = &t->a->value_coding;
+    const coding *c = &t->a->key_coding;
     const int item = kind != PLAIN_NUMBERS ? 1 : dtype == F32 ? 4 : 2, grouped = kind == BIT_CODES;
     const int slots = LANES / queries;
-    const strip *s = t->here, *next = m ? NULL : t->next;
+    const strip *s = t->here;
     int num_runs = grouped ? c->num_runs : 1, run = c->run;
     for (int i = 0; i < s->count; i += slots) {
         V(vec) totals[LANES];
 #pragma GCC unroll 16
         for (int n = 0; n < LANES; n++) totals[n] = V(zero)();
-        if (next) { /* most are neighbours */
-            ask_for(next->key[i] + t->next_key_shift, slots * c->vector_bytes);
-            ask_for(next->value[i] + t->next_value_shift, slots * v->vector_bytes);
-        }
+        if (m == 0) ask_beside_keys(t, i, slots);
         for (int r = 0; r < num_runs; r++) {
             V(vec) sums[LANES];
             V(units) bits = V(bits)(t->key_places.runs[r].bits);
@@ -122,15 +119,6 @@ INLINE TARGET void NAME(add_strip)(strip_walk *t, int m, const int queries, cons
             NAME(add_codes)(t, at + d * item, m, r, first + d, queries, 1, kind, dtype);
     }
 }
-
-/* Of vectors in fours, twos and ones: three are four of which one is not used. */
-#define FOR_QUERIES(what, kind, dtype)                                         \
-    for (int m = 0; m < t->w->count; m += 4) {                                 \
-        int left = t->w->count - m;                                            \
-        if (left > 2) what(t, m, 4, kind, dtype);                              \
-        else if (left == 2) what(t, m, 2, kind, dtype);                        \
-        else what(t, m, 1, kind, dtype);                                       \
-    }
 
 static TARGET void NAME(dots_of)(strip_walk *t) {
     const coding *c = &t->a->key_coding;
@@ -216,7 +204,8 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
     if (k->zeros) NAME(load_by_run)(t, k, k->zeros, NULL, t->key_zeros);
     if (v->scales) NAME(load_by_run)(t, v, v->scales, t->value_places.runs, t->value_scales);
     if (v->zeros) NAME(load_by_run)(t, v, v->zeros, NULL, t->value_zeros);
-    NAME(dots_of)(t);
+    if (t->integer_keys) integer_dots_of(t);
+    else NAME(dots_of)(t);
     if (k->num_outliers) {
         find_outliers(t, k, &t->key_places, t->here->key, t->key_shift, t->key_scales, t->key_zeros, &found);
         for (int n = 0; n < found.count; n++)
@@ -225,7 +214,8 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
                     t->w->query[m][found.list[n].channel] * found.list[n].beyond;
     }
     for (int m = 0; m < t->w->count; m++) NAME(weigh_strip)(t, m);
-    NAME(add_values_of_strip)(t);
+    if (t->integer_values) add_integers_of_strip(t);
+    else NAME(add_values_of_strip)(t);
     if (v->num_outliers) {
         find_outliers(t, v, &t->value_places, t->here->value, t->value_shift, t->value_scales, t->value_zeros, &found);
         for (int n = 0; n < found.count; n++)
@@ -233,5 +223,3 @@ static TARGET void NAME(walk_strip)(strip_walk *t) {
                 t->w->out[m][found.list[n].channel] += t->logits[m][found.list[n].slot] * found.list[n].beyond;
     }
 }
-
-#undef FOR_QUERIES

@@ -23,6 +23,7 @@ typedef struct {
     LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
     LINED float out[MAX_QUERIES][MAX_HEAD_DIM];
     LINED float packed[MAX_QUERIES * MAX_HEAD_DIM]; /* the query vectors as strips read them */
+    float quantum[MAX_QUERIES]; /* what one is worth where `packed` holds int16 */
     float query_sums[MAX_QUERIES][MAX_RUNS]; /* of a run's numbers, for codes with zeros */
 } walk;
 

@@ -25,12 +25,16 @@ static int strip_lanes(const attention_args *a) {
     return a->path >= PATH_AVX2 && runs % 8 == 0 ? 8 : 0;
 }
 
-/* Four query vectors side by side, `lanes` numbers of each; and the sums of their runs. */
-static void pack_queries(const coding *c, walk *w, int lanes) {
+/* Four query vectors side by side, `lanes` numbers of each. */
+static void pack_queries(walk *w, int lanes) {
     for (int m = 0; m < w->count; m++)
         for (int d = 0; d < w->head_dim; d += lanes)
             memcpy(w->packed + m / 4 * 4 * MAX_HEAD_DIM + d * 4 + m % 4 * lanes, w->query[m] + d,
                    lanes * sizeof(float));
+}
+
+/* The sums of the runs of query vectors. */
+static void sum_queries(const coding *c, walk *w) {
     for (int m = 0; c->zeros && m < w->count; m++)
         for (int r = 0; r < c->num_runs; r++) {
             float sum = 0;
@@ -49,7 +53,13 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     t.a = a;
     place_codes(&a->key_coding, a->head_dim, &t.key_places);
     place_codes(&a->value_coding, a->head_dim, &t.value_places);
-    for (int h = 0; h < heads; h++) pack_queries(&a->key_coding, walks[h], lanes);
+    t.integer_keys = in_integers(a, &a->key_coding, lanes);
+    t.integer_values = in_integers(a, &a->value_coding, lanes);
+    for (int h = 0; h < heads; h++) {
+        if (t.integer_keys) pack_integers(walks[h], a->scale);
+        else pack_queries(walks[h], lanes);
+        sum_queries(&a->key_coding, walks[h]);
+    }
     point_strip(a, l, slot, end, &strips[0]);
     for (int now = 0; slot < end; now = 1 - now) {
         strip *here = &strips[now], *then = &strips[1 - now];
