@@ -17,7 +17,7 @@ _CODECS = ("int8", "int4", "int4_outliers", "int2", "fp8")
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 101, 37)  # walks over pages, and a chunk
 _HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 4, 64, 16
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-8}  # of the output; columns: the first
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
 
 
 def codes_right(library: NativeLibrary) -> bool:
@@ -57,9 +57,8 @@ def _alike(query: Tensor, pages: LayerPages, native: AttentionBackend) -> bool:
     """Whether output and column sums are the reference's on the same numbers."""
     expected, expected_sums = _attend(ReferenceAttention(), query.float(), pages)
     got, sums = _attend(native, query, pages)
-    return _near(got.float(), expected, _TOLERANCE[query.dtype]) and _near(
-        sums, expected_sums, _TOLERANCE[torch.float32]
-    )
+    tolerance = _TOLERANCE[query.dtype]
+    return _near(got.float(), expected, tolerance) and _near(sums, expected_sums, tolerance)
 
 
 def _near(got: Tensor, expected: Tensor, tolerance: float) -> bool:
