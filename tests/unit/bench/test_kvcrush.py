@@ -290,6 +290,7 @@ def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
     return ManyRules(model, config, asking_for(model), rules)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: LoadedModel):
     """Answers are those of rules asked one by one; the second of a kind reads a block or two."""
     config = replace(SMALL, tables=("shares", "schedule"), prompts=3)

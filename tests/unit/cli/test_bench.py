@@ -57,6 +57,7 @@ def test_a_profile_is_written_and_read_again(tmp_path: Path):
     assert isinstance(read_ceilings(path, this_machine(run["config"]["threads"] + 1)), NotUsable)
 
 
+@pytest.mark.slow
 def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     arguments = ("profile", "--quick", "--output", str(path), "--json")

@@ -154,6 +154,7 @@ def smoke_options(folder, *more):
     return parse(["--smoke", "--out", str(folder), "--threads", "1", *more])
 
 
+@pytest.mark.slow
 def test_a_smoke_run_that_is_cut_short_goes_on_where_it_stopped(tmp_path, capsys):
     whole = Run(smoke_options(tmp_path / "whole"))
     whole.carry_out()
