@@ -1,7 +1,7 @@
 """The arithmetic behind `quire plan`, as a function: a folder and options in, a report out."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
@@ -24,7 +24,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.pages import CacheLayout
 from quire.spec.refusals import refuse_model_type
 
-STEP_TOKENS = ScheduleConfig().step_tokens
+STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["step_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048
 
 
