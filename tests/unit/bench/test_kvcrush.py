@@ -374,6 +374,7 @@ def test_a_rule_that_keeps_nearly_all_is_nearly_full_kv(tiny: LoadedModel):
     assert table.rows[2][less + 1] == pytest.approx(kl[1] - kl[2])
 
 
+@pytest.mark.slow
 def test_a_pyramid_stands_beside_the_other_rules(tiny: LoadedModel):
     config = FidelityConfig(
         name="long",

@@ -61,7 +61,10 @@ def met(load, batcher, *, known):
     return kept / total
 
 
-@pytest.mark.parametrize("load", [0.5, 0.8, 1.1])
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 1.1],
+)
 def test_more_deadlines_are_met_than_by_serving_who_came_first(load):
     """Part of 160 deadlines met, by load; in the right columns whoever came first is served.
 
@@ -75,7 +78,10 @@ def test_more_deadlines_are_met_than_by_serving_who_came_first(load):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batcher", ["orca", "baton_pd"])
-@pytest.mark.parametrize("load", [0.5, 0.8, 1.1])
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 1.1],
+)
 def test_so_it_is_under_other_batchers(batcher, load):
     assert met(load, batcher, known=True) > met(load, batcher, known=False)
 
