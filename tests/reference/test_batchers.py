@@ -16,7 +16,7 @@ from quire.engine.core import Engine
 from quire.engine.limits import SCALED_DOWN
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import NeverFits
+from quire.errors import ConfigError, NeverFits
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
@@ -109,7 +109,9 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
         try:
             engine = Engine(model_of(architecture), KVConfig(memory=size, **kv), schedule)
             engine.submit([2] * LONGEST, SamplingParams(max_tokens=28 + COUNT))
-        except (NeverFits, ValueError):
+        except (NeverFits, ConfigError):
+            if size > 4 << 20:
+                raise  # it is not for want of memory
             size += size // 8
             continue
         [[_, largest]] = engine._replies.unfinished()
@@ -168,5 +170,7 @@ def test_tokens_equal_those_of_each_query_alone(batcher, architecture, stored):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batcher", BATCHER_TEXTS)
 def test_so_it_is_in_every_combination(batcher, architecture, stored):
+    if architecture == "mistral" and "evict" in STORED[stored]:
+        pytest.skip("every layer has a window already: nothing is left to a rule")
     for seed in range(2):
         check(batcher, architecture, stored, rooms=2.2 + seed, seed=seed)
