@@ -1,23 +1,33 @@
 """A slab against lists of tokens: whatever is done to it, every row holds what it should."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from torch import Tensor
 
 from quire.errors import HostPoolFull, InvariantError, SlabFull
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.positions import NOTHING
 from quire.kv.dense.row import RowKV
 from quire.kv.dense.shape import POSITION_BYTES, KVShape, LayerShape
-from quire.kv.dense.slab import NOTHING, DenseSlab
+from quire.kv.dense.slab import DenseSlab
 from quire.kv.dense.window import Window, spare_columns
 
 CPU = torch.device("cpu")
 SHAPE = KVShape((LayerShape(2, 4, 3), LayerShape(1, 2, 2)), torch.float32, CPU)
 TOKEN_BYTES = (2 * 7 + 4) * 4
+
+
+ACTIONS = ["feed", "feed", "embed", "clear", "resize", "take", "read", "plan", "release", "again"]
 
 
 def numbers(name: int, position: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -54,6 +64,27 @@ def feed(slab: DenseSlab, names: list[int | None], counts: list[int], **options:
     slab.end()
 
 
+def read_here(
+    slab: DenseSlab, rows: range, names: list[int], lengths: list[int], chunk: int
+) -> None:
+    """Read prompts into rows of the slab, `chunk` columns at a time; pads are none of theirs."""
+    columns = max(lengths)
+    view = SlabRows(slab, rows.start, len(rows), columns)
+    for first in range(0, columns, chunk):
+        new = min(chunk, columns - first)
+        view.begin([min(max(0, n - first), new) for n in lengths], new)
+        for layer, found in enumerate(SHAPE.layers):
+            keys = torch.full((len(rows), found.num_kv_heads, new, found.key_dim), 9e9)
+            values = torch.full((len(rows), found.num_kv_heads, new, found.value_dim), 9e9)
+            for row, (name, tokens) in enumerate(zip(names, lengths, strict=True)):
+                for i in range(min(new, tokens - first)):
+                    keys[row, :, i], values[row, :, i] = numbers(name, first + i, layer)
+            seen, _ = view.append(layer, keys, values)
+            assert seen.shape[2] == first + new
+        view.end()
+    view.hold(lengths)
+
+
 def held(slab: DenseSlab, row: int) -> list[int]:
     return [p for p in slab.positions[row, slab.window.lo : slab.window.hi].tolist() if p >= 0]
 
@@ -81,50 +112,112 @@ def check(slab: DenseSlab, names: list[int | None], lengths: list[int], meter: B
     assert meter.used_bytes == sum(part.untyped_storage().nbytes() for part in stored)
 
 
-@given(seed=st.integers(0, 10**6), holes=st.booleans())
-def test_rows_keep_their_tokens_whatever_happens_to_the_slab(seed, holes):
-    rng, meter, outside = random.Random(seed), ByteMeter(), ByteMeter()
-    slab = DenseSlab(SHAPE, 2, rng.randint(1, 8), meter=meter)
-    names: list[int | None] = [None] * 2
-    next_name = 0
-    for _ in range(12):
-        free = [row for row, name in enumerate(names) if name is None]
-        taken = [row for row, name in enumerate(names) if name is not None]
-        action = rng.choice(["feed", "feed", "embed", "clear", "resize", "release", "again"])
-        if action == "feed" and taken:
-            counts = [int(name is not None) for name in names]
-            if holes and free:
-                names[free[0]] = next_name = next_name + 1
-                counts[free[0]] = rng.randint(1, 6)
-            feed(slab, names, counts)
-        elif action == "embed" and free:
-            names[free[0]] = next_name = next_name + 1
-            kv = packed(next_name, rng.randint(1, 12), outside)
-            slab.embed(free[0], kv)
-            kv.free()
-        elif action == "clear" and taken:
-            slab.clear(taken[0])
-            names[taken[0]] = None
-            slab.release_front()
-        elif action == "resize":
-            order: list[int | None] = [*taken, *[None] * rng.randint(int(not taken), 2)]
-            rng.shuffle(order)
-            slab.select(order, rng.randint(0, 10))
-            names = [None if row is None else names[row] for row in order]
-        elif action == "release":
-            slab.release_front()
-        elif action == "again" and taken:
-            row = rng.choice(taken)
-            kv = slab.extract(row, CPU, outside)
-            assert kv.tokens * TOKEN_BYTES == kv.num_bytes == outside.used_bytes
-            slab.clear(row)
-            slab.release_front()
-            slab.embed(row, kv)
-            kv.free()
-        check(slab, names, list(slab.lengths), meter)
-        assert [bool(length) for length in slab.lengths] == [name is not None for name in names]
-    slab.free()
-    assert meter.used_bytes == outside.used_bytes == 0
+class SlabMachine(RuleBasedStateMachine):
+    """Whatever is done to a slab, its rows keep their tokens and its bytes are counted."""
+
+    @initialize(capacity=st.integers(1, 8))
+    def begin(self, capacity):
+        self.meter, self.outside = ByteMeter(), ByteMeter()
+        self.slab = DenseSlab(SHAPE, 2, capacity, meter=self.meter)
+        self.names: list[int | None] = [None] * 2
+        self.count = 0
+
+    @property
+    def free(self):
+        return [row for row, name in enumerate(self.names) if name is None]
+
+    @property
+    def taken(self):
+        return [row for row, name in enumerate(self.names) if name is not None]
+
+    def new(self, row: int) -> int:
+        self.count += 1
+        self.names[row] = self.count
+        return self.count
+
+    @precondition(lambda self: self.taken)
+    @rule(more=st.integers(0, 6))
+    def feed(self, more):
+        """A token each; `more` of a new one, which leaves holes in the others."""
+        counts = [int(name is not None) for name in self.names]
+        if more and self.free:
+            row = self.free[0]
+            counts[row] = more
+            self.new(row)
+        feed(self.slab, self.names, counts)
+
+    @precondition(lambda self: self.free)
+    @rule(tokens=st.integers(1, 12))
+    def embed(self, tokens):
+        row = self.free[0]
+        kv = packed(self.new(row), tokens, self.outside)
+        self.slab.embed(row, kv)
+        kv.free()
+
+    @precondition(lambda self: self.free)
+    @rule(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3), chunk=st.integers(1, 40))
+    def read(self, lengths, chunk):
+        first = self.free[0]
+        rows = range(first, first + 1)
+        while rows.stop in self.free and len(rows) < len(lengths):
+            rows = range(first, rows.stop + 1)
+        names = [self.new(row) for row in rows]
+        read_here(self.slab, rows, names, lengths[: len(rows)], chunk)
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def clear(self):
+        self.slab.clear(self.taken[0])
+        self.names[self.taken[0]] = None
+        self.slab.release_front()
+
+    @rule(empty=st.integers(0, 2), width=st.integers(0, 10), rng=st.randoms(use_true_random=False))
+    def resize(self, empty, width, rng):
+        order: list[int | None] = [*self.taken, *[None] * max(empty, not self.taken)]
+        rng.shuffle(order)
+        self.slab.select(order, width)
+        self.names = [None if row is None else self.names[row] for row in order]
+
+    @rule(empty=st.integers(0, 3))
+    def take(self, empty):
+        room = self.slab.held_rows - len(self.taken)
+        order: list[int | None] = [*self.taken, *[None] * min(empty, room)]
+        if order:
+            self.slab.take_rows(order)
+            self.names = [None if row is None else self.names[row] for row in order]
+
+    @rule(columns=st.integers(0, 60))
+    def plan(self, columns):
+        self.slab.window.planned = columns
+
+    @rule()
+    def release(self):
+        self.slab.release_front()
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def again(self, data):
+        row = data.draw(st.sampled_from(self.taken))
+        kv = self.slab.extract(row, CPU, self.outside)
+        assert kv.tokens * TOKEN_BYTES == kv.num_bytes == self.outside.used_bytes
+        self.slab.clear(row)
+        self.slab.release_front()
+        self.slab.embed(row, kv)
+        kv.free()
+
+    @invariant()
+    def holds(self):
+        check(self.slab, self.names, list(self.slab.lengths), self.meter)
+        taken = [name is not None for name in self.names]
+        assert [bool(length) for length in self.slab.lengths] == taken
+
+    def teardown(self):
+        if hasattr(self, "slab"):
+            self.slab.free()
+            assert self.meter.used_bytes == self.outside.used_bytes == 0
+
+
+TestSlab = SlabMachine.TestCase
 
 
 def test_growth_holds_one_layer_twice_and_never_two_slabs():

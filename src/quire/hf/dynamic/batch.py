@@ -63,7 +63,8 @@ class DynamicBatch:
         self._capacity_tokens = limit
         self.device_meter = ByteMeter()
         self.host_meter = ByteMeter(self.options.host_memory_bytes)
-        self._seats = Seats(self._model.shape, self.device_meter, limit)
+        holds = self.options.scale_at is None
+        self._seats = Seats(self._model.shape, self.device_meter, limit, holds=holds)
         self._line = Line()
         self._memory = BatchMemory(
             self._model, self.options, self._seats, self._line, self.device_meter, self.host_meter
@@ -71,7 +72,7 @@ class DynamicBatch:
         self._filling = Filling(
             self._model, self.options, self._seats, self._line, self._memory, self._choose_first
         )
-        self._rule = self._filling.rule
+        self._rule, self._reader = self._filling.rule, self._filling.reader
         self._new: list[NewToken] = []
         self._count, self._seeds = 0, Random()
         self.last = StepRecord()
@@ -133,9 +134,7 @@ class DynamicBatch:
             self._seats.leave(query, clear=not self._rule.runs_to_end)
         elif query.state is not QueryState.READING:
             self._line.leave(query)
-        if query.kv is not None:
-            query.kv.free()
-            query.kv = None
+        query.drop_kv()
         self._finish(query, CANCELLED)
 
     def preempt(self, query: Query) -> None:
@@ -184,7 +183,7 @@ class DynamicBatch:
     @property
     def has_work(self) -> bool:
         """Whether some query has not ended."""
-        return bool(self._seats.live or len(self._line) or self._filling.reading)
+        return bool(self._seats.live or len(self._line) or self._reader.reading)
 
     @property
     def num_running(self) -> int:
@@ -194,7 +193,7 @@ class DynamicBatch:
     @property
     def num_queued(self) -> int:
         """Queries without a row."""
-        reading = self._filling.reading
+        reading = self._reader.reading
         return len(self._line) + (len(reading.queries) if reading else 0)
 
     def run(self) -> None:
@@ -219,7 +218,7 @@ class DynamicBatch:
         self._filling.fill(record)
         if self._seats.live:
             self._decode(record)
-        self._filling.read_ahead(record)
+        self._reader.read_ahead(self._filling.view(), record)
         self._fetch()
         if not self.has_work:
             self._seats.close()

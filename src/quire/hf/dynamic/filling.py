@@ -1,24 +1,17 @@
 """Fills free rows: reads prompts when a rule says so, lets ready queries in, makes room."""
 
-from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor
 
 from quire.hf.dynamic.line import Line
 from quire.hf.dynamic.memory import BatchMemory
-from quire.hf.dynamic.options import ASYNC, BatchOptions
+from quire.hf.dynamic.options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.reading import Reading
-from quire.hf.dynamic.record import ReadRecord, StepRecord
+from quire.hf.dynamic.reader import Accept, Reader
+from quire.hf.dynamic.record import StepRecord
 from quire.hf.dynamic.rules.base import BatchView
 from quire.hf.dynamic.rules.registry import find_rule
 from quire.hf.dynamic.seats import Seats, final_columns
 from quire.hf.dynamic.slab_model import SlabModel
-
-_READ_AHEAD = 4  # queries, where prompts are read in the background
-
-Accept = Callable[[dict[Query, Tensor]], None]
 
 
 class Filling:
@@ -33,7 +26,7 @@ class Filling:
     Attributes:
         rule: decides.
         shaped: queries whose tokens the batch's next forward reads.
-        reading: the group that is read in the background.
+        reader: reads prompts.
     """
 
     def __init__(
@@ -46,16 +39,10 @@ class Filling:
         accept: Accept,
     ) -> None:
         self.shaped: list[Query] = []
-        self.reading: Reading | None = None
         self.rule = find_rule(options.batcher)
-        self._model, self._options = model, options
+        self.reader = Reader(model, options, self.rule, seats, line, memory, accept)
+        self._options = options
         self._seats, self._line, self._memory = seats, line, memory
-        self._accept = accept
-
-    @property
-    def in_background(self) -> bool:
-        """Whether prompts are read between steps."""
-        return self._options.prefill == ASYNC and self.rule.reads_ahead
 
     def view(self) -> BatchView:
         """What the rule sees."""
@@ -94,7 +81,12 @@ class Filling:
             return
         if not self._seats.live:
             self._seats.close()
+        self._seats.planned = self._memory.planned_columns()
         while len(self._seats.live) < self._options.batch_size:
+            if self._may_read_here():
+                if not self._read_here(record):
+                    break
+                continue
             query = self._next(record)
             if query is None or not self._has_room(query):
                 break
@@ -102,13 +94,14 @@ class Filling:
             self._embed(query)
         if self.rule.shapes:
             self._shape()
-        if not len(self._line) and self.reading is None:
+        if not len(self._line) and self.reader.reading is None:
             self._drop_free_rows()
 
     def _next(self, record: StepRecord) -> Query | None:
         """Who enters next, read if need be."""
-        while not self.rule.shapes and self._wants_more() and self._read_now(record):
-            pass
+        while not self.rule.shapes and self._wants_more():
+            if not self.reader.read_now(self.view(), record):
+                break
         return self.rule.choose(self.view())
 
     def _wants_more(self) -> bool:
@@ -134,6 +127,34 @@ class Filling:
         while rows > live + least and not self._memory.fits(rows, columns):
             rows -= 1
         seats.resize(rows, longest)
+
+    # ---- prompts read where they stay ----------------------------------------------------------
+
+    def _may_read_here(self) -> bool:
+        """Whether the next to enter are read in rows of theirs: there is no queue in between."""
+        options, rule = self._options, self.rule
+        queued = options.prefill != SYNC or options.queue != DEVICE or rule.least_ready > 1
+        if queued or rule.shapes or not self._line.waiting:
+            return False
+        return rule.choose(self.view()) is None
+
+    def _read_here(self, record: StepRecord) -> bool:
+        view = self.view()
+        group = self.rule.next_group(view)[: view.free]
+        while group and not self._has_room_for(group):
+            group.pop()
+        if group:
+            self._add_rows(len(group), max(query.num_to_read for query in group))
+            rows, group = self._seats.read_here(group)
+            self.reader.read(group, record, rows)
+        return bool(group)
+
+    def _has_room_for(self, group: list[Query]) -> bool:
+        if len(group) == 1:
+            return self._has_room(group[0])
+        rows = max(len(self._seats.rows), len(self._seats.live) + len(group))
+        longest = max(query.num_to_read for query in group)
+        return self._memory.fits(rows, max(self._seats.columns, longest))
 
     def _embed(self, query: Query) -> None:
         self._line.leave(query)
@@ -187,12 +208,9 @@ class Filling:
             return
         while unread:
             group = self.rule.next_group(replace(self.view(), waiting=unread))
-            group = self._memory.affordable(group) or group[:1]
-            self._read(group, record)
-            for query in group:
-                if query.state is QueryState.READY:
-                    self._embed(query)
-            unread = [query for query in unread if query not in group]
+            rows, read = self._seats.read_here(group)
+            self.reader.read(read, record, rows)
+            unread = [query for query in unread if query not in read]
 
     def _members(self) -> list[Query]:
         """Who begins together. Where prompts are shaped, those with KV and those without do not."""
@@ -204,77 +222,9 @@ class Filling:
         if self.rule.shapes:
             everybody = [query for query in everybody if query.state is first.state]
         members = everybody[: self._options.batch_size]
-        apart = not self.rule.shapes
-        while len(members) > 1 and not self._memory.may_begin(members, apart=apart):
+        while len(members) > 1 and not self._memory.may_begin(members):
             members.pop()
         return members
-
-    # ---- prompts read apart --------------------------------------------------------------------
-
-    def _read_now(self, record: StepRecord) -> bool:
-        """Read a group at once, unless it is read in the background; False if there is none."""
-        if self.in_background and self._seats.live and not self._urgent():
-            return False
-        if self.reading is not None and not self._urgent():
-            self._advance(self.reading, self.reading.num_tokens, record)
-            return True
-        group = self._memory.affordable(self.rule.next_group(self.view()))
-        if not group:
-            return False
-        self._read(group, record)
-        return True
-
-    def _urgent(self) -> bool:
-        """Whether the first to be read outranks somebody who runs, or could have been read."""
-        if not self._line.waiting:
-            return False
-        others = [*self._seats.live, *(self.reading.queries if self.reading else ())]
-        return all(self._line.waiting[0].priority < other.priority for other in others)
-
-    def _read(self, group: list[Query], record: StepRecord) -> None:
-        reading = self._begin(group)
-        while not reading.done:
-            self._advance(reading, reading.num_tokens, record)
-
-    def read_ahead(self, record: StepRecord) -> None:
-        """Read on in the background, within the budget of a step."""
-        if not self.in_background or not self._seats.live:
-            return
-        if self.reading is None and len(self._line.ready) < _READ_AHEAD:
-            group = self._memory.affordable(self.rule.next_group(self.view()))
-            if not group:
-                return
-            self.reading = self._begin(group)
-        if self.reading is not None:
-            self._advance(self.reading, self._options.prefill_tokens, record)
-
-    def _begin(self, group: list[Query]) -> Reading:
-        for query in group:
-            self._line.leave(query)
-            query.state = QueryState.READING
-            if query.entered_s is None:
-                query.entered_s = self._options.clock()
-        return Reading(self._model, group, self._memory.device)
-
-    def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
-        started_s = self._options.clock()
-        seen = reading.columns_read
-        columns = reading.advance(tokens)
-        taken_s = self._options.clock() - started_s
-        record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
-        if not reading.done:
-            return
-        reading.finish()
-        if reading is self.reading:
-            self.reading = None
-        self._accept(reading.logits)
-        for query in reading.queries:
-            if query.finished and query.kv is not None:
-                query.kv.free()
-                query.kv = None
-            else:
-                self._memory.store(query)
-                self._line.stand_ready(query)
 
 
 def _rank(query: Query) -> tuple[int, int | float, int]:

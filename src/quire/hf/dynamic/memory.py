@@ -83,19 +83,19 @@ class BatchMemory:
             group = group[:-1]
         return group
 
-    def may_begin(self, members: list[Query], *, apart: bool) -> bool:
-        """Whether a batch that runs to its end may begin with these.
-
-        Args:
-            members: of the batch.
-            apart: their prompts are read beside the slab.
-        """
+    def may_begin(self, members: list[Query]) -> bool:
+        """Whether a batch that runs to its end may begin with these."""
         if self._scale_at is None:
             return True
         slab = self._model.shape.slab_bytes(len(members), final_columns(members))
-        longest = max(members, key=lambda query: query.num_to_read)
-        beside = reading_bytes(self._model, [longest]) if apart else 0
-        return self._others() + slab + beside <= self._scale_at
+        return self._others() + slab <= self._scale_at
+
+    def planned_columns(self) -> int:
+        """Columns that will be needed for certain; 0 where rows may have to go before."""
+        if self._scale_at is not None:
+            return 0
+        known = (*self._seats.live, *self._line.waiting, *self._line.ready)
+        return max((query.certain_tokens for query in known), default=0)
 
     def make_room_for(self, query: Query) -> None:
         """Where nothing runs, let others wait on the host until this one can enter."""
@@ -161,8 +161,7 @@ class BatchMemory:
         try:
             query.kv = query.kv.moved(_HOST, self.host)
         except HostPoolFull:
-            query.kv.free()
-            query.kv = None
+            query.drop_kv()
             self._line.leave(query)
             self._line.wait(query)
 

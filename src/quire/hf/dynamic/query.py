@@ -109,6 +109,18 @@ class Query:
         return len(self.prompt_token_ids) + self.params.max_tokens - 1
 
     @property
+    def certain_tokens(self) -> int:
+        """Slots it will take for certain: to its end where nothing can end it early."""
+        may_end = self.params.stop_token_ids or not self.params.ignore_eos
+        return self.num_to_read if may_end else self.final_tokens
+
+    def drop_kv(self) -> None:
+        """Give back what it has outside the batch."""
+        if self.kv is not None:
+            self.kv.free()
+            self.kv = None
+
+    @property
     def rank(self) -> tuple[int, int | float, int]:
         """Its place in line: by priority, then deadline, then arrival."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s

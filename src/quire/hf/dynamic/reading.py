@@ -1,4 +1,4 @@
-"""Reading prompts apart from the batch: a group at a time, whole or in chunks."""
+"""Reading prompts: a group at a time, whole or in chunks, in its rows or apart from the batch."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.slab_model import SlabModel
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.slab import DenseSlab
 
@@ -17,7 +18,7 @@ class Reading:
     Args:
         model: reads them.
         queries: the group.
-        meter: counts their KV.
+        slab: where their KV comes to lie.
 
     Attributes:
         queries: as given.
@@ -25,13 +26,15 @@ class Reading:
         logits: of each query's last token, once it was read.
     """
 
-    def __init__(self, model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> None:
+    def __init__(
+        self, model: SlabModel, queries: Sequence[Query], slab: DenseSlab | SlabRows
+    ) -> None:
         self.queries = list(queries)
         self._token_ids = [query.to_read for query in queries]
         self.columns = max(map(len, self._token_ids))
         self.logits: dict[Query, Float[Tensor, " vocab"]] = {}
         self._model = model
-        self._slab = DenseSlab(model.shape, len(queries), self.columns, meter=meter)
+        self._slab, self._first = slab, slab.window.hi
 
     @property
     def done(self) -> bool:
@@ -41,7 +44,7 @@ class Reading:
     @property
     def columns_read(self) -> int:
         """Columns read so far."""
-        return self._slab.window.hi
+        return self._slab.window.hi - self._first
 
     @property
     def num_tokens(self) -> int:
@@ -70,9 +73,18 @@ class Reading:
         return columns
 
     def finish(self) -> None:
-        """Give each query its KV."""
+        """Give each query its KV, unless it was read where it stays."""
+        if isinstance(self._slab, SlabRows):
+            self._slab.hold([len(ids) for ids in self._token_ids])
+            return
         for query, kv in zip(self.queries, self._slab.split(), strict=True):
             query.kv = kv
+
+
+def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Reading:
+    """Begin to read prompts beside the batch."""
+    columns = max(query.num_to_read for query in queries)
+    return Reading(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
 
 
 def reading_bytes(model: SlabModel, queries: Sequence[Query]) -> int:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from quire.hf.dynamic.query import Query, QueryState
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import RowKV
 from quire.kv.dense.shape import KVShape
 from quire.kv.dense.slab import DenseSlab
-from quire.kv.dense.window import spare_columns
+from quire.kv.dense.window import Window, spare_columns
 
 
 class Seats:
@@ -19,15 +20,21 @@ class Seats:
         shape: of a token's KV.
         meter: counts the slab's bytes.
         limit: most columns.
+        holds: rows that fall free keep their memory until the last has gone, so that nothing is
+            there twice while they are given back.
 
     Attributes:
         slab: None before the first row.
         rows: the query in each row of the slab; None where it is free, or has ended.
+        planned: columns that queries will need for certain; a slab is made for so many at once.
     """
 
-    def __init__(self, shape: KVShape, meter: ByteMeter, limit: int | None) -> None:
+    def __init__(
+        self, shape: KVShape, meter: ByteMeter, limit: int | None, *, holds: bool = True
+    ) -> None:
         self.slab: DenseSlab | None = None
         self.rows: list[Query | None] = []
+        self.planned, self._holds = 0, holds
         self._shape, self._meter, self._limit = shape, meter, limit
 
     @property
@@ -51,6 +58,7 @@ class Seats:
         """An empty slab with room for so much, and for no more unless it must grow."""
         self.close()
         self.slab = DenseSlab(self._shape, rows, columns, meter=self._meter, limit=self._limit)
+        self.slab.window.planned = self.planned
         self.rows = [None] * rows
 
     def resize(self, rows: int, longest: int) -> None:
@@ -61,16 +69,17 @@ class Seats:
             longest: tokens of whoever is to enter.
         """
         if self.slab is None or not self.live:
-            longest = max(1, longest)
-            capacity = longest + spare_columns(longest)
-            if self._limit is not None:
-                capacity = min(capacity, self._limit)
-            self.start_over(rows, capacity)
+            window = Window(0, limit=self._limit, planned=self.planned)
+            self.start_over(rows, window.new_capacity(max(1, longest)))
             return
         kept: list[int | None] = [i for i, query in enumerate(self.rows) if query is not None]
         kept += [None] * (rows - len(kept))
         self.slab.release_front()
-        self.slab.select(kept, longest)
+        self.slab.window.planned = self.planned
+        if self._holds and len(kept) <= self.slab.held_rows:
+            self.slab.take_rows(kept)
+        else:
+            self.slab.select(kept, longest)
         self.rows = [None if row is None else self.rows[row] for row in kept]
         for row, query in enumerate(self.rows):
             if query is not None:
@@ -102,8 +111,7 @@ class Seats:
         row = self.place(query)
         self.slab.release_front()
         self.slab.embed(row, query.kv)
-        query.kv.free()
-        query.kv = None
+        query.drop_kv()
 
     def place(self, query: Query) -> int:
         """Let a query take a free row; its tokens come with the next forward."""
@@ -111,6 +119,24 @@ class Seats:
         self.rows[row] = query
         query.state = QueryState.RUNNING
         return row
+
+    def read_here(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
+        """Let queries take free rows that lie side by side, where their prompts will be read.
+
+        Returns:
+            The rows, and the first of the group as far as they reach.
+        """
+        assert self.slab is not None
+        first = self.rows.index(None)
+        taken = (i for i in range(first, len(self.rows)) if self.rows[i] is not None)
+        group = group[: next(taken, len(self.rows)) - first]
+        self.slab.release_front()
+        self.slab.window.planned = self.planned
+        columns = max(query.num_to_read for query in group)
+        found = SlabRows(self.slab, first, len(group), columns)
+        for row, query in enumerate(group, first):
+            self.rows[row], query.row = query, row
+        return found, group
 
     def leave(self, query: Query, *, clear: bool = True) -> None:
         """Free a query's row."""

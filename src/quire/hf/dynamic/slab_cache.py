@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from quire.errors import ConfigError
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.slab import DenseSlab
 
 
@@ -14,7 +15,7 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, slab: DenseSlab, layer: int) -> None:
+    def __init__(self, slab: DenseSlab | SlabRows, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slab, self._layer = slab, layer
         self.is_initialized = True
@@ -50,5 +51,5 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class SlabCache(Cache):
     """All layers of a slab."""
 
-    def __init__(self, slab: DenseSlab, num_layers: int) -> None:
+    def __init__(self, slab: DenseSlab | SlabRows, num_layers: int) -> None:
         super().__init__(layers=[SlabLayer(slab, layer) for layer in range(num_layers)])

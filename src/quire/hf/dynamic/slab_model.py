@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from quire.errors import ConfigError, UnsupportedModel
 from quire.hf.dynamic.masks import MaskRule, check_implementation
 from quire.hf.dynamic.slab_cache import SlabCache
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.shape import KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab
 from quire.models.rope import refuse_dynamic
@@ -84,7 +85,11 @@ class SlabModel:
         return logits[:, -1]
 
     def read(
-        self, slab: DenseSlab, token_ids: Sequence[Sequence[int]], columns: int, wanted: list[int]
+        self,
+        slab: DenseSlab | SlabRows,
+        token_ids: Sequence[Sequence[int]],
+        columns: int,
+        wanted: list[int],
     ) -> Float[Tensor, "rows wanted vocab"]:
         """Process the next columns of prompts, left-aligned with pads behind them.
 
@@ -107,7 +112,7 @@ class SlabModel:
 
     def _forward(
         self,
-        slab: DenseSlab,
+        slab: DenseSlab | SlabRows,
         token_ids: list[list[int]],
         positions: Tensor,
         masks: object,

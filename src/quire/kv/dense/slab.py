@@ -16,13 +16,11 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.positions import NOTHING, padded_positions
 from quire.kv.dense.row import RowKV
 from quire.kv.dense.shape import POSITION_BYTES, KVShape
 from quire.kv.dense.tensors import SlabTensors, copy_rows
-from quire.kv.dense.window import Window, spare_columns
-
-NOTHING = -1
-"""The position of a slot that holds no token."""
+from quire.kv.dense.window import Window
 
 
 class DenseSlab:
@@ -71,7 +69,12 @@ class DenseSlab:
     @property
     def num_bytes(self) -> int:
         """Bytes of all of it."""
-        return self._shape.slab_bytes(self.rows, self.window.capacity)
+        return self._shape.slab_bytes(self.held_rows, self.window.capacity)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows there is memory for: those of `take_rows` stay held."""
+        return len(self.positions)
 
     # ---- a forward -----------------------------------------------------------------------------
 
@@ -92,9 +95,10 @@ class DenseSlab:
         if columns == 1 and min(counts) == 1:
             new = torch.tensor(self.lengths, device=self.positions.device)[:, None]
         else:
-            new = self._padded_positions(counts, columns, at_start=at_start)
+            known = torch.tensor(self.lengths, device=self.positions.device)
+            new = padded_positions(known, counts, columns, at_start=at_start)
             self._pads = new == NOTHING
-        self.positions[:, lo:hi] = new
+        self.positions[: self.rows, lo:hi] = new
         for row, count in enumerate(counts):
             if count and self._starts[row] is None:
                 self._starts[row] = lo if at_start else hi - count
@@ -112,9 +116,9 @@ class DenseSlab:
             Views of all columns in use, the new ones included: nothing is copied.
         """
         lo, hi = self.window.hi, self.window.hi + self._new_columns
-        self.tensors.write(layer, keys, values, slice(lo, hi), self._pads)
-        used = slice(self.window.lo, hi)
-        return self.tensors.keys[layer][:, :, used], self.tensors.values[layer][:, :, used]
+        rows, used = slice(0, self.rows), slice(self.window.lo, hi)
+        self.tensors.write(layer, keys, values, slice(lo, hi), self._pads, rows)
+        return self.tensors.keys[layer][rows, :, used], self.tensors.values[layer][rows, :, used]
 
     def end(self) -> None:
         """The forward is over: its columns are in use."""
@@ -129,7 +133,7 @@ class DenseSlab:
     @property
     def seen_positions(self) -> Int[Tensor, "rows column"]:
         """Positions of all columns that the forward sees, its own at the end."""
-        return self.positions[:, self.window.lo : self.window.hi + self._new_columns]
+        return self.positions[: self.rows, self.window.lo : self.window.hi + self._new_columns]
 
     # ---- rows ----------------------------------------------------------------------------------
 
@@ -142,14 +146,18 @@ class DenseSlab:
         """
         if self._starts[row] is not None:
             raise InvariantError(f"row {row} of the slab holds a sequence already")
-        self._reach_back(kv.tokens)
+        self.reach_back(kv.tokens)
         hi = self.window.hi
-        columns = slice(hi - kv.tokens, hi)
-        self.tensors.put(row, kv.layers, columns)
+        self.tensors.put(row, kv.layers, slice(hi - kv.tokens, hi))
+        self.hold(row, kv.tokens)
+
+    def hold(self, row: int, tokens: int) -> None:
+        """An empty row has a sequence's tokens in its last columns in use."""
+        columns = slice(self.window.hi - tokens, self.window.hi)
         self.positions[row, columns] = torch.arange(
-            kv.tokens, device=self.positions.device, dtype=self.positions.dtype
+            tokens, device=self.positions.device, dtype=self.positions.dtype
         )
-        self.lengths[row], self._starts[row] = kv.tokens, columns.start
+        self.lengths[row], self._starts[row] = tokens, columns.start
 
     def clear(self, row: int) -> None:
         """Forget a row's sequence."""
@@ -208,40 +216,55 @@ class DenseSlab:
             width: columns that will be needed at least.
         """
         width = max(width, self.window.width, 1)
-        capacity = self._within_limit(width + spare_columns(width))
-        self._rebuild(rows, capacity, hi=width)
+        self._rebuild(rows, self.window.new_capacity(width), hi=width)
 
-    def _within_limit(self, capacity: int) -> int:
-        limit = self.window.limit
-        return capacity if limit is None else min(capacity, limit)
+    def take_rows(self, rows: Sequence[int | None]) -> None:
+        """Go on with these rows, in place: nothing is made or given back.
+
+        Args:
+            rows: in rising order; then None for each empty one, at most `held_rows` in all.
+        """
+        kept = [row for row in rows if row is not None]
+        used = slice(self.window.lo, self.window.hi)
+        for row, old in enumerate(kept):
+            if row != old:
+                self.tensors.copy(row, old, used)
+                self.positions[row] = self.positions[old]
+        empty = slice(len(kept), len(rows))
+        self.tensors.fill(empty, used)
+        self.positions[empty] = NOTHING
+        self._keep(rows)
+
+    def reach_back(self, columns: int) -> None:
+        """Let at least so many columns be in use, by empty ones at the front."""
+        window = self.window
+        if not window.width:
+            window.lo = window.hi = min(max(columns, window.hi), window.capacity)
+        if columns > window.capacity:
+            self._rebuild(range(self.rows), window.new_capacity(columns), hi=columns)
+        elif columns > window.hi:
+            self._move_to(columns)
+        first = min(window.lo, window.hi - columns)
+        self.tensors.fill(slice(None), slice(first, window.lo))
+        self.positions[:, first : window.lo] = NOTHING
+        window.lo = first
 
     def _make_room(self, columns: int) -> None:
         if self.window.has_room(columns):
             return
         capacity = self.window.capacity_for(columns)
         if capacity == self.window.capacity:
-            self._move_to_front()
+            self._move_to(self.window.width)
         else:
             self._rebuild(range(self.rows), capacity, hi=self.window.width)
 
-    def _reach_back(self, tokens: int) -> None:
-        """Let the window be at least so wide, by columns at its front."""
-        window = self.window
-        if not window.width:
-            window.lo = window.hi = min(tokens, window.capacity)
-        if tokens > window.hi:
-            capacity = self._within_limit(tokens + spare_columns(tokens))
-            self._rebuild(range(self.rows), capacity, hi=tokens)
-        first = min(window.lo, window.hi - tokens)
-        self.tensors.fill(slice(None), slice(first, window.lo))
-        self.positions[:, first : window.lo] = NOTHING
-        window.lo = first
-
-    def _move_to_front(self) -> None:
-        lo, hi, width = self.window.lo, self.window.hi, self.window.width
-        self.tensors.move_left(lo, hi)
-        self.positions[:, :width] = self.positions[:, lo:hi].clone()
-        self._moved(-lo, width)
+    def _move_to(self, hi: int) -> None:
+        """Move the window, in place."""
+        used, width = slice(self.window.lo, self.window.hi), self.window.width
+        shift = hi - used.stop
+        self.tensors.move(used.start, used.stop, shift)
+        self.positions[:, hi - width : hi] = self.positions[:, used].clone()
+        self._moved(shift, hi)
 
     def _rebuild(self, rows: Sequence[int | None], capacity: int, *, hi: int) -> None:
         """A slab of another size; the window's last column becomes hi - 1."""
@@ -252,25 +275,18 @@ class DenseSlab:
         copy_rows(positions[:, target], self.positions[:, source], rows)
         self._drop_positions()
         self.positions = positions
-        self.lengths = [0 if row is None else self.lengths[row] for row in rows]
-        self._starts = [None if row is None else self._starts[row] for row in rows]
+        self._keep(rows)
         self.window.capacity = capacity
         self._moved(shift, hi)
+
+    def _keep(self, rows: Sequence[int | None]) -> None:
+        self.lengths = [0 if row is None else self.lengths[row] for row in rows]
+        self._starts = [None if row is None else self._starts[row] for row in rows]
 
     def _moved(self, shift: int, hi: int) -> None:
         width = self.window.width
         self._starts = [None if start is None else start + shift for start in self._starts]
         self.window.lo, self.window.hi = hi - width, hi
-
-    def _padded_positions(
-        self, counts: Sequence[int], columns: int, *, at_start: bool
-    ) -> Int[Tensor, "rows column"]:
-        device = self.positions.device
-        count = torch.tensor(counts, device=device)[:, None]
-        column = torch.arange(columns, device=device)
-        offset = column if at_start else column - (columns - count)
-        known = torch.tensor(self.lengths, device=device)[:, None]
-        return torch.where((offset >= 0) & (offset < count), known + offset, NOTHING)
 
     def _no_positions(self, rows: int, capacity: int) -> Int[Tensor, "rows capacity"]:
         self._meter.take(POSITION_BYTES * rows * capacity)

@@ -10,6 +10,9 @@ from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import Layer
 from quire.kv.dense.shape import KVShape
 
+_ALL = slice(None)
+_LEAST_BLOCK = 32  # columns: smaller ones would be many small copies
+
 
 class SlabTensors:
     """Keys and values, [rows, heads, capacity, dim] a layer, every byte counted.
@@ -40,10 +43,11 @@ class SlabTensors:
         values: Float[Tensor, "rows head column value_dim"],
         columns: slice,
         pads: Bool[Tensor, "rows column"] | None,
+        rows: slice = _ALL,
     ) -> None:
         """Put columns into a layer; what `pads` marks becomes the filler."""
         for whole, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            target = whole[:, :, columns]
+            target = whole[rows, :, columns]
             target.copy_(new)
             if pads is not None:
                 target.masked_fill_(pads[:, None, :, None], self._filler)
@@ -59,16 +63,33 @@ class SlabTensors:
         for part in (*self.keys, *self.values):
             part[rows, :, columns] = self._filler
 
+    def copy(self, row: int, source: int, columns: slice) -> None:
+        """Write a row's columns into another row, in all layers."""
+        for part in (*self.keys, *self.values):
+            part[row, :, columns] = part[source, :, columns]
+
     def view(self, layer: int, row: int, columns: slice) -> Layer:
         """Columns of one row in one layer; nothing is copied."""
         return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
 
-    def move_left(self, lo: int, hi: int) -> None:
-        """Move columns lo .. hi to 0, in blocks that do not overlap: no copy on the side."""
+    def move(self, lo: int, hi: int, shift: int, rows: slice = _ALL) -> None:
+        """Move columns lo .. hi by so many, block by block: a few columns are there twice.
+
+        Args:
+            lo: the first that is moved.
+            hi: the first behind them.
+            shift: to higher columns, or below 0 to lower ones.
+            rows: of these.
+        """
+        if not shift:
+            return
+        size = max(abs(shift), _LEAST_BLOCK)
+        blocks = [slice(begin, min(begin + size, hi)) for begin in range(lo, hi, size)]
         for part in (*self.keys, *self.values):
-            for begin in range(lo, hi, lo):
-                end = min(begin + lo, hi)
-                part[:, :, begin - lo : end - lo] = part[:, :, begin:end]
+            for block in blocks if shift < 0 else reversed(blocks):
+                target = slice(block.start + shift, block.stop + shift)
+                moved = part[rows, :, block]
+                part[rows, :, target] = moved.clone() if size > abs(shift) else moved
 
     def rebuild(
         self, rows: Sequence[int | None], capacity: int, source: slice, target: slice

@@ -33,12 +33,14 @@ class Window:
         capacity: columns there are.
         lo, hi: the first in use, and the first behind them.
         limit: most columns there may ever be; None: any.
+        planned: columns that will be needed for certain, so that growing need not stop before.
     """
 
     capacity: int
     lo: int = 0
     hi: int = 0
     limit: int | None = None
+    planned: int = 0
 
     @property
     def width(self) -> int:
@@ -61,10 +63,17 @@ class Window:
                 f"expected at most capacity_tokens={self.limit:,} columns, got {needed:,}: raise "
                 "it, or use a batcher that leaves no holes, such as baton_pd"
             )
-        spare = spare_columns(needed)
-        if self.capacity - needed >= spare // 2:
+        planned = needed <= self.planned <= self.capacity
+        if planned or self.capacity - needed >= spare_columns(needed) // 2:
             return self.capacity
-        return needed + spare if self.limit is None else min(needed + spare, self.limit)
+        return self.new_capacity(needed)
+
+    def new_capacity(self, needed: int) -> int:
+        """Of a slab that is made for so many columns: what is planned, or some to spare."""
+        if needed <= self.planned:
+            return self.planned
+        capacity = needed + spare_columns(needed)
+        return capacity if self.limit is None else min(capacity, self.limit)
 
     def check(self) -> None:
         """Prove that the numbers fit each other.

@@ -325,3 +325,31 @@ def test_a_model_is_left_as_it_was():
     assert dict(vars(model)) == before
     ids = torch.tensor([[3, 4]])
     assert torch.equal(model(ids).logits, build("llama")(ids).logits)
+
+
+@pytest.mark.parametrize("rule", ["pd", "orca", "baton_pd"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_known_lengths_take_no_more_memory_than_static_batches(rule, size):
+    """Prompts are read in their rows, the slab is made once, and nothing is there twice."""
+    whole = SamplingParams(temperature=0.0, ignore_eos=True)
+    lengths = [20, 3, 31, 12, 1, 8, 25, 2, 17]
+    peaks = {}
+    for batcher in ("static", rule):
+        batch = DynamicBatch(build("llama"), batch_size=size, batcher=batcher)
+        for number, new_tokens in enumerate(lengths):
+            batch.submit(PROMPTS[number % len(PROMPTS)], new_tokens, sampling=whole)
+        batch.run()
+        peaks[batcher] = batch.device_meter.peak_bytes
+        check_empty(batch)
+    assert peaks[rule] <= peaks["static"]
+    longest = max(len(PROMPTS[i % len(PROMPTS)]) + new for i, new in enumerate(lengths)) - 1
+    if rule != "pd":
+        assert peaks[rule] == batch._model.shape.slab_bytes(size, longest)
+
+
+def test_answers_that_may_end_early_get_columns_as_they_grow():
+    batch = DynamicBatch(build("llama"), batch_size=1)
+    handle = batch.submit(PROMPTS[0], 100)
+    batch.step()
+    assert batch.device_meter.peak_bytes < batch._model.shape.slab_bytes(1, handle.final_tokens)
+    batch.cancel(handle)

@@ -1,0 +1,133 @@
+"""Reads prompts when a rule says so: where they will stay, beside the batch, or between steps."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.memory import BatchMemory
+from quire.hf.dynamic.options import ASYNC, BatchOptions
+from quire.hf.dynamic.query import Query, QueryState
+from quire.hf.dynamic.reading import Reading, read_apart
+from quire.hf.dynamic.record import ReadRecord, StepRecord
+from quire.hf.dynamic.rules.base import BatchRule, BatchView
+from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.slab_model import SlabModel
+from quire.kv.dense.in_place import SlabRows
+
+_READ_AHEAD = 4  # queries, where prompts are read in the background
+
+Accept = Callable[[dict[Query, Tensor]], None]
+
+
+class Reader:
+    """Prompts of a dynamic batch.
+
+    Args:
+        model: reads them.
+        options: of the batch.
+        rule: groups them.
+        seats, line, memory: of the batch.
+        accept: takes the logits of prompts that were read, and gives each query its first token.
+
+    Attributes:
+        reading: the group that is read in the background.
+    """
+
+    def __init__(
+        self,
+        model: SlabModel,
+        options: BatchOptions,
+        rule: BatchRule,
+        seats: Seats,
+        line: Line,
+        memory: BatchMemory,
+        accept: Accept,
+    ) -> None:
+        self.reading: Reading | None = None
+        self._model, self._options, self._rule = model, options, rule
+        self._seats, self._line, self._memory = seats, line, memory
+        self._accept = accept
+
+    @property
+    def in_background(self) -> bool:
+        """Whether prompts are read between steps."""
+        return self._options.prefill == ASYNC and self._rule.reads_ahead
+
+    def read(
+        self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
+    ) -> None:
+        """Read a group whole, apart from the batch or in these rows, which it has taken."""
+        reading = self._begin(group, rows)
+        while not reading.done:
+            self._advance(reading, reading.num_tokens, record)
+
+    def read_now(self, view: BatchView, record: StepRecord) -> bool:
+        """Read a group at once, unless it is read in the background; False if there is none."""
+        if self.in_background and self._seats.live and not self._urgent():
+            return False
+        if self.reading is not None and not self._urgent():
+            self._advance(self.reading, self.reading.num_tokens, record)
+            return True
+        group = self._memory.affordable(self._rule.next_group(view))
+        if not group:
+            return False
+        self.read(group, record)
+        return True
+
+    def read_ahead(self, view: BatchView, record: StepRecord) -> None:
+        """Read on in the background, within the budget of a step."""
+        if not self.in_background or not self._seats.live:
+            return
+        if self.reading is None and len(self._line.ready) < _READ_AHEAD:
+            group = self._memory.affordable(self._rule.next_group(view))
+            if not group:
+                return
+            self.reading = self._begin(group)
+        if self.reading is not None:
+            self._advance(self.reading, self._options.prefill_tokens, record)
+
+    def _urgent(self) -> bool:
+        """Whether the first to be read outranks somebody who runs, or could have been read."""
+        if not self._line.waiting:
+            return False
+        others = [*self._seats.live, *(self.reading.queries if self.reading else ())]
+        return all(self._line.waiting[0].priority < other.priority for other in others)
+
+    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Reading:
+        for query in group:
+            self._line.leave(query)
+            query.state = QueryState.READING
+            if query.entered_s is None:
+                query.entered_s = self._options.clock()
+        if rows is not None:
+            return Reading(self._model, group, rows)
+        return read_apart(self._model, group, self._memory.device)
+
+    def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
+        started_s = self._options.clock()
+        seen = reading.columns_read
+        columns = reading.advance(tokens)
+        taken_s = self._options.clock() - started_s
+        record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
+        if not reading.done:
+            return
+        reading.finish()
+        if reading is self.reading:
+            self.reading = None
+        for query in reading.queries:
+            if query.row is not None:
+                query.state = QueryState.RUNNING
+        self._accept(reading.logits)
+        for query in reading.queries:
+            self._go_on(query)
+
+    def _go_on(self, query: Query) -> None:
+        if query.row is not None:
+            if query.finished:
+                self._seats.leave(query, clear=not self._rule.runs_to_end)
+        elif query.finished:
+            query.drop_kv()
+        else:
+            self._memory.store(query)
+            self._line.stand_ready(query)

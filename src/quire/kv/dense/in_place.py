@@ -1,0 +1,77 @@
+"""Prompts read right into the rows of a slab that they will have: nothing lies beside it.
+
+column        lo            hi         capacity
+row 2:        a b c d e f g h            reading: from the first column on, pads behind
+row 3:        i j k l m . . .
+row 3:        . . . i j k l m            held: to the last column, as every row of a slab
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from quire.kv.dense.slab import DenseSlab
+from quire.kv.dense.window import Window
+
+
+class SlabRows:
+    """Empty rows of a slab, as a slab of their own while prompts are read.
+
+    Args:
+        slab: whose rows; it must not change before `hold`.
+        first: of the rows.
+        rows: how many, one behind the other.
+        columns: of the longest prompt.
+
+    Attributes:
+        rows: as given.
+        window: columns read so far.
+    """
+
+    def __init__(self, slab: DenseSlab, first: int, rows: int, columns: int) -> None:
+        slab.reach_back(columns)
+        start = slab.window.hi - columns
+        self.rows, self.window = rows, Window(slab.window.hi, lo=start, hi=start)
+        self._slab, self._rows = slab, slice(first, first + rows)
+        self._new_columns = 0
+        self._pads: Bool[Tensor, "row column"] | None = None
+
+    def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = True) -> None:
+        """A chunk begins: so many new tokens of each row, pads behind them."""
+        assert at_start, "prompts are read from their first column on"
+        device = self._slab.positions.device
+        offset, count = torch.arange(columns, device=device), torch.tensor(counts, device=device)
+        self._new_columns = columns
+        self._pads = None if min(counts) == columns else offset >= count[:, None]
+
+    def append(
+        self,
+        layer: int,
+        keys: Float[Tensor, "rows head column key_dim"],
+        values: Float[Tensor, "rows head column value_dim"],
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new columns; views of all that was read, nothing is copied."""
+        tensors, hi = self._slab.tensors, self.window.hi + self._new_columns
+        new, seen = slice(self.window.hi, hi), slice(self.window.lo, hi)
+        tensors.write(layer, keys, values, new, self._pads, self._rows)
+        return (
+            tensors.keys[layer][self._rows, :, seen],
+            tensors.values[layer][self._rows, :, seen],
+        )
+
+    def end(self) -> None:
+        """The chunk is over."""
+        self.window.hi += self._new_columns
+        self._new_columns, self._pads = 0, None
+
+    def hold(self, lengths: Sequence[int]) -> None:
+        """All was read: each row's tokens move behind its pads, and the slab knows of them."""
+        lo, hi = self.window.lo, self.window.hi
+        for row, tokens in enumerate(lengths, self._rows.start):
+            only = slice(row, row + 1)
+            pads = hi - lo - tokens
+            self._slab.tensors.move(lo, lo + tokens, pads, only)
+            self._slab.tensors.fill(only, slice(lo, lo + pads))
+            self._slab.hold(row, tokens)
