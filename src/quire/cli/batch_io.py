@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError, UnknownName
@@ -23,7 +23,7 @@ LineKind = Literal["plain", "completions", "chat"]
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
-_OF_KV = ("evict", "record_evictions", "cache_salt")
+_OF_ENGINE = ("evict", "record_evictions", "cache_salt", "priority", "deadline_s")
 _NOTES = frozenset({"model", "user", "metadata", "service_tier", "store"})
 """Members of a body that say nothing about the answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -76,6 +76,8 @@ class BatchLine:
         evict: which of its tokens stay; None where it does not say.
         record_evictions: whether its record is to say which tokens stayed.
         cache_salt: only lines with the same one share KV; none shares with all that have none.
+        priority: lower goes first, among the lines that have been read.
+        deadline_s: seconds from then on in which its answer is wanted; None: whenever it comes.
     """
 
     head: LineHead
@@ -85,6 +87,8 @@ class BatchLine:
     record_evictions: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     cache_salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
 def _line(
     body: Mapping[str, Any], head: LineHead, asked: Literal["messages", "prompt"], form: LineFormat
 ) -> BatchLine:
-    others = {k: v for k, v in body.items() if k != asked and k not in _OF_KV}
+    others = {k: v for k, v in body.items() if k != asked and k not in _OF_ENGINE}
     line = BatchLine(
         head=head,
         evict=_typed(body, "evict", str, head),
@@ -176,6 +180,8 @@ def _line(
         sampling=_sampling(others, head),
         # its length and characters are looked at by the engine, as for a request over HTTP
         cache_salt=_typed(body, "cache_salt", str, head) or "",
+        priority=_typed(body, "priority", int, head) or 0,
+        deadline_s=_typed(body, "deadline_s", float, head),
     )
     if asked == "messages":
         return replace(line, messages=_messages(body.get(asked), head))
@@ -184,8 +190,10 @@ def _line(
 
 def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> T | None:
     value = body.get(key)
-    if value is None or isinstance(value, kind):
-        return value
+    if kind is float and type(value) is int:
+        value = float(value)
+    if value is None or type(value) is kind:  # True is no number of these
+        return cast("T | None", value)
     raise BatchError(f"expected {key} to be a {kind.__name__}, got {_short(value)}", head)
 
 
@@ -199,7 +207,7 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if key in _NEUTRAL or key in _REPORTS:
             raise BatchError(f"{key}={value!r} is not answered in a batch: leave it out", head)
         if key not in SAMPLING_FIELDS:
-            raise BatchError(str(UnknownName("member", key, (*SAMPLING_FIELDS, *_OF_KV))), head)
+            raise BatchError(str(UnknownName("member", key, (*SAMPLING_FIELDS, *_OF_ENGINE))), head)
         if key in found:
             raise BatchError("both max_tokens and max_completion_tokens are given", head)
         found[key] = _token_keys(value) if key == "logit_bias" else value

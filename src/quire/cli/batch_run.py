@@ -97,6 +97,8 @@ class BatchRun:
             evict=line.evict,
             record_evictions=line.record_evictions,
             cache_salt=line.cache_salt,
+            priority=line.priority,
+            deadline_s=line.deadline_s,
         )
 
     def _put(self, record: Record, answer: Answer | None) -> None:

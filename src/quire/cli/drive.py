@@ -26,6 +26,8 @@ class Job:
         evict: which of its tokens stay; None takes the engine's rule.
         record_evictions: keep which tokens leave.
         cache_salt: only jobs with the same one share KV.
+        priority: lower goes first.
+        deadline_s: seconds from its submission in which its answer is wanted.
     """
 
     key: int
@@ -35,6 +37,8 @@ class Job:
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
     cache_salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
 
 
 class Driver:
@@ -73,6 +77,8 @@ class Driver:
                 evict=job.evict,
                 record_evictions=job.record_evictions,
                 cache_salt=job.cache_salt,
+                priority=job.priority,
+                deadline_s=job.deadline_s,
             )
         except RequestError as refusal:
             return refusal

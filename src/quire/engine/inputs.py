@@ -4,7 +4,9 @@ Everything here takes `object`, because what a caller really gives is what is to
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import RequestError
@@ -70,6 +72,49 @@ def as_policies(evict: object, count: int) -> list[str | None]:
     if len(policies) != count:
         raise RequestError(f"expected one eviction policy or {count} of them, got {len(policies)}")
     return policies
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A request's place in line.
+
+    Attributes:
+        priority: lower goes first.
+        deadline_s: seconds from now in which its answer is wanted; None: whenever it comes.
+    """
+
+    priority: int = 0
+    deadline_s: float | None = None
+
+
+NO_PLACE = Place()
+
+
+def as_places(priority: object, deadline_s: object, count: int) -> list[Place]:
+    """Places in line, one for each of `count` prompts.
+
+    Raises:
+        RequestError: neither one number nor a list of `count` of them.
+    """
+    priorities = _as_numbers("priority", priority, count, Integral)
+    deadlines = _as_numbers("deadline_s", deadline_s, count, Real, type(None))
+    return [
+        Place(p, None if d is None else float(d))
+        for p, d in zip(priorities, deadlines, strict=True)
+    ]
+
+
+def _as_numbers(name: str, given: object, count: int, *kinds: type) -> list[Any]:
+    many = [given] * count
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        many = list(given)
+    if len(many) != count:
+        raise RequestError(f"expected one {name} or {count} of them, got {len(many)}")
+    for value in many:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            whole = "a whole number" if Integral in kinds else "a number"
+            raise RequestError(f"expected {name} to be {whole}, got {value!r}")
+    return many
 
 
 def _hint(prompt: object) -> str:

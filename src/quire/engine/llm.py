@@ -8,7 +8,15 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from quire.engine.core import Engine
-from quire.engine.inputs import as_options, as_policies, as_prompts, as_token_ids
+from quire.engine.inputs import (
+    NO_PLACE,
+    Place,
+    as_options,
+    as_places,
+    as_policies,
+    as_prompts,
+    as_token_ids,
+)
 from quire.engine.ledger import Snapshot
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
 from quire.engine.request import DEFAULT_TENANT
@@ -111,7 +119,7 @@ class LLM:
         """
         return self.engine.intake.context_tokens(prompt_tokens, evict)
 
-    def generate(
+    def generate(  # noqa: PLR0913 - one parameter per option
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -120,6 +128,8 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
         evict: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        deadline_s: int | float | Sequence[int | float | None] | None = None,
     ) -> list[Answer]:
         """Answer prompts, all of them together; answers come in the order of the prompts.
 
@@ -131,6 +141,9 @@ class LLM:
             cache_salt: only requests of the same tenant and salt share KV.
             evict: which tokens stay, such as "h2o:cap=512", one for all or one for each; None
                 takes `KVConfig.evict`.
+            priority: lower goes first; one for all or one for each.
+            deadline_s: seconds from now in which an answer is wanted, the earliest goes first; one
+                for all or one for each, None: whenever it comes.
 
         Raises:
             RequestError: a prompt or its options are wrong; nothing has been run then.
@@ -138,6 +151,7 @@ class LLM:
         """
         many = as_prompts(prompts)
         options, policies = as_options(sampling, len(many)), as_policies(evict, len(many))
+        places = as_places(priority, deadline_s, len(many))
         builders: dict[str, AnswerBuilder] = {}
         answers: dict[str, Answer] = {}
 
@@ -147,11 +161,11 @@ class LLM:
                 answers[delta.request_id] = answer
 
         try:
-            asked = zip(many, options, policies, strict=True)
-            for index, (prompt, params, policy) in enumerate(asked):
+            asked = zip(many, options, policies, places, strict=True)
+            for index, (prompt, params, policy, place) in enumerate(asked):
                 with _named(f"prompt {index}" if len(many) > 1 else ""):
                     ids = self._encode(prompt)
-                    request_id = self._submit(ids, params, take, tenant, cache_salt, policy)
+                    request_id = self._submit(ids, params, take, tenant, cache_salt, policy, place)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
@@ -205,9 +219,16 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
         cache_salt: str = "",
         evict: str | None = None,
+        place: Place = NO_PLACE,
     ) -> str:
         request_id = self.engine.submit(
-            ids, params, tenant=tenant, cache_salt=cache_salt, evict=evict
+            ids,
+            params,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            evict=evict,
+            priority=place.priority,
+            deadline_s=place.deadline_s,
         )
         self._takers[request_id] = take
         return request_id

@@ -79,6 +79,17 @@ def test_a_line_says_with_whom_it_shares_kv(salt, read):
     assert "expected cache_salt to be a str" in str(refusal({"prompt": "Hi", "cache_salt": ["x"]}))
 
 
+def test_a_line_says_its_place_in_line():
+    body = COMPLETION["body"] | {"priority": 2, "deadline_s": 3}
+
+    for line in (parse({"prompt": "Hi", **body}), parse(COMPLETION | {"body": body})):
+        assert (line.priority, line.deadline_s) == (2, 3.0)
+    assert (parse(COMPLETION).priority, parse(COMPLETION).deadline_s) == (0, None)
+    for key, wrong in {"priority": 0.5, "deadline_s": "soon"}.items():
+        for value in (wrong, True):
+            assert f"expected {key} to be a" in str(refusal({"prompt": "Hi", key: value}))
+
+
 def test_a_chat_of_openais_format():
     line = parse(CHAT)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import engines
-from quire.engine.inputs import as_options, as_policies, as_prompts, as_token_ids
+from quire.engine.inputs import as_options, as_places, as_policies, as_prompts, as_token_ids
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, RequestError
 from quire.kv.config import KVConfig
 from quire.spec.options import require_type
@@ -58,6 +59,37 @@ def test_one_policy_for_all_prompts_or_one_for_each(model):
     for wrong, says in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
         with pytest.raises(RequestError, match=says):
             as_policies(wrong, 2)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "places",
+    [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
+)
+def test_priorities_and_deadlines_order_the_line(model, places):
+    llm = LLM(model, kv=KVConfig(memory="1MiB"), schedule=ScheduleConfig(max_running=1))
+    ended = []
+
+    def note(stats, deltas):
+        ended.extend(delta.request_id for delta in deltas if delta.is_last)
+
+    answers = llm.generate([[3] * 9, [4] * 9, [5] * 9], GREEDY, progress=note, **places)
+
+    first, second, third = (answer.request_id for answer in answers)
+    assert ended == [second, third, first]
+
+
+def test_wrong_places_in_line_are_refused_before_anything_runs(llm):
+    for priority, deadline_s, says in (
+        ([1], None, "one priority or 2 of them, got 1"),
+        (0.5, None, "priority to be a whole number, got 0.5"),
+        (0, "soon", "deadline_s to be a number, got 'soon'"),
+        (0, [1.0, True], "deadline_s to be a number, got True"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            as_places(priority, deadline_s, 2)
+    with pytest.raises(RequestError, match="prompt 1: expected deadline_s above 0"):
+        llm.generate(PROMPTS[:2], GREEDY, deadline_s=[1.0, 0.0])
     assert not llm.engine.has_work
 
 

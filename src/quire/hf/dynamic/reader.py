@@ -12,6 +12,7 @@ from quire.hf.dynamic.reading import Reading, read_apart
 from quire.hf.dynamic.record import ReadRecord, StepRecord
 from quire.hf.dynamic.rules.base import BatchRule, BatchView
 from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.side_stream import SideStream
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
 
@@ -47,7 +48,7 @@ class Reader:
         self.reading: Reading | None = None
         self._model, self._options, self._rule = model, options, rule
         self._seats, self._line, self._memory = seats, line, memory
-        self._accept = accept
+        self._accept, self._side = accept, SideStream(model.shape.device)
 
     @property
     def in_background(self) -> bool:
@@ -67,6 +68,7 @@ class Reader:
         if self.in_background and self._seats.live and not self._urgent():
             return False
         if self.reading is not None and not self._urgent():
+            self._side.join()
             self._advance(self.reading, self.reading.num_tokens, record)
             return True
         group = self._memory.affordable(self._rule.next_group(view))
@@ -76,7 +78,12 @@ class Reader:
         return True
 
     def read_ahead(self, view: BatchView, record: StepRecord) -> None:
-        """Read on in the background, within the budget of a step."""
+        """Read on in the background, within the budget of a step.
+
+        On a GPU it runs beside the next step; who was read has its first token after that one.
+        """
+        if self.reading is not None and self.reading.done:
+            self._finish(self.reading)
         if not self.in_background or not self._seats.live:
             return
         if self.reading is None and len(self._line.ready) < _READ_AHEAD:
@@ -85,7 +92,10 @@ class Reader:
                 return
             self.reading = self._begin(group)
         if self.reading is not None:
-            self._advance(self.reading, self._options.prefill_tokens, record)
+            with self._side.beside():
+                self._read_on(self.reading, self._options.prefill_tokens, record)
+            if self.reading.done and not self._side.overlaps:
+                self._finish(self.reading)
 
     def _urgent(self) -> bool:
         """Whether the first to be read outranks somebody who runs, or could have been read."""
@@ -105,13 +115,20 @@ class Reader:
         return read_apart(self._model, group, self._memory.device)
 
     def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
+        if not reading.done:
+            self._read_on(reading, tokens, record)
+        if reading.done:
+            self._finish(reading)
+
+    def _read_on(self, reading: Reading, tokens: int, record: StepRecord) -> None:
         started_s = self._options.clock()
         seen = reading.columns_read
         columns = reading.advance(tokens)
         taken_s = self._options.clock() - started_s
         record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
-        if not reading.done:
-            return
+
+    def _finish(self, reading: Reading) -> None:
+        self._side.join(reading.logits.values())
         reading.finish()
         if reading is self.reading:
             self.reading = None

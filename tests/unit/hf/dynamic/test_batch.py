@@ -158,6 +158,31 @@ def test_background_reading_stays_within_its_budget():
     batch.run()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_is_read_beside_a_step_enters_after_it(overlaps):
+    """A stream of its own is asked for its results one step later; answers are the same."""
+    expected = [handle.token_ids for handle in run(DynamicBatch(build("llama")), PROMPTS).handles]
+    batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=300)
+    batch._reader._side.overlaps = overlaps
+
+    seen = run(batch, PROMPTS)
+
+    assert [handle.token_ids for handle in seen.handles] == expected
+    check_empty(batch)
+
+
+@pytest.mark.gpu
+def test_prompts_are_read_on_a_stream_of_their_own():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = build("llama").to("cuda")
+    expected = [handle.token_ids for handle in run(DynamicBatch(model), PROMPTS).handles]
+    batch = DynamicBatch(model, batch_size=2, prefill="async", prefill_tokens=12)
+
+    assert batch._reader._side.overlaps
+    assert [handle.token_ids for handle in run(batch, PROMPTS).handles] == expected
+
+
 # ---- memory ----------------------------------------------------------------------------------
 
 
