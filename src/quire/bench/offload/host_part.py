@@ -13,6 +13,9 @@ from quire.offload.schedule.operations import side_by_side
 from quire.offload.schedule.planner import plan_step
 
 _DEVICES = (1, 2, 4, 8)
+_LAYERS = 8
+# the host needs a layer's queries, so the rest of a layer adds to the formula: keep it small
+_OTHER, _HEADROOM = 0.01, 12.0
 
 
 def run_host(config: OffloadBenchConfig) -> PartResult:
@@ -20,9 +23,10 @@ def run_host(config: OffloadBenchConfig) -> PartResult:
     rows, gains, offs, errors = [], [], [], []
     for xi in [xi for xi in config.xis if xi >= 1]:
         for host in config.hosts:
-            rig = Rig(
-                replace(config.shape, x_ratio=xi), replace(config.ratios, host=host, other=0.02)
+            shape = replace(
+                config.shape, x_ratio=xi, num_layers=min(_LAYERS, config.shape.num_layers)
             )
+            rig = Rig(shape, replace(config.ratios, host=host, other=_OTHER, headroom=_HEADROOM))
             arms = [BY_NAME[name] for name in ("prefetch", "host_share", "all_host")]
             steps = run_rounds(rig, arms, config.repeats)
             gain = ratio(steps, "prefetch", "host_share")
