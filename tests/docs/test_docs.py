@@ -78,6 +78,7 @@ def test_every_command_has_its_help_in_the_reference() -> None:
         ("tenants.md", 20),
         ("eviction.md", 7),
         ("offload.md", 27),
+        ("weights.md", 7),
     ],
 )
 def test_the_arithmetic_of_a_page_runs(page: str, examples: int) -> None:

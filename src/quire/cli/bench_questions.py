@@ -23,6 +23,7 @@ def load(settings: "Settings") -> "LoadedModel":
         device=settings.loading.device,
         trust_remote_code=settings.loading.trust_remote_code,
         verify=settings.loading.verify,
+        weights_memory=settings.loading.weights_memory,
     )
 
 

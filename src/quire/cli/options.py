@@ -29,6 +29,12 @@ class ModelConfig:
     device: str = option("auto", help="auto (CUDA where there is one), cpu or cuda")
     trust_remote_code: bool = option(False, help="run Python code that the model folder brings")
     verify: bool = option(True, help="compare with Transformers' own attention at load")
+    weights_memory: int | str = option(
+        "all",
+        help="memory of the device for weights: bytes, a size, or all; layers beyond it lie on the "
+        "host (of a CPU: in a file) and are brought in every step, while others compute",
+        unit="bytes",
+    )
     threads: int = option(
         0,
         help="CPU threads, 0: as many as torch takes; a small model on a busy machine wants 1",

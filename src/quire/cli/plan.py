@@ -18,6 +18,7 @@ from quire.plan.workload import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
 
+ALL_WEIGHTS = "all"
 DEFAULT_BATCH = 8
 _PACKAGED = "quire-tiny"
 
@@ -34,6 +35,10 @@ def plan(  # noqa: PLR0913 - one parameter per option
     kv_memory: Annotated[
         str, typer.Option(help="Memory for KV, e.g. 64MiB; auto: what is left.")
     ] = "auto",
+    weights_memory: Annotated[
+        str,
+        typer.Option(help="Memory for weights, e.g. 4GiB: layers beyond it are brought; or all."),
+    ] = ALL_WEIGHTS,
     headroom: Annotated[
         str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")
     ] = None,
@@ -105,6 +110,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
             step_tokens=step_tokens,
             activation_peak_bytes=_size(activation_peak),
             workload=None if workload is None else parse_workload(workload),
+            weights_memory_bytes=None
+            if weights_memory == ALL_WEIGHTS
+            else parse_size(weights_memory),
         )
         report = plan_report(_folder(model), options)
         asked = MaximizeOptions.of(
@@ -162,6 +170,7 @@ def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:
         "model": report.model_name,
         "dtype": report.dtype,
         "kv_codec": report.kv_codec,
+        "weights": asdict(report.weights),
         "memory_bytes": report.memory.total_bytes,
         "kv_memory_bytes": report.memory.kv_bytes,
         "headroom_bytes": report.memory.headroom_bytes,

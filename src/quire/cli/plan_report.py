@@ -1,7 +1,7 @@
 """The arithmetic behind `quire plan`, as a function: a folder and options in, a report out."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
@@ -14,6 +14,7 @@ from quire.plan.memory import (
     auto_kv_memory,
     estimate_activation_peak,
 )
+from quire.plan.offload.resident import WeightsPlace, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.spec.config import ConfigReader, read_config
@@ -44,6 +45,7 @@ class PlanOptions:
         step_tokens: tokens of the largest step.
         activation_peak_bytes: a measured peak; None: estimated.
         workload: to be assessed; None: none.
+        weights_memory_bytes: of the device for weights; None: all are there.
     """
 
     memory_bytes: int | None = None
@@ -57,6 +59,7 @@ class PlanOptions:
     step_tokens: int = STEP_TOKENS
     activation_peak_bytes: int | None = None
     workload: Workload | None = None
+    weights_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class PlanReport:
         step: what a decode step of the batch reads.
         crossover_batch: the smallest batch whose KV reads exceed the weight reads.
         verdict: on the workload, if one was given.
+        weights: where they lie.
     """
 
     model_name: str
@@ -88,12 +92,14 @@ class PlanReport:
     step: DecodeStep
     crossover_batch: int
     verdict: Verdict | None
+    weights: WeightsPlace
 
     def claims(self) -> dict[str, int | float]:
         """The numbers, flat."""
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
             "weights_bytes": self.memory.weights_bytes,
+            "brought_weight_bytes": self.weights.host_bytes,
             "activation_peak_bytes": self.memory.activation_peak_bytes,
             "headroom_bytes": self.memory.headroom_bytes,
             "kv_memory_bytes": self.memory.kv_bytes,
@@ -151,7 +157,8 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         evicting=read_format(kv_codec).important is not None,
     )
     kv_bytes_per_value = bytes_per_value(model, layout)
-    memory = _divide(model, options, dtype_bytes(dtype))
+    weights = planned_weights(model, dtype_bytes(dtype), options.weights_memory_bytes)
+    memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
     tokens = options.sequence_tokens
     if tokens is None:
         tokens = min(_USUAL_SEQUENCE_TOKENS, model.max_positions)
@@ -180,7 +187,8 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
             weight_bytes_per_value=dtype_bytes(dtype),
             kv_bytes_per_value=kv_bytes_per_value,
         ),
-        verdict=_verdict(model, memory, layout, options.workload),
+        verdict=_verdict(model, memory, layout, options.workload, weights),
+        weights=weights,
     )
 
 
@@ -195,7 +203,9 @@ def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
     return dtype
 
 
-def _divide(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> MemoryLayout:
+def _divide(
+    model: ModelSpec, options: PlanOptions, bytes_per_value: int, weights_bytes: int
+) -> MemoryLayout:
     total_bytes = total_memory_bytes() if options.memory_bytes is None else options.memory_bytes
     if total_bytes < 1:
         raise ConfigError("memory=0 B: expected the memory of a device")
@@ -210,7 +220,6 @@ def _divide(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> Mem
             sampled_rows=options.batch,
             bytes_per_value=bytes_per_value,
         )
-    weights_bytes = model.weight_bytes(bytes_per_value)
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
         kv_bytes = auto_kv_memory(total_bytes, weights_bytes, peak_bytes, headroom_bytes)
@@ -224,13 +233,22 @@ def _divide(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> Mem
 
 
 def _verdict(
-    model: ModelSpec, memory: MemoryLayout, layout: CacheLayout, workload: Workload | None
+    model: ModelSpec,
+    memory: MemoryLayout,
+    layout: CacheLayout,
+    workload: Workload | None,
+    weights: WeightsPlace,
 ) -> Verdict | None:
     if workload is None:
         return None
+    more_bytes = weights.total_bytes - weights.device_bytes  # every step reads all weights
     return assess(
         model,
-        memory,
+        replace(
+            memory,
+            total_bytes=memory.total_bytes + more_bytes,
+            weights_bytes=weights.total_bytes,
+        ),
         workload.input_tokens,
         workload.output_tokens,
         workload.batch,

@@ -95,7 +95,11 @@ class Settings:
             trust_remote_code=self.loading.trust_remote_code,
             verify=self.loading.verify,
             return_memory=self.loading.return_memory,
+            weights_memory=self.loading.weights_memory,
         )
+        place = llm.model.place
+        if place is not None and (self.verbose or not place.brought):
+            typer.echo(place.text, err=True)
         if self.verbose:
             typer.echo(llm.engine.pool.explanation, err=True)
         return llm

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.engine.schedule_config import ScheduleConfig
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
-from quire.models.base import AttentionCall, Decoder
+from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
 from quire.plan.memory import estimate_activation_peak
 
 _RESET_PEAK = Path("/proc/self/clear_refs")
@@ -25,33 +25,43 @@ class _AttendToChunk:
         return attend_dense(q, k, v, math=math, seen=None, causal=True)[0].transpose(0, 1)
 
 
-def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig) -> int:
+def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches: int = 1) -> int:
     """Bytes a step of the largest size takes at its peak, by running one.
 
     On a CUDA device the allocator knows; on Linux the peak of resident memory is reset before and
     read after. Elsewhere the estimate of `quire.plan` stands in.
+
+    Args:
+        decoder: runs it.
+        schedule: how large a batch is.
+        batches: of the step; those that wait keep their hidden states.
     """
     tokens = min(schedule.step_tokens, decoder.spec.max_positions)
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        _run(decoder, tokens, schedule.num_rows)
+        _run(decoder, tokens, schedule.num_rows, batches)
         return int(torch.cuda.max_memory_allocated(decoder.device)) - before
     if _RESET_PEAK.exists():
         before = psutil.Process().memory_info().rss
         try:
             _RESET_PEAK.write_text("5")
         except OSError:  # a container may forbid it
-            return _estimate(decoder, tokens, schedule.num_rows)
-        _run(decoder, tokens, schedule.num_rows)
+            return _estimate(decoder, tokens, schedule.num_rows, batches)
+        _run(decoder, tokens, schedule.num_rows, batches)
         return max(0, _peak_resident_bytes() - before)
-    return _estimate(decoder, tokens, schedule.num_rows)
+    return _estimate(decoder, tokens, schedule.num_rows, batches)
 
 
-def _run(decoder: Decoder, tokens: int, sampled_rows: int) -> None:
+def _run(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None:
     ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
     positions = torch.arange(tokens, device=decoder.device)
-    decoder.forward(ids, positions, positions[:sampled_rows], _AttendToChunk())
+    batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk())
+    if batches > 1:
+        assert isinstance(decoder, LayerByLayer), "batches are more where layers are brought"
+        decoder.forward_together([batch] * batches)
+    else:
+        decoder.forward(ids, positions, batch.sample_rows, batch.attention)
 
 
 def _peak_resident_bytes() -> int:
@@ -59,10 +69,12 @@ def _peak_resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _estimate(decoder: Decoder, tokens: int, sampled_rows: int) -> int:
-    return estimate_activation_peak(
+def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> int:
+    value_bytes = decoder.dtype.itemsize
+    waiting_bytes = 2 * tokens * decoder.spec.hidden_size * value_bytes  # and their embeddings
+    return (batches - 1) * waiting_bytes + estimate_activation_peak(
         decoder.spec,
         step_tokens=tokens,
         sampled_rows=sampled_rows,
-        bytes_per_value=decoder.dtype.itemsize,
+        bytes_per_value=value_bytes,
     )

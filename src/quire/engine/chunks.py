@@ -34,7 +34,7 @@ class ChunkSizes:
         most = min(readable_tokens(request), room_tokens(request, self._table))
         if self.is_atomic(request):
             return most if most <= budget else 0
-        budget = min(budget, self._config.chunk_tokens)
+        budget = min(budget, self._config.longest_chunk)
         if request.params.prompt_logprobs is not None:
             budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
         return min(most, budget, _to_snapshot(request))

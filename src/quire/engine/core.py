@@ -87,7 +87,7 @@ class Engine:
             )
             attach(self.scheduler)
         self.times = StepTimes()
-        self._runner = Runner(model.decoder, self.pool.kv, self.times)
+        self._runner = Runner(model.decoder, self.pool.kv, self.times, self.scheduler.step)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
@@ -253,10 +253,9 @@ class Engine:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
         memory, scheduler = self.pool.kv.memory, self.scheduler
         return EngineStats(
-            **memory_numbers(memory),
+            **memory_numbers(memory, self.model),
             **scheduler_numbers(scheduler),
             scratch_peak_bytes=self.pool.kv.peak_scratch_bytes,
-            weight_bytes=self.model.weight_bytes,
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,

@@ -32,7 +32,7 @@ class Decoding:
         preempt: Preempt,
     ) -> None:
         self._residency, self._preempter = parts.residency, parts.preempter
-        self._step_tokens = parts.config.step_tokens
+        self._step = parts.step
         self._running, self._caps = running, caps
         self._batcher, self._preempt = batcher, preempt
 
@@ -40,8 +40,8 @@ class Decoding:
         """Let those of the batch decode for which there are pages."""
         ready = [r for r in self._running if r.num_tokens - r.num_computed == 1]
         decoding = whole_groups(self._batcher.decoding(ready))
-        if len(decoding) > self._step_tokens:
-            decoding = sorted(decoding, key=self._preempter.order)[: self._step_tokens]
+        if len(decoding) > self._step.tokens:
+            decoding = sorted(decoding, key=self._preempter.order)[: self._step.tokens]
             decoding = whole_groups(decoding)
         decoding = self._make_room(whole_groups(self._caps.bring_down(decoding)))
         if decoding:

@@ -23,9 +23,9 @@ from quire.engine.request import DEFAULT_TENANT
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.stats import EngineStats
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.kv.config import KVConfig
-from quire.models.loader import LoadedModel, load_model
+from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
 from quire.spec.options import require_type
 
@@ -46,6 +46,7 @@ class LLM:
         trust_remote_code: run Python code that the model folder brings.
         verify: compare with Transformers' own attention at load.
         return_memory: give freed host memory back to the system; see `Engine`.
+        weights_memory: bytes of the device for weights, a size, or "all": see `load_model`.
 
     Raises:
         ConfigError: options that cannot be; before the KV memory is taken.
@@ -63,6 +64,7 @@ class LLM:
         trust_remote_code: bool = False,
         verify: bool = True,
         return_memory: bool = False,
+        weights_memory: int | str = ALL_WEIGHTS,
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -76,6 +78,11 @@ class LLM:
                 device=device,
                 trust_remote_code=trust_remote_code,
                 verify=verify,
+                weights_memory=weights_memory,
+            )
+        elif weights_memory != ALL_WEIGHTS:
+            raise ConfigError(
+                "a loaded model has its weights where they are; give weights_memory to load_model"
             )
         self.model = model
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)

@@ -17,6 +17,7 @@ from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
+from quire.engine.step_size import StepSize
 from quire.kv.config import KVConfig
 from quire.kv.host_store import device_name
 from quire.kv.prefix import PrefixIndex
@@ -65,7 +66,9 @@ def make_scheduler(
         identities=PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens))),
         events=events,
     )
-    parts = make_parts(schedule, residency, _swapper(pool, schedule, model))
+    brought = model.weights if pool.fronts is None else None
+    step = StepSize(schedule.step_tokens, schedule.objective, brought)
+    parts = make_parts(schedule, residency, _swapper(pool, schedule, model), step)
     return Scheduler(memory, schedule, _evictor(pool, kv, model), parts=parts)
 
 

@@ -11,6 +11,7 @@ from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
+from quire.engine.step_size import most_batches, refuse_nothing_shared
 from quire.errors import ConfigError, UnsoundCombination
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
@@ -111,6 +112,8 @@ def build_pool(
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
     decoder = model.decoder
+    hosted = parse_size(config.stream_memory) > 0
+    refuse_nothing_shared(schedule.objective, asked=model.place is not None, hosted=hosted)
     stored_as = codec_of(config, model)
     codec = stored_as.codec
     rules = EvictionRules(
@@ -241,10 +244,13 @@ def _kv_bytes(
             )
         return asked_bytes
     total_bytes = free_bytes + model.weight_bytes
+    brought = None if parse_size(config.stream_memory) else model.weights
     left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,
-        activation_peak_bytes=measure_activation_peak(model.decoder, schedule),
+        activation_peak_bytes=measure_activation_peak(
+            model.decoder, schedule, most_batches(schedule.objective, brought)
+        ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
     longest = config.store_tokens or model.spec.max_positions

@@ -35,7 +35,7 @@ class Reading:
     ) -> None:
         self._residency, self._preempter = parts.residency, parts.preempter
         self._fairness, self._chunks = parts.fairness, parts.chunks
-        self._step_tokens = parts.config.step_tokens
+        self._step = parts.step
         self._running, self._caps = running, caps
         self._entrance, self._batcher = entrance, batcher
 
@@ -66,8 +66,8 @@ class Reading:
     def _part(self, request: Request, others: list[Request]) -> int:
         """What its tenant may read of a step; a chunk that must be read whole is not divided."""
         if self._chunks.is_atomic(request):
-            return self._step_tokens
-        return self._fairness.step_part(request, others, self._step_tokens)
+            return self._step.tokens
+        return self._fairness.step_part(request, others, self._step.tokens)
 
     def _is_before(self, reader: Request) -> bool:
         """Whether somebody waits whose tenant has been served less than the next reader's."""

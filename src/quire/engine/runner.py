@@ -10,10 +10,12 @@ from torch import Tensor
 
 from quire.engine.request import Request
 from quire.engine.step_plan import StepPlan
+from quire.engine.step_size import StepSize
 from quire.engine.times import StepTimes
 from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
-from quire.models.base import AttentionCall, Decoder
+from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
+from quire.plan.offload.resident import MOST_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,40 @@ class StepLogits:
     logits: Tensor
 
 
-class Runner:
-    """Turns step plans into logits, and notes in `times` what preparing took."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Rows of a step that run as one batch.
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, times: StepTimes) -> None:
+    Attributes:
+        batch: what the decoder is given.
+        wanted: (request, first position, rows) of the logits.
+    """
+
+    batch: Batch
+    wanted: list[tuple[Request, int, int]]
+
+    def results(self, logits: Tensor) -> list[StepLogits]:
+        """The batch's logits, by request."""
+        parts = torch.split(logits, [count for _, _, count in self.wanted])
+        return [
+            StepLogits(request, position, part)
+            for (request, position, _), part in zip(self.wanted, parts, strict=True)
+        ]
+
+
+class Runner:
+    """Turns step plans into logits.
+
+    Args:
+        decoder: computes them.
+        kv: the memory.
+        times: told what preparing took.
+        step: how large a batch is; a larger step runs as several, layer by layer.
+    """
+
+    def __init__(self, decoder: Decoder, kv: PagedKV, times: StepTimes, step: StepSize) -> None:
         self._decoder, self._kv, self._times = decoder, kv, times
+        self._step = step
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[StepLogits]:
@@ -60,6 +91,25 @@ class Runner:
 
     def _run_regime(self, rows: list[tuple[Request, int]], regime: int) -> list[StepLogits]:
         started_s = time.perf_counter()
+        prepared = [self._prepare(part) for part in in_batches(rows, self._step.batch_tokens)]
+        self._times.prepare_s += time.perf_counter() - started_s
+        results = []
+        for start in range(0, len(prepared), MOST_BATCHES):
+            together = prepared[start : start + MOST_BATCHES]
+            logits = self._forward([p.batch for p in together], regime)
+            for part, own in zip(together, logits, strict=True):
+                results += part.results(own)
+        return results
+
+    def _forward(self, batches: list[Batch], regime: int) -> list[Tensor]:
+        if len(batches) > 1:
+            assert isinstance(self._decoder, LayerByLayer), "larger steps are for those"
+            return self._decoder.forward_together(batches, rope_regime=regime)
+        (one,) = batches
+        ids, places, samples = one.token_ids, one.positions, one.sample_rows
+        return [self._decoder.forward(ids, places, samples, one.attention, rope_regime=regime)]
+
+    def _prepare(self, rows: list[tuple[Request, int]]) -> _Prepared:
         rows.sort(key=lambda row: row[1] != 1)  # rows of one token first: they decode together
         token_ids: list[int] = []
         positions: list[int] = []
@@ -76,17 +126,33 @@ class Runner:
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
         ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
-        self._times.prepare_s += time.perf_counter() - started_s
-        bridge = StepBridge(attention)
-        logits = self._decoder.forward(ids, places, samples, bridge, rope_regime=regime)
-        parts = torch.split(logits, [count for _, _, count in wanted])
-        return [
-            StepLogits(request, positions[first], part)
-            for (request, first, _), part in zip(wanted, parts, strict=True)
-        ]
+        batch = Batch(ids, places, samples, StepBridge(attention))
+        return _Prepared(batch, [(r, positions[first], count) for r, first, count in wanted])
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._decoder.device)
+
+
+def in_batches(
+    rows: list[tuple[Request, int]], batch_tokens: int
+) -> list[list[tuple[Request, int]]]:
+    """Cut a step into batches; a row is never cut.
+
+    In the order in which rows were planned: one may read what an earlier one writes in this step.
+
+    Args:
+        rows: (request, tokens).
+        batch_tokens: of a batch at most, where it has more than one row.
+    """
+    batches: list[list[tuple[Request, int]]] = [[]]
+    left = batch_tokens
+    for request, tokens in rows:
+        if tokens > left and batches[-1]:
+            batches.append([])
+            left = batch_tokens
+        batches[-1].append((request, tokens))
+        left -= tokens
+    return batches
 
 
 def _wanted_rows(rows: list[tuple[Request, int]]) -> Iterator[tuple[Request, int, int]]:

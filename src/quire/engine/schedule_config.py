@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from quire.engine.batchers.base import BatcherRule
 
 CONTINUOUS = "continuous"
+OBJECTIVES = ("auto", "latency", "throughput")
 PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
 
 
@@ -28,6 +29,11 @@ class ScheduleConfig:
     )
     chunk_tokens: int = option(
         2048, help="tokens of one prompt a step reads at most", unit="tokens"
+    )
+    objective: str = option(
+        "auto",
+        help="what steps are for where --weights-memory has layers brought: latency (a step is one "
+        "batch), throughput (batches of a step share each layer), auto (as many as hide it)",
     )
     admission: str = option(
         "optimistic",
@@ -76,6 +82,10 @@ class ScheduleConfig:
         if self.preempt not in PREEMPTION_MODES:
             raise ConfigError(
                 f"expected preempt to be one of {', '.join(PREEMPTION_MODES)}, got {self.preempt!r}"
+            )
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"expected objective to be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
             )
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError(

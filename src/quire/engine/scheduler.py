@@ -57,7 +57,7 @@ class Scheduler:
         parts = parts or make_parts(config, Residency(memory))
         self.memory, self.config = memory, config
         self.residency, self.preempter = parts.residency, parts.preempter
-        self.admission = parts.admission
+        self.admission, self.step = parts.admission, parts.step
         self.peaks = parts.admission.peaks
         self.fairness = parts.fairness
         self.waiting = parts.fairness.waiting
@@ -214,7 +214,7 @@ class Scheduler:
         if moves is not None:
             self._move(moves)
         self._decoding.plan(plan)
-        budget = self.config.step_tokens - len(plan.requests)
+        budget = self.step.tokens - len(plan.requests)
         self._reading.plan(plan, self.batcher.reading_tokens(budget))
         while not plan.requests and self.batcher.stalled():
             self._decoding.plan(plan)
@@ -247,7 +247,8 @@ class Scheduler:
         return made
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn what reading costs from a step that did nothing but read a piece of one prompt."""
+        """Learn what steps cost, and reading from those that only read a piece of one prompt."""
+        self.step.learn(sum(plan.tokens))
         swapper = self.preempter.swapper
         if swapper is not None and len(plan.requests) == 1 and plan.tokens[0] > 1:
             swapper.costs.read(plan.tokens[0], plan.requests[0].num_computed, seconds)

@@ -14,6 +14,7 @@ from quire.engine.preemption.swapper import Swapper
 from quire.engine.request import Request
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.step_size import StepSize, refuse_nothing_shared
 from quire.engine.tenant_book import TenantBook
 from quire.engine.tenants import parse_tenants
 
@@ -29,6 +30,7 @@ class SchedulerParts:
         admission: when a waiting request may start.
         fairness: the queue, and what tenants hold and have had.
         preempter: who gives way, and how it comes back.
+        step: how many tokens a step has.
     """
 
     config: ScheduleConfig
@@ -37,18 +39,28 @@ class SchedulerParts:
     admission: AdmissionRule
     fairness: Fairness
     preempter: Preempter
+    step: StepSize
 
 
 def make_parts(
     config: ScheduleConfig,
     residency: Residency,
     swapper: Swapper | None = None,
+    step: StepSize | None = None,
 ) -> SchedulerParts:
     """Make what the config asks for.
+
+    Args:
+        config: steps and queues.
+        residency: requests' rows in the memory.
+        swapper: copies KV to the host.
+        step: sizes of steps; by default those of weights that are all on the device.
 
     Raises:
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
     """
+    if step is None:
+        refuse_nothing_shared(config.objective, asked=False)
     chunks = ChunkSizes(config, residency.memory)
     peaks = Peaks(residency.memory, config.longest_chunk)
     if residency.front_room is not None:
@@ -63,6 +75,7 @@ def make_parts(
         admission=make_admission(config.admission, peaks),
         fairness=fairness,
         preempter=Preempter(residency, swapper, fairness.owes),
+        step=step or StepSize(config.step_tokens),
     )
 
 

@@ -9,6 +9,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.tenant_meter import TenantStats
 from quire.engine.times import StepTimes
 from quire.kv.memory import KVMemory
+from quire.models.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,9 @@ class EngineStats:
         kv_free_bytes: the rest.
         kv_peak_bytes: most bytes of pages in use at once so far, cached prefixes not counted.
         scratch_peak_bytes: most gathered bytes held at once, outside the arena.
-        weight_bytes: parameters and buffers, outside the arena.
+        weight_bytes: parameters and buffers on the device, slots for brought layers included.
+        host_weight_bytes: of layers that are brought in every pass; 0 where all are on the device.
+        brought_weight_bytes: over the link so far.
         num_running, num_waiting: requests with and without KV.
         num_preemptions, num_steps: since the start.
         num_evictions: times tokens of a request left since the start, repeated ones not counted.
@@ -75,6 +78,8 @@ class EngineStats:
     kv_peak_bytes: int
     scratch_peak_bytes: int
     weight_bytes: int
+    host_weight_bytes: int
+    brought_weight_bytes: int
     num_running: int
     num_waiting: int
     num_preemptions: int
@@ -131,9 +136,13 @@ def tenant_bytes(
     )
 
 
-def memory_numbers(memory: KVMemory) -> dict[str, int]:
-    """What a KV memory says about itself, under the names of `EngineStats`."""
+def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
+    """What a KV memory and weights take, under the names of `EngineStats`."""
+    weights = model.weights
     return {
+        "weight_bytes": model.weight_bytes,
+        "host_weight_bytes": 0 if weights is None else weights.place.host_bytes,
+        "brought_weight_bytes": 0 if weights is None else weights.num_bytes,
         "kv_total_bytes": memory.total_bytes,
         "kv_used_bytes": memory.used_bytes,
         "kv_free_bytes": memory.free_bytes,

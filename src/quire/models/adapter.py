@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
-from quire.models.base import PagedAttention
+from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.observing import Observing
 from quire.models.packing import pack_linears
 from quire.models.recompute import KeysAndValues
 from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
+from quire.models.streamed.layer_major import LayerMajor
+from quire.models.streamed.stream import WeightStream
 from quire.models.support import refuse_class, refuse_config
 from quire.models.widening import widen_linears
 from quire.spec.model import ModelSpec
@@ -41,12 +44,13 @@ class TransformersDecoder:
 
     Args:
         model: a causal language model on its final device, in its final dtype.
+        weights: brings those of its layers that are not on the device; None: all are.
 
     Raises:
         UnsupportedModel: its answers would be wrong here; says why and what to use instead.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, weights: WeightStream | None = None) -> None:
         refuse_config(model.config)
         refuse_class(type(model))
         register()
@@ -57,12 +61,13 @@ class TransformersDecoder:
         self._spec = ModelSpec.from_config(model.config.to_dict())
         self._rope = RopeRegimes(model)
         self._bridge = install(model)
-        pack_linears(model)
+        pack_linears(model, () if weights is None else weights.modules)
         widen_linears(model)
         self._forward_lock = threading.RLock()  # getting ready runs forwards
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()
         self._observing = Observing(model, self._bridge, self._spec, self._probe)
+        self._weights = weights
 
     @property
     def model(self) -> PreTrainedModel:
@@ -107,6 +112,11 @@ class TransformersDecoder:
         Returns:
             Why this model cannot, or None.
         """
+        if self._weights is not None:
+            return (
+                "its layers' weights are brought for whichever computes (--weights-memory), and "
+                "to make keys and values again those of the next one would be needed"
+            )
         with self._forward_lock:
             why_not = self._observing.prepare_recomputation()
             if why_not is None:
@@ -165,22 +175,48 @@ class TransformersDecoder:
         rope_regime: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`."""
-        head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
-        with self._forward_lock, torch.inference_mode():
+        batch = Batch(token_ids, positions, sample_rows, attention)
+        with self._forward_lock:
             self._rope.select(rope_regime)
             self._bridge.attention = attention
             try:
-                output = self._model(
-                    input_ids=token_ids.unsqueeze(0),
-                    position_ids=positions.unsqueeze(0),
-                    use_cache=False,
-                    return_dict=True,
-                    **head,
-                )
+                return self._logits(batch)
             finally:
                 self._bridge.attention = None
+
+    def forward_together(
+        self, batches: Sequence[Batch], *, rope_regime: int = 0
+    ) -> list[Float[Tensor, "num_samples vocab"]]:
+        """See `LayerByLayer`."""
+        assert self._weights is not None, "without weights that are brought nothing is shared"
+
+        def enter(number: int) -> None:
+            self._bridge.attention = batches[number].attention
+
+        with self._forward_lock, self._weights.shared_by(len(batches)):
+            self._rope.select(rope_regime)
+            try:
+                return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
+            finally:
+                self._bridge.attention = None
+
+    @cached_property
+    def _layer_major(self) -> LayerMajor:
+        assert self._weights is not None, "asked before"
+        return LayerMajor(self._weights.modules, self._device)
+
+    @torch.inference_mode()
+    def _logits(self, batch: Batch) -> Tensor:
+        head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
+        output = self._model(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            return_dict=True,
+            **head,
+        )
         logits: Tensor = output.logits[0]
-        return logits if self._head_takes_rows else logits[sample_rows]
+        return logits if self._head_takes_rows else logits[batch.sample_rows]
 
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]

@@ -4,6 +4,7 @@ A decoder runs every layer of the model on one flat batch of tokens and asks the
 attention, layer by layer. It keeps no keys and no values of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -67,6 +68,16 @@ class PagedAttention(Protocol):
             Weighted values, shaped and typed like query.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Arguments of one forward; see `Decoder.forward`."""
+
+    token_ids: Int[Tensor, " num_tokens"]
+    positions: Int[Tensor, " num_tokens"]
+    sample_rows: Int[Tensor, " num_samples"]
+    attention: PagedAttention
 
 
 @runtime_checkable
@@ -162,6 +173,25 @@ class Decoder(Protocol):
 
         Returns:
             Logits in the model's dtype or float32, one row for each of sample_rows, in their order.
+        """
+        ...
+
+
+@runtime_checkable
+class LayerByLayer(Decoder, Protocol):
+    """A decoder that runs several batches through a layer before the next one."""
+
+    def forward_together(
+        self, batches: Sequence[Batch], *, rope_regime: int = 0
+    ) -> list[Float[Tensor, "num_samples vocab"]]:
+        """Run batches, each as `Decoder.forward` would, layer by layer.
+
+        Args:
+            batches: of different sequences, at most `MOST_BATCHES`.
+            rope_regime: of all of them.
+
+        Returns:
+            The logits of each.
         """
         ...
 

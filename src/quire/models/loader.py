@@ -19,14 +19,19 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.generation import GenerationDefaults, read_generation_defaults
 from quire.models.source import find_model
+from quire.models.streamed.place import check_budget, stream_weights
+from quire.models.streamed.stream import WeightStream
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_weights, read_model, weight_bytes
+from quire.plan.offload.resident import WeightsPlace
+from quire.plan.sizes import parse_size
 from quire.spec.config import read_config
 from quire.spec.model import ModelSpec
 from quire.spec.refusals import refuse_model_type
 
+ALL_WEIGHTS = "all"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What Transformers raises for a config it cannot build from.
 _CONFIG_ERRORS = (
@@ -52,6 +57,8 @@ class LoadedModel:
         name: for people: the folder's name or the hub's.
         weight_bytes: memory of parameters and buffers, on the decoder's device.
         folder: where its files are; None where it was made in memory.
+        weights: brings layers whose weights are not on the device; None where all are.
+        place: where weights lie; None where they were given no memory of their own.
     """
 
     decoder: Decoder
@@ -61,6 +68,8 @@ class LoadedModel:
     name: str
     weight_bytes: int
     folder: Path | None = None
+    weights: WeightStream | None = None
+    place: WeightsPlace | None = None
 
 
 def load_model(
@@ -70,6 +79,7 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     verify: bool = True,
+    weights_memory: int | str = ALL_WEIGHTS,
 ) -> LoadedModel:
     """Load a causal language model in Hugging Face format.
 
@@ -79,20 +89,27 @@ def load_model(
         device: auto (CUDA where there is one, else the CPU), or a device of torch.
         trust_remote_code: run Python code that the model folder brings.
         verify: compare a short prompt with Transformers' own attention (one more forward).
+        weights_memory: bytes of the device for weights, or a size such as "4GiB": layers beyond it
+            are brought in every pass (see `quire.models.streamed`); "all" keeps all there.
 
     Raises:
-        ConfigError: a wrong dtype or device, or code that nobody trusted.
+        ConfigError: a wrong dtype or device, code that nobody trusted, or too small a memory for
+            weights.
         ModelError: the folder is missing, incomplete or damaged.
         UnsupportedModel: its answers would be wrong here; says why and what to use instead.
     """
     wanted_dtype = _dtype(dtype)
     target = _device(device)
+    budget_bytes = None if weights_memory == ALL_WEIGHTS else _budget(weights_memory)
     folder, name = find_model(path)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
     generation = read_generation_defaults(folder, raw)
     check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if budget_bytes is not None:
+        trusted = {"trust_remote_code": trust_remote_code}
+        check_budget(config, budget_bytes, dtype=wanted_dtype, **trusted)
     model = read_model(folder, config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
     if model.dtype not in _DTYPES.values():
         stored = str(model.dtype).removeprefix("torch.")
@@ -100,8 +117,12 @@ def load_model(
             f"the weights of {name} are stored in {stored}; load it with dtype=float32, bfloat16 "
             "or float16"
         )
-    nn.Module.to(model, target)
-    decoder = TransformersDecoder(model)
+    weights, place = None, None
+    if budget_bytes is None:
+        nn.Module.to(model, target)
+    else:
+        place, weights = stream_weights(model, budget_bytes, target)
+    decoder = TransformersDecoder(model, weights)
     if verify:
         compare_with_transformers(decoder)
     return LoadedModel(
@@ -110,8 +131,10 @@ def load_model(
         generation=generation,
         spec=decoder.spec,
         name=name,
-        weight_bytes=weight_bytes(model),
+        weight_bytes=weight_bytes(model) if weights is None else weights.place.device_bytes,
         folder=folder,
+        weights=weights,
+        place=place,
     )
 
 
@@ -158,6 +181,15 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
             f"Transformers has no causal language model for {config.model_type!r}; "
             "give a decoder-only model such as Llama, Qwen or Mistral"
         )
+
+
+def _budget(asked: int | str) -> int:
+    try:
+        return parse_size(asked)
+    except ConfigError as error:
+        raise ConfigError(
+            f"weights memory of {asked!r}: expected bytes, a size such as 4GiB, or {ALL_WEIGHTS}"
+        ) from error
 
 
 def _dtype(name: str) -> torch.dtype | None:

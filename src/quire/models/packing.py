@@ -5,6 +5,7 @@ thirds to nine tenths of the time, larger ones the same or less, and gives the s
 inductor does the same with these operators when it freezes a model.
 """
 
+from collections.abc import Iterable
 from typing import TypeGuard
 
 import torch
@@ -56,16 +57,21 @@ def can_pack() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
     """Replace the linear layers of a model on a CPU by packed ones, where nothing else changes.
 
     One layer at a time: besides the model, memory is taken for the largest weight only.
 
     Left alone: weights that another module shares (a head tied to the embedding: it would be there
     twice), layers derived from `nn.Linear`, and layers with hooks.
+
+    Args:
+        model: on its final device.
+        left_alone: modules in which nothing is packed.
     """
     if not can_pack():
         return
+    alone = {id(part) for module in left_alone for part in module.modules()}
     owners: dict[int, int] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -73,6 +79,8 @@ def pack_linears(model: nn.Module) -> None:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
+            if id(child) in alone:
+                continue
             if _is_packable(child) and owners[id(child.weight)] == 1:
                 places.setdefault(id(child), []).append((parent, name))
     # nothing here may hold a plain layer: each must go before the next is packed

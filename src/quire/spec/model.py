@@ -159,6 +159,11 @@ class ModelSpec:
         experts = self.mixture.experts_per_token if self.mixture else 0
         return self._parameters(experts)
 
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all decoder layers, experts included."""
+        return self.num_parameters - self._other_parameters
+
     def weight_bytes(self, bytes_per_value: int | float) -> int:
         """Bytes of all weights in one number format."""
         return math.ceil(self.num_parameters * bytes_per_value)
@@ -178,12 +183,17 @@ class ModelSpec:
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         norms = 2 * self.hidden_size
         layers = self.num_layers * (attention + norms) + self._mlp_parameters(experts)
+        return layers + self._other_parameters
+
+    @property
+    def _other_parameters(self) -> int:
+        """Of no layer: embeddings, positions, projections, head, the last norm."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         projections = 2 * (self.embedding_size or 0) * self.hidden_size
         if self.embedding_size == self.hidden_size:
             projections = 0
         positions = self.learned_positions * self.hidden_size
-        return layers + embeddings + projections + positions + self.hidden_size
+        return embeddings + projections + positions + self.hidden_size
 
     def _mlp_parameters(self, experts: int) -> int:
         matrices = 3 if self.gated_mlp else 2

@@ -1,0 +1,120 @@
+"""How many tokens a step processes: one batch, or several that share the layers brought for it.
+
+    latency      one batch of `step_tokens`: each brings all layers (row by row)
+    throughput   as many batches as may share a pass: layers are brought once for all of them, and
+                 hidden states wait between layers (column by column)
+    auto         as few as hide what is brought behind the device's work, by what both have taken
+
+A batch keeps its size, so activations do. Where all weights are on the device nothing is shared,
+and a step is one batch; so it is where pages of its rows are brought too.
+"""
+
+from typing import Protocol, runtime_checkable
+
+from quire.errors import UnsoundCombination
+from quire.plan.offload.resident import MOST_BATCHES, WeightsPlace, best_pass
+
+_NEW_SHARE = 0.2  # of what the last full batches took, in what the next is expected to take
+_FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
+
+
+@runtime_checkable
+class Brought(Protocol):
+    """What brings layers, as far as step sizes ask.
+
+    Attributes:
+        place: where weights lie.
+    """
+
+    place: WeightsPlace
+
+    @property
+    def device_s(self) -> float:
+        """The device's own work since the start, without waiting for layers."""
+
+    @property
+    def copied_s(self) -> float:
+        """What copies have taken since the start."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Brought since the start."""
+
+
+class StepSize:
+    """Tokens of the next step.
+
+    Args:
+        batch_tokens: of one batch.
+        objective: see above.
+        brought: what brings layers; None where all are on the device.
+
+    Attributes:
+        batch_tokens: of one batch.
+        num_batches: that may share the next step.
+    """
+
+    def __init__(
+        self, batch_tokens: int, objective: str = "auto", brought: Brought | None = None
+    ) -> None:
+        self.batch_tokens, self._objective, self._brought = batch_tokens, objective, brought
+        self.num_batches = most_batches(objective, brought) if objective == "throughput" else 1
+        self._batch_s: float | None = None  # the device's work on a full batch
+        self._seen_s = 0.0 if brought is None else brought.device_s
+
+    @property
+    def tokens(self) -> int:
+        """Of the next step at most."""
+        return self.batch_tokens * self.num_batches
+
+    def learn(self, tokens: int) -> None:
+        """A step has ended.
+
+        Args:
+            tokens: that it processed.
+        """
+        brought = self._brought
+        if brought is None or self._objective != "auto":
+            return
+        took_s, self._seen_s = brought.device_s - self._seen_s, brought.device_s
+        if took_s > 0 and tokens >= _FULL * self.batch_tokens:
+            batch_s = took_s * self.batch_tokens / tokens
+            old_s = batch_s if self._batch_s is None else self._batch_s
+            self._batch_s = old_s + _NEW_SHARE * (batch_s - old_s)
+        if self._batch_s is not None and brought.num_bytes:
+            copy_s = brought.copied_s * brought.place.host_bytes / brought.num_bytes
+            self.num_batches = best_pass(
+                copy_s=copy_s,
+                batch_s=self._batch_s,
+                batch_tokens=self.batch_tokens,
+                most_batches=MOST_BATCHES,
+            ).batches
+
+
+def most_batches(objective: str, brought: Brought | None) -> int:
+    """Batches of one step at most."""
+    return 1 if brought is None or objective == "latency" else MOST_BATCHES
+
+
+def refuse_nothing_shared(objective: str, *, asked: bool, hosted: bool = False) -> None:
+    """Refuse an objective that would change nothing.
+
+    Args:
+        objective: of the schedule.
+        asked: whether weights were given a memory of their own.
+        hosted: whether first pages of sequences that run may lie on the host.
+
+    Raises:
+        UnsoundCombination: `throughput` where they were not, or where steps are one batch anyway.
+    """
+    if objective == "throughput" and hosted:
+        raise UnsoundCombination(
+            "with --stream-kv-memory a step is one batch, whose rows' pages are brought in turn "
+            "with its layers: use --objective latency or auto, or leave out --stream-kv-memory"
+        )
+    if objective == "throughput" and not asked:
+        raise UnsoundCombination(
+            "--objective throughput lets batches of a step share the layers that are brought for "
+            "it, and all weights are on the device: give --weights-memory, or raise --step-tokens "
+            "for larger steps"
+        )

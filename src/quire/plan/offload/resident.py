@@ -1,0 +1,143 @@
+"""Which layers' weights stay on the device within a budget, and which are brought in every pass.
+
+    device    | embeddings, norm, head | layers that stay | slot | slot |   device_bytes <= budget
+    host      | layers that are brought, one behind the other |             host_bytes
+
+While a layer computes, the next of those that are brought is on its way to the other slot. Layers
+that stay lie evenly between those that are brought, so the link has their time too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.weights import Pass, faster_pass, run_pass
+from quire.plan.sizes import format_size
+from quire.spec.model import ModelSpec
+
+SLOTS = 2
+"""One layer computes, one is on its way."""
+
+MOST_BATCHES = 8
+"""Of one step that share brought layers, at most: the hidden states of all are kept meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPlace:
+    """Where the weights of a model lie.
+
+    Attributes:
+        other_bytes: of all that is no layer's own: embeddings, norms, head, buffers.
+        layer_bytes: of each layer.
+        brought: numbers of the layers that are brought in every pass; none where all stay.
+    """
+
+    other_bytes: int
+    layer_bytes: tuple[int, ...]
+    brought: tuple[int, ...] = ()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot: the largest layer that is brought."""
+        return max((self.layer_bytes[layer] for layer in self.brought), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Outside of the device, and brought in every pass."""
+        return sum(self.layer_bytes[layer] for layer in self.brought)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole model."""
+        return self.other_bytes + sum(self.layer_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """On the device, slots included."""
+        return self.total_bytes - self.host_bytes + SLOTS * self.slot_bytes
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if not self.brought:
+            return f"weights: all {format_size(self.total_bytes)} on the device"
+        return (
+            f"weights: {format_size(self.device_bytes)} of {format_size(self.total_bytes)} on the "
+            f"device, {len(self.brought)} of {len(self.layer_bytes)} layers brought through "
+            f"{SLOTS} slots of {format_size(self.slot_bytes)}"
+        )
+
+
+def place_weights(
+    layer_bytes: Sequence[int], other_bytes: int, budget_bytes: int | None = None
+) -> WeightsPlace:
+    """Keep as many layers on the device as fit beside the slots.
+
+    Args:
+        layer_bytes: of each layer.
+        other_bytes: of all else, which stays.
+        budget_bytes: on the device; None: as many as there are.
+
+    Raises:
+        ConfigError: not even two slots fit beside what must stay; names the least budget.
+    """
+    all_stay = WeightsPlace(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+    if budget_bytes is None or all_stay.total_bytes <= budget_bytes:
+        return all_stay
+    found = [all_stay]
+    for count in range(SLOTS + 1, len(layer_bytes) + 1):
+        place = WeightsPlace(
+            other_bytes=other_bytes,
+            layer_bytes=all_stay.layer_bytes,
+            brought=tuple(len(layer_bytes) * i // count for i in range(count)),
+        )
+        if place.device_bytes <= budget_bytes:
+            return place
+        found.append(place)
+    least = min(place.device_bytes for place in found)
+    raise ConfigError(
+        f"weights memory of {budget_bytes:,} B is too small for this model: what is no layer's "
+        f"({other_bytes:,} B) and {SLOTS} slots for its {len(layer_bytes)} layers take {least:,} B "
+        f"({format_size(least)}) at least, all weights {all_stay.total_bytes:,} B; raise "
+        "--weights-memory"
+    )
+
+
+def planned_weights(
+    model: ModelSpec, bytes_per_value: int | float, budget_bytes: int | None
+) -> WeightsPlace:
+    """Where weights would lie, by a model's shape; its layers are taken as equally large.
+
+    Raises:
+        ConfigError: see `place_weights`.
+    """
+    total_bytes = model.weight_bytes(bytes_per_value)
+    each_bytes = int(model.layer_parameters * bytes_per_value) // model.num_layers
+    other_bytes = total_bytes - model.num_layers * each_bytes
+    return place_weights([each_bytes] * model.num_layers, other_bytes, budget_bytes)
+
+
+def best_pass(*, copy_s: float, batch_s: float, batch_tokens: int, most_batches: int) -> Pass:
+    """The way to run full batches that processes most tokens a second; of equal ones the smallest.
+
+    Args:
+        copy_s: of all weights that are brought in a pass.
+        batch_s: the device's work on one full batch, all layers.
+        batch_tokens: of one.
+        most_batches: that may share a pass.
+    """
+    rates = OffloadRates(kv_s=1.0, x_s=1.0, recompute_s=0.0, other_s=batch_s)  # KV is where it is
+    ways = [
+        run_pass(
+            rates,
+            order="row" if batches == 1 else "column",
+            weights_s=copy_s,
+            batches=batches,
+            rows=batch_tokens,
+            tokens=0,
+            num_layers=1,
+        )
+        for batches in range(1, most_batches + 1)
+    ]
+    return faster_pass(*ways)

@@ -1,0 +1,276 @@
+"""Engines whose layers are brought: the same logits as with all weights on the device, bit by bit.
+
+Slots hold no numbers until a layer has arrived, copies dawdle, and whatever else an engine does
+goes on: chunks, companions, cached prefixes, codes, evictions, fronts on the host, cancels.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+import zoo
+from engines import greedy, load
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import StorageError, UnsoundCombination
+from quire.kv.config import KVConfig
+from reference.test_eviction import Recorder, largest_difference
+from streamed import Dawdling, load_streamed
+
+NEW_TOKENS = 6
+PROMPTS = {
+    "a": [5, 9, 2, 7] * 6,
+    "b": [3 + i * i % 60 for i in range(35)],
+    "c": [3 + i * i % 60 for i in range(20)] + [8, 8, 4] * 3,
+    "d": [11, 4],
+}
+STEPS = {"step_tokens": 16, "chunk_tokens": 12}
+
+
+def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
+    """Answer all prompts; the engine, logits by request, answers."""
+    schedule = ScheduleConfig(**steps, objective=objective)
+    engine = Engine(model, KVConfig(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    for request, prompt in prompts.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    steps = 0
+    while engine.has_work:
+        steps += 1
+        for request, at in cancel:
+            if steps == at:
+                engine.cancel(request)
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+        engine.check()
+    return engine, recorder.logits
+
+
+class Frozen(dict):
+    """Options that can be remembered answers by."""
+
+    def __hash__(self):
+        return hash(tuple(sorted((key, str(value)) for key, value in self.items())))
+
+
+class Largest:
+    """The most tokens a layer was given at once."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        for layer in model.weights.modules:
+            layer.register_forward_pre_hook(self._note)
+
+    def _note(self, module, args):
+        self.tokens = max(self.tokens, args[0].shape[-2])
+
+
+@cache
+def resident(name: str, **options):
+    """With all weights on the device."""
+    return run(load(name, times=3), **options)[1]
+
+
+def assert_equal(logits, expected):
+    assert logits.keys() == expected.keys()
+    for request, rows in logits.items():
+        for ours, theirs in zip(rows, expected[request], strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def assert_close(logits, expected, *, exact=False):
+    """Other chunks and companions round otherwise."""
+    assert logits.keys() == expected.keys()
+    if exact:
+        assert_equal(logits, expected)
+    assert largest_difference(logits, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("stay", [0, 2])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mqa", "qwen3", "mixtral"])
+def test_answers_are_those_of_weights_on_the_device(name, stay):
+    model = load_streamed(name, stay=stay)
+    engine, logits = run(model)
+
+    stats = engine.stats()
+    assert_equal(logits, resident(name))
+    assert stats.brought_weight_bytes >= engine.num_steps * stats.host_weight_bytes > 0
+    assert stats.weight_bytes == model.place.device_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@pytest.mark.parametrize("stay", [0, 1, 3])
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_architecture_under_every_objective(name, stay, objective):
+    assert_close(
+        run(load_streamed(name, stay=stay), objective=objective)[1],
+        resident(name),
+        exact=objective == "latency",
+    )
+
+
+@pytest.mark.parametrize("objective", ["throughput", "auto"])
+@pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "gemma2", "gpt_oss", "phi3_longrope"])
+def test_batches_of_a_step_share_each_layer(name, objective):
+    """The same answers, in fewer passes over the link; no batch is larger than before."""
+    row, column = load_streamed(name), load_streamed(name)
+    column.weights.link.copied_s = 1e6  # auto takes it that copies are slow
+    largest = Largest(column)
+    by_row, expected = run(row, prefix_cache=False)
+    by_column, logits = run(column, objective=objective, prefix_cache=False)
+
+    assert_close(logits, expected)
+    assert by_column.num_steps < by_row.num_steps
+    assert by_column.num_processed_tokens == by_row.num_processed_tokens
+    per_token = [
+        engine.stats().brought_weight_bytes / engine.num_processed_tokens
+        for engine in (by_row, by_column)
+    ]
+    assert per_token[1] < 0.6 * per_token[0]
+    assert 0 < largest.tokens <= STEPS["step_tokens"]
+
+
+def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_them():
+    """Of a step's batches too: a row of one token may need what a long chunk before it writes."""
+    begin = [3 + i * i % 60 for i in range(24)]
+    prompts = {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}
+    steps = {"step_tokens": 24, "chunk_tokens": 24}
+    engine, logits = run(
+        load_streamed("qwen3"), objective="throughput", steps=steps, prompts=prompts
+    )
+
+    assert engine.stats().cached_tokens >= 24  # both found the 12 tokens they share
+    assert_close(logits, resident("qwen3", prompts=Frozen(prompts), steps=Frozen(steps)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "int8"},
+        {"evict": "average:cap=12,every=4"},
+        {"memory": "100KiB"},
+        {"memory": "64KiB", "stream_memory": "1MiB"},
+        {"prefix_cache": False, "attention": "gathered"},
+    ],
+    ids=["int8", "average", "preempted", "fronts_on_the_host", "gathered"],
+)
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_together_with_what_else_an_engine_does(options, objective):
+    """Logits of an engine with all weights on the device that does the same."""
+    if "stream_memory" in options and objective == "throughput":
+        objective = "auto"  # steps are one batch
+    engine, logits = run(load_streamed("qwen3", stay=1), objective=objective, **options)
+
+    expected = resident("qwen3", **({} if "memory" in options else options))
+    assert_close(logits, expected)
+    stats = engine.stats()
+    assert stats.num_evictions or "evict" not in options
+    if "stream_memory" in options:
+        assert engine.events.newest(["hosted"])
+    elif "memory" in options:
+        assert stats.num_preemptions
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_cancelled_ones_leave_nothing_behind(objective):
+    cancel = [("b", 2), ("c", 3)]
+    engine, logits = run(load_streamed("qwen3"), cancel=cancel, objective=objective)
+
+    expected = resident("qwen3")
+    assert_close({r: logits[r] for r in ("a", "d")}, {r: expected[r] for r in ("a", "d")})
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@pytest.mark.parametrize("at", [0, 3, 8])
+def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
+    """The step can be tried again, and its requests are read anew; nothing wrong is computed."""
+    carrier = Dawdling()
+    model = load_streamed("qwen3", carrier=carrier)
+    engine = Engine(
+        model,
+        KVConfig(memory="2MiB", page_tokens=4),
+        ScheduleConfig(**STEPS, objective=objective),
+    )
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    carrier.fails = {carrier.num_copies + at: OSError("the disk is gone")}
+    for request, prompt in PROMPTS.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    failures = []
+    while engine.has_work:
+        try:
+            engine.step()
+        except StorageError as error:
+            failures.append(str(error))
+        engine.check()
+
+    assert len(failures) == 1
+    assert "could not be brought: the disk is gone" in failures[0]
+    assert_close(recorder.logits, resident("qwen3"))
+
+
+def test_two_engines_of_one_model_take_turns():
+    model = load_streamed("qwen3")
+    engines = [
+        Engine(model, KVConfig(memory="1MiB", page_tokens=4), ScheduleConfig(**STEPS))
+        for _ in range(2)
+    ]
+    recorders = []
+    for engine in engines:
+        recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+        recorders.append(recorder)
+        for request, prompt in PROMPTS.items():
+            engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            engine.step()
+
+    for recorder in recorders:
+        assert_equal(recorder.logits, resident("qwen3"))
+
+
+def test_throughput_is_refused_where_nothing_is_brought():
+    with pytest.raises(UnsoundCombination, match="give --weights-memory"):
+        Engine(load("qwen3"), KVConfig(memory="1MiB"), ScheduleConfig(objective="throughput"))
+
+
+def test_throughput_is_refused_where_pages_are_brought_too():
+    config = KVConfig(memory="1MiB", stream_memory="1MiB")
+    with pytest.raises(UnsoundCombination, match="use --objective latency or auto"):
+        Engine(load_streamed("qwen3"), config, ScheduleConfig(objective="throughput"))
+
+
+def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
+    model = load_streamed("qwen3", stay=99)
+    engine, logits = run(model, objective="throughput")
+
+    assert model.weights is None
+    assert engine.stats().brought_weight_bytes == 0
+    assert "all" in model.place.text
+    assert_equal(logits, resident("qwen3"))
+
+
+def test_recomputing_keys_is_refused_with_the_reason():
+    assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral"])
+def test_answers_on_a_device_are_those_of_weights_on_it(name, objective):
+    expected = run(load(name, "cuda", times=3))[1]
+    model = load_streamed(name, stay=1, device="cuda")
+    for slot in model.weights.link.slots:
+        slot.fill_(0xFF)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", not_the_whole_device)
+        engine, logits = run(model, objective=objective)
+
+    assert largest_difference(logits, expected) <= 1e-4
+    assert engine.stats().brought_weight_bytes
+
+
+def not_the_whole_device(*_args):
+    raise AssertionError("the whole device was synchronised")

@@ -1,0 +1,317 @@
+"""Layers that are brought: which weights are theirs, links, the ring of slots, turns of batches."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from quire.errors import ConfigError, StorageError, UnsupportedModel
+from quire.models.streamed.layer_major import LayerMajor
+from quire.models.streamed.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
+from quire.models.streamed.links import CudaLink, FileLink
+from quire.models.streamed.place import check_budget, stream_weights
+from quire.models.streamed.stream import WeightStream
+from quire.models.weights import weight_bytes
+from quire.plan.offload.resident import SLOTS, place_weights
+from streamed import Dawdling, least_bytes, load_streamed, poison
+
+CPU = torch.device("cpu")
+
+
+class Layers(nn.Module):
+    """Some linear layers, each with its number, run one after the other."""
+
+    def __init__(self, count: int, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        for number, layer in enumerate(self.layers):
+            layer.layer_idx = number
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+def streamed(count: int, brought: tuple[int, ...] | None = None, carrier=None):
+    """A model whose layers are brought, what brings them, and the same model as it was."""
+    model, plain = Layers(count), Layers(count)
+    layers = layer_weights(model, count)
+    place = place_weights([layer.num_bytes for layer in layers], 0, None)
+    numbers = tuple(range(count)) if brought is None else brought
+    place = type(place)(other_bytes=0, layer_bytes=place.layer_bytes, brought=numbers)
+    link = FileLink(place.host_bytes, carrier or Dawdling())
+    poison(link)
+    for number in numbers:
+        link.take_home(number, layers[number])
+    link.open(SLOTS, place.slot_bytes)
+    return model, WeightStream(layers, place, link), plain
+
+
+@pytest.fixture
+def rows():
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+# ---- which weights are whose ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_layers_are_found_in_every_architecture(name):
+    model = zoo.build(name)
+    count = model.config.num_hidden_layers
+    layers = layer_weights(model, count)
+
+    assert len(layers) == count
+    held = {id(h.parameter) for layer in layers for h in layer.held}
+    outside = [n for n, p in model.named_parameters() if id(p) not in held]
+    assert outside
+    assert not any("layers." in name or ".h." in name for name in outside)
+    for layer in layers:
+        assert all(h.start % ALIGNMENT_BYTES == 0 for h in layer.held)
+        assert sum(h.num_bytes for h in layer.held) <= layer.num_bytes
+
+
+def test_what_two_have_is_nobodys_own():
+    model = Layers(4)
+    head = model.head = nn.Linear(8, 8)
+    head.weight = model.layers[1].weight
+    model.layers[3].bias = model.layers[2].bias
+
+    held = [len(layer.held) for layer in layer_weights(model, 4)]
+    assert held == [2, 1, 1, 1]
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    with pytest.raises(UnsupportedModel, match="leave out --weights-memory"):
+        decoder_layers(nn.Linear(2, 2), 2)
+
+
+# ---- budgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "mixtral"])
+def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_moves(name):
+    least, _ = least_bytes(name)
+    model = zoo.build(name, times=3)
+    before = weight_bytes(model)
+    with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
+        check_budget(model.config, least - 1, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
+        stream_weights(model, least - 1, CPU)
+    assert weight_bytes(model) == before
+
+    check_budget(model.config, least, dtype=torch.float32)
+    place, weights = stream_weights(model, least, CPU)
+    assert weights is not None
+    assert place.device_bytes == least
+    slots = sum(slot.numel() for slot in weights.link.slots)
+    assert weight_bytes(model) + slots == least  # what is not there takes nothing
+
+
+def test_a_disk_without_room_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="set TMPDIR"):
+        FileLink(1 << 60)
+
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("brought", [(0, 1, 2), (1, 2, 4, 6), (0, 2, 3, 5, 6), tuple(range(7))])
+def test_passes_give_what_the_model_gave_and_bring_each_layer_once(brought, rows):
+    """Also where slots do not divide the ring."""
+    model, weights, plain = streamed(7, brought)
+    for passes in range(1, 6):
+        assert torch.equal(model(rows), plain(rows))
+        assert weights.passes.num_passes == passes or weights.device_s >= 0
+        ahead = SLOTS  # of the next pass
+        assert weights.link.carrier.num_copies == passes * len(brought) + ahead
+    assert weights.passes.num_passes == 5
+
+
+def test_a_layer_that_is_not_there_has_no_weights(rows):
+    model, _, _ = streamed(5)
+    model(rows)
+
+    assert all(layer.weight.numel() == 0 for layer in model.layers)
+    with pytest.raises(RuntimeError):
+        nn.functional.linear(rows, model.layers[3].weight)
+
+
+def test_any_order_of_layers_is_right(rows):
+    model, _, plain = streamed(6, (0, 1, 3, 4))
+    for order in ([3], [5, 4, 3], [0, 1], [1, 0], [2, 4, 0, 3]):
+        for number in order:
+            assert torch.equal(model.layers[number](rows), plain.layers[number](rows))
+    assert torch.equal(model(rows), plain(rows))
+
+
+def test_a_pass_that_ends_early_is_followed_by_a_right_one(rows):
+    model, _, plain = streamed(6)
+
+    def stop(*_args):
+        raise KeyError("stop")
+
+    handle = model.layers[3].register_forward_pre_hook(stop)
+    with pytest.raises(KeyError):
+        model(rows)
+    handle.remove()
+
+    assert torch.equal(model(rows), plain(rows))
+
+
+@pytest.mark.parametrize("at", range(9))
+def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
+    carrier = Dawdling()
+    carrier.fails = {at: OSError("gone")}
+    model, _, plain = streamed(5, carrier=carrier)
+    equal, errors = [], []
+    for _ in range(3):
+        try:
+            equal.append(torch.equal(model(rows), plain(rows)))
+        except StorageError as error:
+            errors.append(str(error))
+
+    assert equal == [True, True]
+    assert len(errors) == 1
+    assert "could not be brought: gone" in errors[0]
+
+
+def test_a_file_cut_short_is_an_error_and_not_old_numbers(rows):
+    model, weights, plain = streamed(5)
+    assert torch.equal(model(rows), plain(rows))
+    weights.link.settle()
+    weights.link._file.truncate(100)
+    with pytest.raises(StorageError, match="too early"):
+        model(rows)  # the first two layers were there already
+
+
+# ---- turns ---------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Forwards over four layers that write down where they are."""
+
+    def __init__(self, count: int) -> None:
+        self.model, self.seen, self.entered = Layers(4), [], -1
+        self.major = LayerMajor(list(self.model.layers), CPU)
+        self.alive = self.most_alive = 0
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self._note)
+        self.forwards = [self._forward(number) for number in range(count)]
+
+    def enter(self, number):
+        self.entered = number
+
+    def _note(self, module, _args):
+        self.seen.append((module.layer_idx, self.entered))
+
+    def _forward(self, number):
+        def forward():
+            assert torch.is_inference_mode_enabled() is False
+            out = self.model(torch.full((1, 8), float(number)))
+            self.seen.append(("end", self.entered))
+            return out
+
+        return forward
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_layer_runs_for_all_before_the_next(count):
+    turns = Turns(count)
+    for _ in range(2):
+        turns.seen.clear()
+        results = turns.major.run(turns.forwards, turns.enter)
+
+        layers = [(layer, number) for layer in range(3) for number in range(count)]
+        last = [(what, number) for number in range(count) for what in (3, "end")]
+        assert turns.seen == layers + last
+        for number, result in enumerate(results):
+            assert torch.equal(result, turns.model(torch.full((1, 8), float(number))))
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_one_that_fails_stops_all_and_the_next_run_is_whole(layer, number):
+    turns = Turns(3)
+
+    def stop(module, _args):
+        if turns.entered == number:
+            raise KeyError(number)
+
+    handle = turns.model.layers[layer].register_forward_pre_hook(stop)
+    with pytest.raises(KeyError, match=str(number)):
+        turns.major.run(turns.forwards, turns.enter)
+    handle.remove()
+
+    assert len(turns.major.run(turns.forwards, turns.enter)) == 3
+    turns.model(torch.zeros(1, 8))  # alone nobody waits for a turn
+
+
+def test_only_one_runs_at_a_time():
+    turns, running, most = Turns(4), set(), []
+    lock = threading.Lock()
+
+    def begin(module, _args):
+        with lock:
+            running.add(threading.get_ident())
+            most.append(len(running))
+
+    def end(module, _args, _out):
+        with lock:
+            running.discard(threading.get_ident())
+
+    for layer in turns.model.layers:
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end)
+    turns.major.run(turns.forwards, turns.enter)
+
+    assert max(most) == 1
+
+
+# ---- on a device ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_device_waits_for_layers_and_the_host_for_nothing(rows):
+    """Copies that come late are waited for by the stream that computes."""
+    device = torch.device("cuda")
+    model, plain = Layers(7, 2048), Layers(7, 2048).to(device)
+    layers = layer_weights(model, 7)
+    place = place_weights([w.num_bytes for w in layers], 0, SLOTS * layers[0].num_bytes)
+    link = CudaLink(device)
+    for number in place.brought:
+        link.take_home(number, layers[number])
+    model.to(device)
+    link.open(SLOTS, place.slot_bytes)
+    bring = link.bring
+
+    def late(layer, slot):
+        with torch.cuda.stream(link._stream):
+            link._stream.wait_event(link._left[slot])
+            link.slots[slot].fill_(0xFF)
+            torch.cuda._sleep(2_000_000)
+        bring(layer, slot)
+
+    link.bring = late
+    weights = WeightStream(layers, place, link)
+    given = torch.randn(4, 2048, device=device)
+    with torch.inference_mode():
+        results = [model(given) for _ in range(5)]
+        assert all(torch.equal(result, plain(given)) for result in results)
+    torch.cuda.current_stream().synchronize()
+    weights.link._note()
+    assert weights.device_s > 0
+    assert weights.link.copied_s > 0
+    assert weights.num_bytes >= 5 * place.host_bytes
+
+
+def test_zoo_models_are_loaded_as_the_tests_say():
+    model = load_streamed("llama", stay=2)
+
+    assert len(model.place.brought) == 4
+    assert model.weight_bytes == model.place.device_bytes

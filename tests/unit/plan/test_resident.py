@@ -1,0 +1,90 @@
+"""Which layers stay within a budget, and how many batches share those that are brought."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.plan.offload.resident import SLOTS, best_pass, place_weights, planned_weights
+from quire.spec.model import ModelSpec
+
+MODEL = ModelSpec.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("budget", "brought"),
+    [(None, ()), (65, ()), (64, (0, 2, 4)), (54, (0, 1, 3, 4)), (44, (0, 1, 2, 3, 4))],
+)
+def test_as_many_stay_as_fit_beside_two_slots(budget, brought):
+    """Six layers of 10 B and 5 B beside them: n brought take 5 + 10 * (6 - n) + 20 B."""
+    found = place_weights([10] * 6, 5, budget)
+
+    assert found.brought == brought
+    assert found.device_bytes == (65 if not brought else 5 + 10 * (6 - len(brought)) + 20)
+    assert found.host_bytes == 10 * len(brought)
+    assert found.total_bytes == 65
+
+
+def test_one_byte_less_than_the_least_is_refused_with_the_least():
+    assert place_weights([10] * 6, 5, 25).brought == (0, 1, 2, 3, 4, 5)
+    with pytest.raises(ConfigError, match=r"24 B is too small.* 25 B .*raise --weights-memory"):
+        place_weights([10] * 6, 5, 24)
+
+
+def test_two_layers_would_fill_both_slots_and_so_must_stay():
+    with pytest.raises(ConfigError, match=r"25 B .* at least"):
+        place_weights([10, 10], 5, 24)
+    assert not place_weights([10, 10], 5, 25).brought
+
+
+@given(
+    layers=st.lists(st.integers(1, 40), min_size=1, max_size=24),
+    other=st.integers(0, 50),
+    budget=st.integers(1, 1200),
+)
+def test_a_budget_is_kept_or_refused_where_no_way_keeps_it(layers, other, budget):
+    try:
+        found = place_weights(layers, other, budget)
+    except ConfigError:
+        least = other + SLOTS * max(layers) if len(layers) > SLOTS else other + sum(layers)
+        assert budget < least
+        return
+    assert found.device_bytes <= budget
+    assert found.host_bytes + found.device_bytes == found.total_bytes + SLOTS * found.slot_bytes
+    assert len(set(found.brought)) == len(found.brought) != 1
+    gaps = [b - a for a, b in zip(found.brought, found.brought[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_a_shape_is_placed_like_its_layers():
+    total = MODEL.weight_bytes(2)
+    each = MODEL.layer_parameters * 2 // 8
+    found = planned_weights(MODEL, 2, total - each)
+
+    assert planned_weights(MODEL, 2, None).device_bytes == total
+    assert len(found.brought) == 3
+    assert found.device_bytes == total - each
+    assert found.text.startswith("weights: ")
+    assert "3 of 8 layers brought through 2 slots" in found.text
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "batches"), [(0.0, 1), (0.9, 1), (1.0, 1), (1.1, 2), (3.5, 4), (4.0, 4), (99.0, 8)]
+)
+def test_so_many_batches_share_a_pass_as_hide_it_and_no_more(copy_s, batches):
+    """n batches take max(copy / n, 1 s) each: n = copy hides it."""
+    found = best_pass(copy_s=copy_s, batch_s=1.0, batch_tokens=64, most_batches=8)
+
+    assert found.batches == batches
+    assert found.tokens_per_s == pytest.approx(64 / max(copy_s / batches, 1.0))
