@@ -128,7 +128,7 @@ def test_batches_of_a_step_share_each_layer(name, objective):
         engine.stats().brought_weight_bytes / engine.num_processed_tokens
         for engine in (by_row, by_column)
     ]
-    assert per_token[1] < 0.6 * per_token[0]
+    assert per_token[1] < 0.9 * per_token[0]
     assert 0 < largest.tokens <= STEPS["step_tokens"]
 
 

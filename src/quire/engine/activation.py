@@ -71,7 +71,7 @@ def _peak_resident_bytes() -> int:
 
 def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> int:
     value_bytes = decoder.dtype.itemsize
-    waiting_bytes = 2 * tokens * decoder.spec.hidden_size * value_bytes  # and their embeddings
+    waiting_bytes = 4 * tokens * decoder.spec.hidden_size * value_bytes  # embeddings, rotations
     return (batches - 1) * waiting_bytes + estimate_activation_peak(
         decoder.spec,
         step_tokens=tokens,
