@@ -76,8 +76,8 @@ class WeightStream:
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         with torch.inference_mode(False):
             self._absent = {h.dtype: _nothing(h.dtype, link) for h in self._all_held()}
-            for layer in place.brought:
-                self._unpoint(layer)
+            for brought in place.brought:
+                self._unpoint(brought)
         for number, layer in enumerate(layers):
             layer.module.register_forward_pre_hook(self._before(number), prepend=True)
             layer.module.register_forward_hook(self._behind(number))
