@@ -4,6 +4,7 @@ Slots hold no numbers until a layer has arrived, copies dawdle, and whatever els
 goes on: chunks, companions, cached prefixes, codes, evictions, fronts on the host, cancels.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,8 +16,11 @@ from quire.engine.core import Engine
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import StorageError, UnsoundCombination
 from quire.kv.config import KVConfig
+from quire.models.adapter import TransformersDecoder
+from quire.models.streamed.place import stream_weights
+from quire.models.weights import weight_bytes
 from reference.test_eviction import Recorder, largest_difference
-from streamed import Dawdling, load_streamed
+from streamed import Dawdling, load_streamed, poison
 
 NEW_TOKENS = 6
 PROMPTS = {
@@ -209,6 +213,23 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
     assert len(failures) == 1
     assert "could not be brought: the disk is gone" in failures[0]
     assert_close(recorder.logits, resident("qwen3"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_brought_as_they_are_multiplied(dtype):
+    """A CPU without instructions for it multiplies float32 copies: those are brought."""
+    decoder = TransformersDecoder(zoo.build("qwen3", times=3).to(dtype))
+    plain = replace(load("qwen3", times=3), decoder=decoder)
+    model = zoo.build("qwen3", times=3).to(dtype)
+    budget = int(0.8 * weight_bytes(decoder.model))
+    place, weights = stream_weights(model, budget, torch.device("cpu"))
+    poison(weights.link)
+    streamed = replace(
+        plain, decoder=TransformersDecoder(model, weights), weights=weights, place=place
+    )
+
+    assert weights.place.brought
+    assert_equal(run(streamed)[1], run(plain)[1])
 
 
 def test_two_engines_of_one_model_take_turns():

@@ -146,6 +146,7 @@ class WeightStream:
             self._bring(slot)
         if layer == len(self._layers) - 1 and self._began is not None:
             self.passes.pending.append((self._began, self.link.clock_s()))
+            self.passes.note()
             self._began = None
 
     def _restart(self, layer: int) -> None:
