@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError, UnknownName
@@ -193,7 +193,7 @@ def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> 
     if kind is float and type(value) is int:
         value = float(value)
     if value is None or type(value) is kind:  # True is no number of these
-        return cast("T | None", value)
+        return value
     raise BatchError(f"expected {key} to be a {kind.__name__}, got {_short(value)}", head)
 
 

@@ -145,8 +145,8 @@ class Filling:
             group.pop()
         if group:
             self._add_rows(len(group), max(query.num_to_read for query in group))
-            rows, group = self._seats.read_here(group)
-            self.reader.read(group, record, rows)
+            rows, read = self._seats.read_here(group)
+            self.reader.read(read, record, rows)
         return bool(group)
 
     def _has_room_for(self, group: list[Query]) -> bool:
