@@ -20,6 +20,7 @@ TITLES = {
     "host": "Attention on the host",
     "refit": "A link that changes",
     "restore": "Bringing a prefix back",
+    "engine_restore": "Bringing a prefix back, in an engine",
     "latency": "Whole models, weights on the device",
     "weights": "Weights on the link too",
     "codec": "Codes on the wire",
@@ -46,6 +47,10 @@ TARGETS = {
     "restore_gain_vs_load_10gb": "",
     "restore_over_alone": "at most 1.02",
     "restore_over_alone_10gb": "at most 1.02",
+    "engine_restore_gain_vs_load": "",
+    "engine_restore_gain_vs_load_10gb": "",
+    "engine_restore_over_alone": "",
+    "engine_restore_over_alone_10gb": "",
     "h200_gain_lB_over_prefetch": "",
     "rtx5000_gain_lB_over_prefetch": "",
 }

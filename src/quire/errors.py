@@ -100,6 +100,14 @@ class StorageError(OffloadError):
     """A tier cannot take or give bytes now: it is full, read-only, or cannot be reached."""
 
 
+class TierFull(StorageError):
+    """A tier has no room for what is to be written; what it holds is still there."""
+
+
+class TierUnreachable(StorageError):
+    """A tier on another machine did not answer in time, as often as it was asked."""
+
+
 class CorruptData(OffloadError):
     """What a tier holds is not what was stored. It is dropped; nobody is given it."""
 

@@ -64,7 +64,7 @@ def test_every_command_has_its_help_in_the_reference() -> None:
     from quire.cli.main import app
 
     reference = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
-    names = [command.callback.__name__ for command in app.registered_commands]
+    names = [c.callback.__name__.replace("_", "-") for c in app.registered_commands]
 
     assert len(names) >= 5
     assert [name for name in names if f"\n## quire {name}\n" not in reference] == []

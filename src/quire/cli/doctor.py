@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING
 
 import typer
@@ -60,6 +61,7 @@ def examine() -> Iterator[Finding]:
     yield from _machine()
     yield from _torch()
     yield from _attention()
+    yield from _disk()
     yield from _model()
 
 
@@ -115,6 +117,24 @@ def _attention() -> Iterator[Finding]:
         else:
             chosen = f"{choice.backend.name}: " if name == "auto" else ""
             yield Finding(f"attention {name}", f"{chosen}{choice.reason}")
+
+
+def _disk() -> Iterator[Finding]:
+    def keep() -> str:
+        from quire.offload.tiers.disk import DiskTier
+
+        with TemporaryDirectory() as folder:
+            tier = DiskTier(Path(folder), _SCRATCH_BYTES)
+            written, found = bytes(range(256)), bytearray(256)
+            tier.write("trial", written)
+            tier.read("trial", memoryview(found))
+            tier.close()
+        if bytes(found) != written:
+            raise InvariantError("what a disk tier gave back is not what was written")
+        how = "past the page cache" if tier.direct else "through the page cache"
+        return f"prefixes can be kept on disk, {how} in {gettempdir()}"
+
+    yield _tried("disk tier", keep)
 
 
 def _model() -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
+from quire.cli.kv_store import kv_store
 from quire.cli.listings import codecs, policies
 from quire.cli.plan import plan
 from quire.cli.profile import profile
@@ -66,7 +67,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(generate, chat, batch, serve, plan, profile, calibrate, simulate, demo, doctor),
-    *(policies, codecs),
+    *(policies, codecs, kv_store),
 )
 for _command in _COMMANDS:
     app.command(help=reflowed(_command.__doc__ or ""))(_command)

@@ -39,6 +39,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Option(help="Memory for weights, e.g. 4GiB: layers beyond it are brought; or all."),
     ] = ALL_WEIGHTS,
+    disk_kv_memory: Annotated[
+        str, typer.Option(help="Room on disk for cached prefixes, e.g. 200GiB.")
+    ] = "0",
     headroom: Annotated[
         str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")
     ] = None,
@@ -101,6 +104,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
         options = PlanOptions(
             memory_bytes=_size(memory),
             kv_memory_bytes=None if kv_memory == "auto" else parse_size(kv_memory),
+            disk_kv_bytes=parse_size(disk_kv_memory),
             headroom_bytes=_size(headroom),
             dtype=dtype,
             kv_codec=kv_codec,

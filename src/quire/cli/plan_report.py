@@ -27,6 +27,7 @@ from quire.spec.refusals import refuse_model_type
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["step_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048
+_TOKEN_ID_BYTES = 8  # stored beside its KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class PlanOptions:
     Attributes:
         memory_bytes: of the device; None: this machine's.
         kv_memory_bytes: the pool; None: what is left.
+        disk_kv_bytes: room on disk for cached prefixes.
         headroom_bytes: left alone; None: a tenth of the memory.
         dtype: of the weights; "auto": as config.json says.
         kv_codec: of keys and values; None: like the weights.
@@ -50,6 +52,7 @@ class PlanOptions:
 
     memory_bytes: int | None = None
     kv_memory_bytes: int | None = None
+    disk_kv_bytes: int = 0
     headroom_bytes: int | None = None
     dtype: str = "auto"
     kv_codec: str | None = None
@@ -75,6 +78,7 @@ class PlanReport:
         memory: who gets which bytes.
         capacity: what the KV memory holds.
         kv_bytes_per_token: of all layers, windows not yet full.
+        disk_kv_bytes: room on disk for cached prefixes.
         step: what a decode step of the batch reads.
         crossover_batch: the smallest batch whose KV reads exceed the weight reads.
         verdict: on the workload, if one was given.
@@ -89,10 +93,16 @@ class PlanReport:
     memory: MemoryLayout
     capacity: Capacity
     kv_bytes_per_token: int
+    disk_kv_bytes: int
     step: DecodeStep
     crossover_batch: int
     verdict: Verdict | None
     weights: WeightsPlace
+
+    @property
+    def disk_tokens(self) -> int:
+        """Tokens of prefixes that the disk holds at most, each with its number."""
+        return self.disk_kv_bytes // (self.kv_bytes_per_token + _TOKEN_ID_BYTES)
 
     def claims(self) -> dict[str, int | float]:
         """The numbers, flat."""
@@ -104,6 +114,7 @@ class PlanReport:
             "headroom_bytes": self.memory.headroom_bytes,
             "kv_memory_bytes": self.memory.kv_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "disk_tokens": self.disk_tokens,
             "page_bytes": self.capacity.page_bytes,
             "pool_pages": self.capacity.pool_pages,
             "pages_per_sequence": self.capacity.pages_per_sequence,
@@ -174,6 +185,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         memory=memory,
         capacity=fits,
         kv_bytes_per_token=math.ceil(token_bytes(layout)),
+        disk_kv_bytes=options.disk_kv_bytes,
         step=decode_step(
             model,
             batch=options.batch,

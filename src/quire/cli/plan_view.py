@@ -93,6 +93,9 @@ def capacity_table(report: PlanReport) -> Table:
     table.add_row(
         "longest sequence", f"{fits.longest_tokens:,} tokens, limited by {fits.longest_limit}"
     )
+    if report.disk_kv_bytes:
+        size = format_size(report.disk_kv_bytes)
+        table.add_row("prefixes on disk", f"up to {report.disk_tokens:,} tokens in {size}")
     table.add_row(
         "KV reads pass weight reads",
         f"at batch {report.crossover_batch:,};"

@@ -159,11 +159,15 @@ class AsyncLLM:
         return await self._call(partial(self.engine.events.newest, kinds, since=since, most=most))
 
     def close(self) -> None:
-        """Stop after the current step, and leave the engine idle. Open requests end as dead."""
+        """Stop after the current step, and leave the engine idle. Open requests end as dead.
+
+        Cached prefixes go to their tier, where there is one.
+        """
         with self._state:
             self._closing = True
             self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
+        self.engine.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -16,19 +16,14 @@ from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.replies import Replies
 from quire.engine.request import DEFAULT_TENANT, Request, RequestState
+from quire.engine.restoring import arriving_bytes, closing
 from quire.engine.runner import Runner
 from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember, joining
 from quire.engine.siblings import make_sequences
-from quire.engine.stats import (
-    EngineStats,
-    memory_numbers,
-    request_bytes,
-    scheduler_numbers,
-    tenant_bytes,
-)
+from quire.engine.stats import EngineStats, stats_of
 from quire.engine.step_plan import StepPlan
 from quire.engine.stop_rules import OutputText
 from quire.engine.times import StepTimes
@@ -87,6 +82,8 @@ class Engine:
             )
             attach(self.scheduler)
         self.times = StepTimes()
+        restoring = self.scheduler.residency.restoring
+        self._closing = closing(self, restoring)
         self._runner = Runner(model.decoder, self.pool.kv, self.times, self.scheduler.step)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
@@ -98,10 +95,11 @@ class Engine:
         self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
-        self._ledger = Ledger(self.pool.kv.memory, self._requests, self.pool.host)
+        self._ledger = Ledger(
+            self.pool.kv.memory, self._requests, self.pool.host, arriving_bytes(restoring)
+        )
         self._arrivals = 0
-        self.num_steps = 0
-        self.num_processed_tokens = 0
+        self.num_steps = self.num_processed_tokens = 0
 
     # ---- in ------------------------------------------------------------------------------------
 
@@ -193,6 +191,10 @@ class Engine:
                 self.scheduler.finish(request, "cancelled")
                 self._cancelled.append(request)
 
+    def close(self) -> None:
+        """Write cached prefixes to their tier and let it go; without one there is nothing to do."""
+        self._closing()
+
     # ---- a step --------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
@@ -231,7 +233,7 @@ class Engine:
         if any(request.state is not RequestState.RUNNING for request in plan.requests):
             self.scheduler.take_back(plan)  # with who failed went others that were planned
             return StepPlan()
-        if not plan.requests and self.scheduler.has_work and not deltas:
+        if not (plan.requests or plan.waits or deltas) and self.scheduler.has_work:
             raise InvariantError("requests are running or waiting, but no step can be planned")
         return plan
 
@@ -251,19 +253,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The ledger: who holds how many bytes, and what the engine has done so far."""
-        memory, scheduler = self.pool.kv.memory, self.scheduler
-        return EngineStats(
-            **memory_numbers(memory, self.model),
-            **scheduler_numbers(scheduler),
-            scratch_peak_bytes=self.pool.kv.peak_scratch_bytes,
+        return stats_of(
+            self.pool,
+            self.scheduler,
+            self._requests(),
+            model=self.model,
             num_steps=self.num_steps,
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
             times=replace(self.times),
-            requests=(held := request_bytes(scheduler.running, memory)),
-            tenants=tenant_bytes(self._requests(), held),
-            host_bytes=self.pool.host.used_bytes if self.pool.host else 0,
-            served=scheduler.fairness.report(scheduler.running),
         )
 
     def ledger(self) -> Snapshot:

@@ -11,6 +11,8 @@
 | hosted | kv_bytes |
 | preempted | how, reason, lost_tokens, freed_bytes |
 | cached, uncached | blocks, kv_bytes |
+| stored | blocks, kv_bytes |
+| restored | tokens, read_tokens, kv_bytes, seconds |
 | freed | kv_bytes, reason |
 """
 
@@ -28,7 +30,7 @@ Listener = Callable[["KVEvent"], None]
 
 KINDS = (
     *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in", "hosted"),
-    *("preempted", "evicted", "cached", "uncached", "freed"),
+    *("preempted", "evicted", "cached", "uncached", "stored", "restored", "freed"),
 )
 KEPT_EVENTS = 4096
 

@@ -47,6 +47,7 @@ class Ledger:
         memory: the arena.
         requests: gives all requests that have not ended.
         host: where swapped requests wait; None where none are.
+        arriving: bytes of pages that are being filled with prefixes from a tier.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Ledger:
         memory: KVMemory,
         requests: Callable[[], Iterable[Request]],
         host: HostPool | None = None,
+        arriving: Callable[[], int] = int,
     ) -> None:
         self._memory, self._requests, self._host = memory, requests, host
+        self._arriving = arriving
 
     def snapshot(self) -> Snapshot:
         """Totals on each axis, then tenants, requests and the prefix cache: plain JSON values.
@@ -82,11 +85,13 @@ class Ledger:
         pools = self._memory.pools.values()
         device_bytes = sum(e.num_bytes for e in extents)
         cached = _sum((str(e.row == NO_ROW), e.num_bytes) for e in extents)
+        arriving_bytes = self._arriving()
         return {
             "residency": {"device": device_bytes, "host": sum(e.num_bytes for e in host)},
             "owner": {
                 "requests": cached.get("False", 0),
-                "prefix_cache": cached.get("True", 0),
+                "prefix_cache": cached.get("True", 0) - arriving_bytes,
+                "arriving": arriving_bytes,
                 "free": self._memory.free_bytes,
                 "slab_borders": sum(pool.tail_bytes for pool in pools),
             },

@@ -218,6 +218,13 @@ class LLM:
         """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
         return self.engine.ledger()
 
+    def close(self) -> None:
+        """Write cached prefixes to their tier, where there is one, and let it go.
+
+        It happens by itself when nothing refers to the engine any more, or the process ends.
+        """
+        self.engine.close()
+
     def _submit(
         self,
         ids: list[int],

@@ -10,10 +10,12 @@ from quire.engine.events import EventLog, PrefixEvents
 from quire.engine.eviction import PolicyEvictor
 from quire.engine.front_room import FrontRoom
 from quire.engine.lane_caps import Evictor
+from quire.engine.open_tier import open_tier
 from quire.engine.pool import KVPool
 from quire.engine.preemption.swapper import Swapper
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.residency import Residency
+from quire.engine.restoring import Restoring
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
@@ -52,6 +54,7 @@ def make_scheduler(
         listener: told which prefixes come and go.
     """
     memory = pool.kv.memory
+    opened = open_tier(kv, pool, model)
     shares = kv.prefix_cache and pool.why_no_prefix is None
     prefix = PrefixIndex(memory, listener) if shares else None
     if prefix is not None:
@@ -59,16 +62,24 @@ def make_scheduler(
     front_room = None
     if pool.fronts is not None:
         front_room = FrontRoom(memory, pool.fronts, events, cached=prefix is not None)
+    swapper = _swapper(pool, schedule, model)
+    made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
+    identities, restoring = PrefixIdentities(made_by), None
+    if opened is not None and prefix is not None:
+        tier = opened.attach(prefix)
+        identities = PrefixIdentities((*made_by, opened.nature), secret=opened.secret)
+        restoring = Restoring(tier, swapper.costs, prefix.block_tokens, events)
     residency = Residency(
         memory,
         prefix,
         front_room=front_room,
-        identities=PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens))),
+        restoring=restoring,
+        identities=identities,
         events=events,
     )
     brought = model.weights if pool.fronts is None else None
     step = StepSize(schedule.step_tokens, schedule.objective, brought)
-    parts = make_parts(schedule, residency, _swapper(pool, schedule, model), step)
+    parts = make_parts(schedule, residency, swapper, step)
     return Scheduler(memory, schedule, _evictor(pool, kv, model), parts=parts)
 
 

@@ -46,6 +46,16 @@ class Reading:
         for ever behind newcomers that take the rest of every step. Only the tenant that was served
         least does not wait for others' prompts.
         """
+        restoring = self._residency.restoring
+        if restoring is not None:
+            restoring.begin_plan()
+        self._plan(plan, budget)
+        if restoring is not None and restoring.waits and not plan.requests:
+            if restoring.wait():
+                self._plan(plan, budget)
+            plan.waits = not plan.requests
+
+    def _plan(self, plan: StepPlan, budget: int) -> None:
         readers = sorted(self._reading(plan), key=self._fairness.reading_order, reverse=True)
         all_served = True
         while budget > 0:
@@ -61,7 +71,12 @@ class Reading:
                 continue  # it came back whole, and waits for a row
             tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
             budget -= tokens
-            all_served &= tokens > 0
+            all_served &= tokens > 0 or self._waits_for_pages(request)
+
+    def _waits_for_pages(self, request: Request) -> bool:
+        """Whether it gets nothing because its prefix is on its way: others need not wait too."""
+        restoring = self._residency.restoring
+        return restoring is not None and restoring.is_waiting(request)
 
     def _part(self, request: Request, others: list[Request]) -> int:
         """What its tenant may read of a step; a chunk that must be read whole is not divided."""
@@ -88,6 +103,8 @@ class Reading:
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
         budget = self._behind_tail(request, budget)
+        if self._residency.restoring is not None:
+            budget = self._residency.restoring.may_read(request, budget)
         tokens = self._chunks.tokens(plan, request, budget)
         atomic = self._chunks.is_atomic(request)
         if tokens and not self._caps.bring_down([request]):

@@ -10,6 +10,7 @@ from quire.engine.front_room import FrontRoom
 from quire.engine.group import note_peak, readable_tokens
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.request import Request, RequestState
+from quire.engine.restoring import Restoring
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import BlockChain
@@ -30,6 +31,7 @@ class Residency:
         identities: who may share whose prefix.
         events: told of what happens.
         front_room: moves first pages of requests to the host; None where all stay.
+        restoring: loads prefixes that went elsewhere; None where they are just gone.
     """
 
     def __init__(
@@ -40,9 +42,12 @@ class Residency:
         identities: PrefixIdentities | None = None,
         events: EventLog | None = None,
         front_room: FrontRoom | None = None,
+        restoring: Restoring | None = None,
     ) -> None:
         self.memory, self.prefix = memory, prefix
-        self.front_room = front_room
+        self.front_room, self.restoring = front_room, restoring
+        if restoring is not None:
+            restoring.make_room, restoring.publish = self.make_room, self._publish
         if front_room is not None:
             front_room.let_go = self._let_go
         self.identities = identities or PrefixIdentities()
@@ -138,6 +143,8 @@ class Residency:
             self.prefix.count(request.num_tokens, lease)
         if not request.entries:
             request.cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
+        if self.restoring is not None:
+            self.restoring.begin(request)
         self.note_entry(request)
 
     def _snapshot_ends(self, request: Request) -> tuple[int, ...]:
@@ -182,6 +189,8 @@ class Residency:
     def note_gone(self, request: Request, kv_bytes: int, reason: str) -> None:
         """A request's row has been released."""
         self.stop_sharing(request)
+        if self.restoring is not None:
+            self.restoring.forget(request)
         request.row, request.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
@@ -207,8 +216,7 @@ class Residency:
         """
         copied_bytes = self.memory.copied_bytes
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
-        if self.memory.copied_bytes > copied_bytes:  # shared pages that are written now
-            kv_bytes = self.memory.copied_bytes - copied_bytes
+        if kv_bytes := self.memory.copied_bytes - copied_bytes:  # shared pages that are written now
             self.events.emit("copied", requests[0], kv_bytes=kv_bytes)
         if self.prefix is None:
             return

@@ -216,9 +216,9 @@ class Scheduler:
         self._decoding.plan(plan)
         budget = self.step.tokens - len(plan.requests)
         self._reading.plan(plan, self.batcher.reading_tokens(budget))
-        while not plan.requests and self.batcher.stalled():
+        while not (plan.requests or plan.waits) and self.batcher.stalled():
             self._decoding.plan(plan)
-        if not plan.requests and self.running:
+        if not (plan.requests or plan.waits) and self.running:
             self._unblock(plan)
         return plan
 

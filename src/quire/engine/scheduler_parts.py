@@ -65,6 +65,8 @@ def make_parts(
     peaks = Peaks(residency.memory, config.longest_chunk)
     if residency.front_room is not None:
         peaks.front_tokens = residency.front_room.front_tokens
+    if residency.restoring is not None:
+        peaks.arriving = residency.restoring.pages_arriving
     arena = residency.memory.arena
     book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
     fairness = Fairness(book, residency)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from quire.engine.pool import KVPool
+from quire.engine.prefix_tier import TierStats
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.tenant_meter import TenantStats
@@ -70,6 +72,7 @@ class EngineStats:
         queried_tokens, cached_tokens: of all requests that entered: known then, and found in the
             prefix cache.
         served: what each tenant has had since the start.
+        tier: prefixes on disk or in a store; None without one.
     """
 
     kv_total_bytes: int
@@ -97,6 +100,7 @@ class EngineStats:
     queried_tokens: int
     cached_tokens: int
     served: tuple[TenantStats, ...]
+    tier: TierStats | None = None
 
     @property
     def kv_held_bytes(self) -> int:
@@ -164,3 +168,33 @@ def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
         "queried_tokens": 0 if prefix is None else prefix.queried_tokens,
         "cached_tokens": 0 if prefix is None else prefix.hit_tokens,
     }
+
+
+def stats_of(  # noqa: PLR0913 - one parameter per count
+    pool: KVPool,
+    scheduler: Scheduler,
+    unfinished: Iterable[Request],
+    *,
+    model: LoadedModel,
+    num_steps: int,
+    num_processed_tokens: int,
+    num_generated_tokens: int,
+    times: StepTimes,
+) -> EngineStats:
+    """All numbers of an engine; see `EngineStats`."""
+    memory, restoring = pool.kv.memory, scheduler.residency.restoring
+    held = request_bytes(scheduler.running, memory)
+    return EngineStats(
+        **memory_numbers(memory, model),
+        **scheduler_numbers(scheduler),
+        scratch_peak_bytes=pool.kv.peak_scratch_bytes,
+        num_steps=num_steps,
+        num_processed_tokens=num_processed_tokens,
+        num_generated_tokens=num_generated_tokens,
+        times=times,
+        requests=held,
+        tenants=tenant_bytes(unfinished, held),
+        host_bytes=pool.host.used_bytes if pool.host else 0,
+        served=scheduler.fairness.report(scheduler.running),
+        tier=None if restoring is None else restoring.stats,
+    )

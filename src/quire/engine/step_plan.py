@@ -13,11 +13,13 @@ class StepPlan:
         requests: rows of the flat batch.
         tokens: new tokens of each, from its `num_computed` on.
         num_decoding: the first so many decode.
+        waits: nobody is in it because pages are on their way to those who could be.
     """
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     num_decoding: int = 0
+    waits: bool = False
 
     def add(self, request: Request, tokens: int) -> None:
         """Let a request process `tokens` more tokens in this step."""

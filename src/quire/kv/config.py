@@ -34,6 +34,24 @@ class KVConfig:
         unit="bytes",
         flag="stream-kv-memory",
     )
+    disk_memory: int | str = option(
+        "0",
+        help="room on disk for cached prefixes that the KV memory lets go of: a restarted engine "
+        "finds them again; bytes or a size",
+        unit="bytes",
+        flag="disk-kv-memory",
+    )
+    disk_path: str = option(
+        "",
+        help="folder for --disk-kv-memory, of this engine alone; made where there is none",
+        flag="disk-kv-path",
+    )
+    remote: str = option(
+        "",
+        help="HOST:PORT of a store for cached prefixes, as quire kv-store serves it, in place of "
+        "a disk",
+        flag="remote-kv",
+    )
     store: str = option(
         "paged",
         help="how KV lies in memory: paged, contiguous_max, contiguous_growing or ring",

@@ -16,7 +16,7 @@ statistics apart; a sequence whose policy needs some begins behind a node that h
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class PrefixIndex:
 
     Attributes:
         block_tokens: tokens of a block: whole pages in every lane.
+        keep: told of blocks that nobody uses before they are dropped.
         queried_tokens, hit_tokens: of all prompts that looked for a prefix so far.
     """
 
@@ -51,11 +52,10 @@ class PrefixIndex:
         self.block_tokens = math.lcm(*(group.page_class.tokens for group in shared))
         pages: Counter[PageClass] = Counter()
         for group in shared:
-            pages[group.page_class] += (
-                self.block_tokens // group.page_class.tokens * group.num_lanes
-            )
-        self.queried_tokens = 0
-        self.hit_tokens = 0
+            columns = self.block_tokens // group.page_class.tokens
+            pages[group.page_class] += columns * group.num_lanes
+        self.queried_tokens = self.hit_tokens = 0
+        self.keep: Callable[[Sequence[PrefixNode]], None] = lambda nodes: None
         self._listener = listener
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
@@ -115,13 +115,11 @@ class PrefixIndex:
     ) -> PrefixLease:
         """Hold the longest published prefix of some blocks; see `match`."""
         nodes: list[PrefixNode] = []
-        parent: PrefixNode | None = None
         for block in blocks:
             node = self._nodes.get(block.key)
-            if node is None or not node.continues(parent, block):
+            if node is None or not node.continues(nodes[-1] if nodes else None, block):
                 break
             nodes.append(node)
-            parent = node
         known_tokens = nodes[-1].block.end if nodes else 0
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
@@ -241,9 +239,8 @@ class PrefixIndex:
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return
         node = lease.nodes[-1]
-        if node.lacks(self.memory, row) and self._make_room(
-            lent_statistics_pages(self.memory, row)
-        ):
+        pages = lent_statistics_pages(self.memory, row)
+        if node.lacks(self.memory, row) and self._make_room(pages):
             node.remember(self.memory, row)
 
     def _make_room(self, pages: Mapping[PageClass, int]) -> bool:
@@ -259,7 +256,7 @@ class PrefixIndex:
         """Drop idle blocks until so many more pages of each class fit; say whether they do."""
         dropped: list[bytes] = []
         while self._idle and not self.memory.fits(pages):
-            dropped += self._drop_oldest(self._idle.blocks_short(pages))
+            dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
         self._tell_removed(dropped)
         return self.memory.fits(pages)
 
@@ -270,19 +267,22 @@ class PrefixIndex:
             [pages] which of these, shared so far, only their row still names.
         """
         if not self.memory.fits({page_class: len(pages)}):
-            nodes = holders(self.memory, self._idle, page_class, pages)
-            self._forget(nodes)
-            self._tell_removed([node.block.key for node in nodes])
+            self._tell_removed(self._drop(holders(self.memory, self._idle, page_class, pages)))
         alone: NDArray[np.bool_] = self.memory.pools[page_class].ref_counts[pages] == 1
         return alone
 
     def clear(self) -> None:
         """Drop every idle block."""
-        self._tell_removed(self._drop_oldest(len(self._idle)))
+        self._tell_removed(self._drop(self._idle.oldest(len(self._idle))))
 
-    def _drop_oldest(self, number: int) -> list[bytes]:
-        """Drop so many idle blocks, or all there are; return their keys."""
-        self._forget(nodes := self._idle.oldest(number))
+    def keep_all(self) -> None:
+        """Have every idle block kept elsewhere too; none is dropped."""
+        self.keep(self._idle.oldest(len(self._idle)))
+
+    def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
+        """Drop idle blocks; return their keys."""
+        self.keep(nodes)
+        self._forget(nodes)
         return [node.block.key for node in nodes]
 
     def _tell_removed(self, keys: list[bytes]) -> None:

@@ -153,8 +153,8 @@ class PageStore:
 
     def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
         """Put bytes that were read back into (other) pages."""
-        assert isinstance(payload, Tensor), "a payload comes from read_pages of the same store"
-        self.views(page_class).whole[self._index(pages)] = payload.to(self.device)
+        found = torch.as_tensor(payload)  # rows of bytes may come from elsewhere, as an array
+        self.views(page_class).whole[self._index(pages)] = found.to(self.device)
 
     def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)

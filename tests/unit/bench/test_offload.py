@@ -11,6 +11,7 @@ from quire.bench.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from quire.bench.offload.arms_part import claims, percentile, run_arms
 from quire.bench.offload.bed import Bed, BedShape
 from quire.bench.offload.config import QUICK_OFFLOAD
+from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from quire.bench.offload.refit_part import run_refit
@@ -167,6 +168,7 @@ PARTS = (
     run_host,
     run_refit,
     run_restore,
+    pytest.param(run_engine_restore, marks=pytest.mark.slow),
     run_latency,
     run_weights,
     run_codec,
@@ -186,6 +188,7 @@ CLAIMS = {
     run_host: {"gain_host_attention", "gain_host_attention_off_formula"},
     run_refit: {"refit_steps"},
     run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},
+    run_engine_restore: {"engine_restore_gain_vs_load", "engine_restore_gain_vs_load_10gb"},
 }
 
 

@@ -13,7 +13,7 @@ from quire.version import __version__
 
 COMMANDS = (
     *("generate", "chat", "batch", "serve", "plan", "demo", "doctor", "policies", "codecs"),
-    *("profile", "simulate", "eval", "bench"),
+    *("profile", "simulate", "eval", "bench", "kv-store"),
 )
 
 

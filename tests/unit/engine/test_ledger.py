@@ -106,6 +106,7 @@ def test_an_idle_engine_has_all_bytes_free():
         "requests": 0,
         "prefix_cache": 0,
         "free": found["total_bytes"],
+        "arriving": 0,
         "slab_borders": 0,
     }
     assert found["requests"] == found["tenants"] == found["prefix_cache"] == []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from quire.bench.offload.arms_part import run_arms
 from quire.bench.offload.config import OffloadBenchConfig
+from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.refit_part import run_refit
 from quire.bench.offload.restore_part import run_restore
@@ -17,6 +18,7 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "host": run_host,
     "refit": run_refit,
     "restore": run_restore,
+    "engine_restore": run_engine_restore,
     "latency": run_latency,
     "weights": run_weights,
     "codec": run_codec,

@@ -1,7 +1,7 @@
 """Pages a request comes to hold, and which requests the pool can never hold."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +42,7 @@ class Peaks:
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
         self.front_tokens = 0  # of one sequence that can be on the host while it runs
+        self.arriving: Callable[[Request], Mapping[PageClass, int]] = lambda request: {}
 
     def counts(self, needs: Sequence[Need]) -> Counts:
         """Pages [sequences, page classes] that sequences hold at their peaks."""
@@ -149,6 +150,9 @@ class Peaks:
             place = self._place[table.group.page_class]
             kept_aside = self.memory.placement.reserved_pages(table, rows)
             counts[:, place] += table.pages_held(rows) + kept_aside.sum(axis=1)
+        for row, request in enumerate(requests):
+            for page_class, pages in self.arriving(request).items():
+                counts[row, self._place[page_class]] += pages
         return counts
 
     def owed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Counts:

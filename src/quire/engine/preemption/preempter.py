@@ -230,6 +230,8 @@ class Preempter:
         members = [member for member in together(request) if member.row >= 0]
         for member in members:
             self._residency.stop_sharing(member)
+            if self._residency.restoring is not None:
+                self._residency.restoring.forget(member)
         self._residency.drop_cached()
         for member in members:
             repack(self._memory, member.row)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError, CorruptData, StorageError
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.offload.tiers.block_file import BLOCK_BYTES, BlockFile
@@ -157,7 +157,7 @@ class DiskTier:
         blocks = -(-num_bytes // BLOCK_BYTES)
         extents = self._map.allocate(blocks, 1)
         if extents is None:
-            raise StorageError(
+            raise TierFull(
                 f"{key!r} needs {blocks} MiB, {self._map.free_bytes} of {self._num_blocks} MiB of "
                 "the disk tier are free; raise --disk-kv-memory"
             )
@@ -199,6 +199,7 @@ class DiskTier:
                 taken += entry.extents
             else:
                 self.num_discarded += 1
+        self._entries = dict(reversed(self._entries.items()))  # oldest first, as they were written
         self._map = _map_without(self._num_blocks, taken)
         self._rewrite()
 

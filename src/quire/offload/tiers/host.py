@@ -9,7 +9,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from quire.errors import ConfigError, StorageError
+from quire.errors import ConfigError, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.pinned import pin_memory
 from quire.kv.store import zero_bytes
@@ -67,7 +67,7 @@ class HostTier:
         with self._turn:
             taken = self._map.allocate(1, lines * PAGE_ALIGNMENT_BYTES) if lines else ()
             if taken is None:
-                raise StorageError(
+                raise TierFull(
                     f"{key!r} needs {num_bytes:,} B in one piece; {self._map.free_bytes:,} of "
                     f"{self.total_bytes:,} B of the host pool are free; raise --host-kv-memory"
                 )

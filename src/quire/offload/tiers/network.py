@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import CorruptData, StorageError
+from quire.errors import CorruptData, StorageError, TierUnreachable
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.offload.tiers.wire import BadMessage, Message, What, receive
 
@@ -87,7 +87,7 @@ class NetworkTier:
                     self.close()
                     if attempt + 1 == self._tries:
                         place = f"{self._place[0]}:{self._place[1]}"
-                        raise StorageError(
+                        raise TierUnreachable(
                             f"the store at {place} did not answer {self._tries} times: {error}; "
                             "what it holds is computed again"
                         ) from error

@@ -1,0 +1,61 @@
+"""`quire kv-store`: a store for the cached prefixes of engines on other machines."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.errors import ConfigError
+from quire.plan.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from quire.offload.tiers.base import Tier
+
+
+def kv_store(
+    *,
+    memory: Annotated[
+        str, typer.Option(help="Bytes to keep, such as 64GiB; the longest unused go first.")
+    ],
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder on disk, of this store alone. Default: in host memory."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8700,
+) -> None:
+    """Keep cached prefixes for engines that run with --remote-kv HOST:PORT.
+
+    Whoever reaches the port can read and write all of it, prompts included: keep it inside a
+    network that you trust.
+    """
+    # loaded here: not needed for --help
+    from quire.offload.tiers.newest import NewestTier
+    from quire.offload.tiers.server import StoreServer
+
+    total_bytes = parse_size(memory)
+    if not total_bytes:
+        raise ConfigError("expected --memory of 1 MiB or more, got 0")
+    tier = _tier(path, total_bytes)
+    server = StoreServer(NewestTier(tier), host, port)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    place, kept = f"{server.address[0]}:{server.address[1]}", format_size(tier.total_bytes)
+    where = "host memory" if path is None else str(path)
+    typer.echo(f"Keeping {kept} of prefixes in {where} at {place}")
+    ended.wait()
+    server.close()
+    tier.close()
+
+
+def _tier(path: Path | None, total_bytes: int) -> "Tier":
+    if path is not None:
+        from quire.offload.tiers.disk import DiskTier
+
+        return DiskTier(path, total_bytes)
+    from quire.offload.tiers.host import HostTier  # and with it torch
+
+    return HostTier(total_bytes)

@@ -1,0 +1,46 @@
+"""`quire kv-store` as a program: it keeps what engines give it, and ends when it is told to."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from quire.errors import TierUnreachable
+from quire.offload.tiers.network import NetworkTier
+
+MIB = 1 << 20
+
+
+def start(path):
+    command = "from quire.cli.main import run; run()"
+    options = ["kv-store", "--memory", "4MiB", "--path", str(path), "--port", "0"]
+    store = subprocess.Popen(
+        [sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True
+    )
+    said = store.stdout.readline()
+    assert said.startswith("Keeping 4.00 MiB of prefixes in"), said
+    host, port = said.rsplit(maxsplit=1)[1].split(":")
+    return store, NetworkTier(host, int(port), tries=1)
+
+
+def test_a_store_outlives_engines_and_itself(tmp_path):
+    store, tier = start(tmp_path / "kv")
+    for number in range(6):  # two more than there is room for
+        tier.write(str(number), bytes([number]) * MIB)
+    assert set(tier.stored()) == set("2345")
+    tier.close()
+    store.send_signal(signal.SIGTERM)
+    assert store.wait(30) == 0
+    store.stdout.close()
+    with pytest.raises(TierUnreachable, match="did not answer"):
+        tier.stored()
+
+    store, tier = start(tmp_path / "kv")
+    into = bytearray(3)
+    tier.read("5", memoryview(into))
+    assert into == b"\5\5\5"
+    tier.close()
+    store.send_signal(signal.SIGINT)
+    assert store.wait(30) == 0
+    store.stdout.close()

@@ -1,0 +1,525 @@
+"""Engines whose cached prefixes go to a disk or a store, and that are started anew.
+
+Every answer is that of an engine without one, logits within 1e-4, whatever happens to the disk and
+the link. Pages are NaN before they are loaded: what is attended to too early shows.
+"""
+
+import errno
+import os
+import random
+import threading
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+
+from engines import greedy, load
+from exact_products import use_exact_products
+from quire.engine.core import Engine
+from quire.engine.restoring import Restoring
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError, UnsoundCombination
+from quire.kv.arriving import ArrivingPages
+from quire.kv.config import KVConfig
+from quire.offload.prefix_store import PrefixStore
+from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.newest import NewestTier
+from quire.offload.tiers.server import StoreServer
+from quire.offload.tiers.wire import What
+from quire.plan.rates import PrefillRates
+from reference.test_eviction import Recorder, largest_difference
+
+MIB = 1 << 20
+PROMPTS = {
+    "a": [5, 9, 2, 7] * 30,
+    "b": [3 + i * i % 60 for i in range(150)],
+    "c": [3 + i * i % 60 for i in range(90)] + [8, 8, 4] * 7,
+    "d": [11, 4] * 9,
+}
+NEW_TOKENS = 6
+BOTH = PrefillRates(token_s=1e-3, call_s=1e-4)  # as fast as a load that is said to take 1 ms
+READ_SLOWLY = PrefillRates(token_s=1e3)
+READ_FAST = PrefillRates(token_s=1e-12)
+
+
+class Rates:
+    """Costs that stay as they are."""
+
+    def __init__(self, prefill):
+        self.prefill, self.costs = prefill, self
+        self.coefficients = (0.0, 1.0)
+
+    def read(self, *_):
+        """Learns nothing."""
+
+    add = read
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    reach_down = ArrivingPages.reach_down
+
+    def poisoned(self, first):
+        before = self.first
+        reach_down(self, first)
+        store = self._memory.store
+        for name, numbers in self.block_pages(first, before or self.end).items():
+            page_class = self._memory.tables[name].group.page_class
+            store.views(page_class).whole[store._index(numbers.reshape(-1))] = 0xFF
+
+    monkeypatch.setattr(ArrivingPages, "reach_down", poisoned)
+
+
+@cache
+def model_of(name):
+    return load(name)
+
+
+def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
+    options = {"memory": 4 * MIB, "page_tokens": 4} | options
+    config = ScheduleConfig(**({"chunk_tokens": 16, "step_tokens": 40} | (schedule or {})))
+    engine = Engine(model_of(name), KVConfig(**options), config)
+    restoring = engine.scheduler.residency.restoring
+    if restoring is not None and prefill is not None:
+        restoring._costs = Rates(prefill)
+        restoring.tier.rate = Rates(None)
+        restoring.tier.rate.coefficients = (0.0, token_s / restoring._token_bytes)
+    return engine
+
+
+def answer(engine, prompts=PROMPTS, cancel=(), **options):
+    """Answer prompts; logits and usages."""
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    for request, prompt in prompts.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request, **options)
+    usages, steps = {}, 0
+    while engine.has_work:
+        steps += 1
+        assert steps < 20_000
+        for request, at in cancel:
+            if steps == at:
+                engine.cancel(request)
+        for delta in engine.step():
+            if delta.usage is not None:
+                assert delta.error is None, delta.error
+                usages[delta.request_id] = delta.usage
+        engine.check()
+    return recorder.logits, usages
+
+
+@cache
+def plain(name):
+    """Without a tier."""
+    return answer(engine_of(name))[0]
+
+
+def on_disk(path, **options):
+    return {"disk_memory": 32 * MIB, "disk_path": str(path / "kv")} | options
+
+
+def fill(name, path, **options):
+    """An engine that answers all and leaves its prefixes on disk."""
+    engine = engine_of(name, **on_disk(path), **options)
+    answer(engine)
+    engine.close()
+    assert engine.stats().tier.stored_blocks
+    return engine
+
+
+def restored(engine):
+    return engine.events.newest(["restored"])
+
+
+@pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2", "opt"])
+def test_an_engine_that_is_started_anew_finds_its_prefixes(name, tmp_path):
+    fill(name, tmp_path)
+    engine = engine_of(name, **on_disk(tmp_path))
+    tier = engine.stats().tier
+
+    logits, usages = answer(engine)
+
+    assert tier.found_blocks > 60
+    assert largest_difference(logits, plain(name)) <= 1e-4
+    assert {event.request_id for event in restored(engine)} >= {"a", "b"}
+    assert any(event.data["read_tokens"] for event in restored(engine))
+    assert usages["b"].cached_tokens >= 32
+    stats = engine.stats().tier
+    assert stats.restored_tokens == sum(event.data["tokens"] for event in restored(engine))
+    assert stats.loading_bytes == stats.num_discarded == stats.num_failed == 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "read"), [(READ_SLOWLY, "none"), (BOTH, "some"), (READ_FAST, "all")]
+)
+def test_rates_decide_how_much_is_read_again(prefill, read, tmp_path):
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=prefill, **on_disk(tmp_path))
+
+    logits, usages = answer(engine, {"b": PROMPTS["b"]})
+
+    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
+    if read == "all":
+        assert not restored(engine)
+        assert engine.stats().tier.num_declined
+    else:
+        [event] = restored(engine)
+        assert event.data["tokens"] + event.data["read_tokens"] == 148
+        assert bool(event.data["read_tokens"]) == (read == "some")
+        assert usages["b"].cached_tokens == event.data["tokens"]
+    engine.close()
+
+
+def test_what_came_back_is_shared_again(tmp_path):
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    answer(engine, {"b": PROMPTS["b"]})
+
+    logits, usages = answer(engine, {"x": PROMPTS["b"]})
+
+    assert len(restored(engine)) == 1
+    assert usages["x"].cached_tokens == 148
+    assert largest_difference(logits, {"x": plain("qwen3")["b"]}) <= 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "int8"},
+        {"evict": "average:cap=60,every=8"},
+        pytest.param({"codec": "int8", "evict": "average:cap=60,every=8"}, marks=pytest.mark.slow),
+        pytest.param({"evict": "recent:cap=80,every=8,sinks=4"}, marks=pytest.mark.slow),
+        pytest.param({"codec": "int4+sinks=2+residual=6"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_codes_and_rules_are_as_without_a_tier(options, tmp_path):
+    """Bit by bit: with exact products not even the order of sums differs."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact_products(patch)
+        expected = answer(engine_of("qwen3", **options))[0]
+        fill("qwen3", tmp_path, **options)
+        engine = engine_of("qwen3", **options, **on_disk(tmp_path))
+        logits, _ = answer(engine)
+
+    assert largest_difference(logits, expected) <= 1e-4
+    if "codec" in options and "+" not in options["codec"] and "evict" not in options:
+        assert restored(engine)
+    engine.close()
+
+
+def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
+    """Also those of requests that gave way and are read again."""
+    reserve = {"admission": "optimistic", "preempt": "recompute"}
+    engine = engine_of("qwen3", memory=160 << 10, schedule=reserve, **on_disk(tmp_path))
+
+    for _ in range(3):
+        logits, _ = answer(engine)
+        engine.scheduler.residency.restoring.tier.carrier.drain()
+        assert largest_difference(logits, plain("qwen3")) <= 1e-4
+
+    assert restored(engine)
+    assert engine.events.newest(["stored"])
+    engine.close()
+
+
+# ---- what happens to disks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "zeros", "index"])
+def test_damaged_files_are_read_again(damage, tmp_path):
+    fill("qwen3", tmp_path)
+    blocks, index = tmp_path / "kv" / "blocks", tmp_path / "kv" / "index"
+    if damage == "cut":
+        os.truncate(blocks, 5000)
+    elif damage == "index":
+        data = index.read_bytes()
+        index.write_bytes(data[: len(data) * 2 // 3])
+    else:
+        data = np.fromfile(blocks, dtype=np.uint8)
+        data[800::4096] = 0 if damage == "zeros" else data[800::4096] ^ 0x40
+        data.tofile(blocks)
+
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    logits, _ = answer(engine)
+
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert engine.stats().tier.num_discarded or damage == "index"
+    engine.close()
+
+
+def test_an_entry_with_other_tokens_than_its_key_says_is_discarded(tmp_path):
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    put = PrefixStore.put
+
+    def put_others(self, keys, records):
+        records[:, 0] ^= 1
+        return put(self, keys, records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixStore, "put", put_others)
+        answer(engine)
+        engine.close()
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    logits, _ = answer(engine)
+
+    assert engine.stats().tier.num_discarded
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    engine.close()
+
+
+def test_a_disk_that_is_full_keeps_nothing_and_harms_nobody(tmp_path, monkeypatch, caplog):
+    engine = engine_of("qwen3", memory=160 << 10, **on_disk(tmp_path))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        logits, _ = answer(engine)
+        engine.close()
+
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert engine.stats().tier.num_failed > 1
+    assert engine.stats().tier.stored_bytes == 0
+    assert caplog.text.count("No space left") == 1
+
+
+def test_the_longest_unused_makes_room(tmp_path):
+    small = on_disk(tmp_path, disk_memory=2 * MIB)
+    engine = engine_of("qwen3", **small)
+    answer(engine)
+    engine.close()
+    assert engine.stats().tier.num_failed == 0
+
+    engine = engine_of("qwen3", **small)
+    logits, _ = answer(engine)
+
+    assert 0 < engine.stats().tier.found_blocks < 60
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"codec": "int8"},
+        {"page_tokens": 8},
+        {"evict": "h2o:cap=64,every=8"},
+        {"model": "llama_mha"},
+    ],
+)
+def test_what_another_model_or_layout_left_is_never_read(other, tmp_path):
+    fill("qwen3", tmp_path)
+    name = other.pop("model", "qwen3")
+    engine = engine_of(name, prefill=READ_SLOWLY, **on_disk(tmp_path), **other)
+    answer(engine, {"b": PROMPTS["b"]})
+
+    assert engine.stats().tier.found_blocks == 0
+    assert not restored(engine)
+    engine.close()
+
+
+def test_tenants_find_their_own_prefixes_and_no_others(tmp_path):
+    tenants = {"tenants": "red; blue"}
+    engine = engine_of("qwen3", schedule=tenants, **on_disk(tmp_path))
+    answer(engine, tenant="red")
+    engine.close()
+
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, schedule=tenants, **on_disk(tmp_path))
+    answer(engine, tenant="blue")
+    assert not restored(engine)
+    engine.scheduler.residency.drop_cached()
+    logits, _ = answer(engine, tenant="red")
+    assert restored(engine)
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    engine.close()
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    """A store, and a gate before its answers to reads."""
+    gate = threading.Event()
+    gate.set()
+
+    def delay(message):
+        if message.what == What.READ:
+            gate.wait(60)
+        return 0
+
+    server = StoreServer(NewestTier(HostTier(32 * MIB)), delay=delay)
+    yield "{}:{}".format(*server.address), gate
+    gate.set()
+    server.close()
+
+
+def test_a_store_serves_several_engines(store):
+    address, _ = store
+    first = engine_of("qwen3", remote=address)
+    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=address)
+    answer(first)
+    first.close()
+    restoring = second.scheduler.residency.restoring
+    restoring._rate._refreshed_s = -100  # it looks at the store now and then
+    answer(second, {"d": PROMPTS["d"]})
+    restoring.tier.carrier.drain()
+
+    logits, _ = answer(second)
+
+    assert {event.request_id for event in restored(second)} >= {"a", "b"}
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    second.close()
+
+
+def test_a_link_that_stalls_is_read_past(store):
+    """Two requests whose prefixes are there, one whose is not: all end before the link moves."""
+    address, gate = store
+    first = engine_of("qwen3", remote=address)
+    answer(first, {name: PROMPTS[name] for name in "ab"})
+    first.close()
+    reading = PrefillRates(token_s=1e-4)
+    engine = engine_of("qwen3", prefill=reading, token_s=1e-5, remote=address)
+    gate.clear()
+
+    logits, _ = answer(engine)
+
+    assert not restored(engine)
+    assert engine.stats().tier.loading_bytes == 0
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    gate.set()
+    engine.close()
+
+
+def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, token_s=100.0, **on_disk(tmp_path))
+    gate, read = threading.Event(), PrefixStore.read
+
+    def read_late(self, *arguments):
+        assert gate.wait(30)
+        read(self, *arguments)
+
+    monkeypatch.setattr(PrefixStore, "read", read_late)
+    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    engine.step()
+    assert engine.step() == []  # nothing to do but wait, and a step does not wait for long
+    assert engine.stats().tier.loading_bytes == engine.ledger()["axes"]["owner"]["arriving"] > 0
+    engine.submit([7] * 40, greedy(NEW_TOKENS), request_id="other")
+    done = set()
+    while "other" not in done:
+        done |= {delta.request_id for delta in engine.step() if delta.is_last}
+    assert done == {"other"}
+
+    gate.set()
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert len(restored(engine)) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("when", [2, 3, 5])
+def test_one_that_is_cancelled_while_it_is_restored_leaves_nothing_behind(
+    when, tmp_path, monkeypatch
+):
+    fill("qwen3", tmp_path)
+    read, moves = PrefixStore.read, random.Random(when)
+
+    def read_late(self, *arguments):
+        time.sleep(0.01 * moves.random())
+        read(self, *arguments)
+
+    monkeypatch.setattr(PrefixStore, "read", read_late)
+    engine = engine_of("qwen3", **on_disk(tmp_path))
+    logits, _ = answer(engine, cancel=[("b", when), ("a", when + 1)])
+
+    others = {name: plain("qwen3")[name] for name in "cd"}
+    assert largest_difference({name: logits[name] for name in "cd"}, others) <= 1e-4
+    assert engine.stats().tier.loading_bytes == 0
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["llama_mha", "qwen3", "gemma2"])
+def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeypatch):
+    rng = random.Random(seed)
+    fill(name, tmp_path, memory=rng.choice([200 << 10, 4 * MIB]))
+    read = DiskTier.read
+
+    def read_as_it_likes(self, key, into, first=0):
+        time.sleep(0.005 * rng.random())
+        if rng.random() < 0.1:
+            into[:] = bytes(into.nbytes)  # other tokens than the key says
+        else:
+            read(self, key, into, first)
+
+    engine = engine_of(
+        name, token_s=10 ** rng.uniform(-5, -1), memory=300 << 10, **on_disk(tmp_path)
+    )
+    monkeypatch.setattr(DiskTier, "read", read_as_it_likes)
+    for _ in range(2):
+        logits, _ = answer(engine)
+        assert largest_difference(logits, plain(name)) <= 1e-4
+    engine.close()
+
+
+# ---- what cannot be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"disk_memory": "8MiB"}, ConfigError, "--disk-kv-path FOLDER too"),
+        ({"disk_path": "x"}, ConfigError, "--disk-kv-memory SIZE too"),
+        ({"disk_memory": "8MiB", "disk_path": "x", "remote": "a:1"}, ConfigError, "not in both"),
+        ({"remote": "nowhere"}, ConfigError, "HOST:PORT"),
+        ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store"),
+        ({"remote": "a:1", "prefix_cache": False}, ConfigError, "--no-prefix-cache"),
+        (
+            {"remote": "a:1", "store": "contiguous_growing"},
+            UnsoundCombination,
+            "no pre",
+        ),
+        ({"disk_memory": "9", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
+        ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(options, error, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=says):
+        engine_of("qwen3", **options)
+
+
+def test_two_engines_do_not_share_a_folder(tmp_path):
+    first = engine_of("qwen3", **on_disk(tmp_path))
+    with pytest.raises(ConfigError, match="in use by another engine"):
+        engine_of("qwen3", **on_disk(tmp_path))
+
+    first.close()
+    engine_of("qwen3", **on_disk(tmp_path)).close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "kv").write_text("a file")
+    with pytest.raises(ConfigError, match="name another folder"):
+        engine_of("qwen3", **on_disk(tmp_path))
+
+
+def test_an_engine_that_nobody_closed_keeps_its_prefixes_too(tmp_path):
+    engine = engine_of("qwen3", **on_disk(tmp_path))
+    answer(engine)
+    assert isinstance(engine.scheduler.residency.restoring, Restoring)
+    closing = engine._closing
+    del engine
+    closing()  # as the process does at its end
+
+    engine = engine_of("qwen3", **on_disk(tmp_path))
+    assert engine.stats().tier.found_blocks
+    engine.close()

@@ -1,0 +1,231 @@
+"""Prefixes that go to a disk and come back, under random load, restarts, crashes and damage.
+
+Every byte of a page says which token it belongs to, and where; pages nobody holds are poison. So a
+row that was put together from cached blocks, loaded ones and read ones must say its own tokens.
+"""
+
+import contextlib
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.engine.prefix_tier import PrefixTier
+from quire.errors import OutOfPages
+from quire.kv.arriving import ArrivingPages
+from quire.kv.block_records import BlockRecords
+from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_key import PrefixIdentity, blocks_of, private_salt, root_key
+from quire.offload.prefix_load import PrefixLoad
+from quire.offload.prefix_store import PrefixStore
+from quire.offload.tiers.disk import DiskTier
+from quire.plan.estimator import RateEstimator
+from quire.spec.pages import LaneGroup
+from unit.kv.small_memory import places, plain_class, with_groups
+
+PAGE = 2
+MIB = 1 << 20
+FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0, 1))
+WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=2 * PAGE), layers=(2,), window=5)
+BLOCK = 2 * PAGE
+ORIGIN = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1] * 3
+TEXTS = st.builds(  # they part at some place, or nowhere
+    lambda parts, end: ([*ORIGIN[:parts], 2, *ORIGIN])[:end], st.integers(0, 30), st.integers(2, 30)
+)
+PICK = st.integers(0, 1 << 20)
+
+
+class PrefixTierMachine(RuleBasedStateMachine):
+    @initialize(window=st.booleans(), pages=st.integers(150, 400), room=st.sampled_from([2, 16]))
+    def build(self, window, pages, room):
+        self.groups = (FULL, WINDOW) if window else (FULL,)
+        self.block = BLOCK if window else PAGE
+        self.total_bytes = pages * FULL.page_class.page_bytes
+        self.room = room
+        self.folder = Path(tempfile.mkdtemp())
+        self.damaged = self.opened = False
+        self.num_loaded = 0
+        self.open()
+
+    def open(self):
+        self.memory = with_groups(*self.groups, total_bytes=self.total_bytes, max_rows=3)
+        self.index = PrefixIndex(self.memory)
+        self.disk = DiskTier(self.folder, self.room * MIB, direct=False)
+        records = BlockRecords(self.memory, self.index.block_tokens)
+        self.store = PrefixStore(self.disk, "nature", records.record_bytes)
+        self.store.run_blocks = 3
+        self.tier = PrefixTier(self.index, self.store, RateEstimator((1e-4, 1e-9)))
+        self.opened = True
+
+    # ---- rules ---------------------------------------------------------------------------------
+
+    @rule(texts=st.lists(TEXTS, min_size=3, max_size=6), pick=PICK, late=st.booleans())
+    def read_some(self, texts, pick, late):
+        for number, tokens in enumerate(texts):
+            self.read("aab"[number % 3], tokens, pick + number, late)
+
+    def read(self, tenant, tokens, pick, late):
+        """Enter with what is cached, load a part of what is stored, read the rest, leave."""
+        if not self.index.reclaim(self.pages_of(len(tokens) + BLOCK)):
+            return
+        identity = PrefixIdentity(root_key("machine"), private_salt(b"key", tenant, ""))
+        lease = self.index.match(identity, tokens)
+        row = self.index.start(lease) if lease.nodes else self.memory.start()
+        at = lease.tokens
+        self.tier.carrier.drain()
+        blocks = list(blocks_of(identity, tokens[: len(tokens) - 1], self.index.block_tokens))
+        found = self.store.find(block for block in blocks if block.end > at)
+        if found:
+            at = self.restore(row, tokens, at, found, pick, late=late)
+        self.grow(row, tokens, at, len(tokens))
+        self.says(row, tokens)
+        if lease.publishes:
+            self.index.publish(lease, row, tokens[lease.tokens :])
+        self.index.confirm()
+        self.index.release(lease)
+        self.memory.release([row])
+
+    def restore(self, row, tokens, at, found, pick, *, late):
+        end, size = found[-1][0].end, self.index.block_tokens
+        first = at + pick % ((end - at) // size + 1) * size
+        if first == end:
+            return at
+        try:
+            pages = ArrivingPages(self.memory, min(first + size, end), end, size)
+        except OutOfPages:
+            return at
+        load = PrefixLoad(self.store, self.tier.records, pages, found)
+        with contextlib.suppress(OutOfPages):
+            load.reach_down(first)
+        moves = random.Random(pick)
+        for _ in range(moves.randrange(8) if late else 99):  # who comes late finds only a part
+            if not load.carry():
+                break
+        assert self.damaged or late or load.loaded_from <= max(first, pages.first)
+        self.num_loaded += load.loaded_from < end
+        target = max(at, min(load.loaded_from + moves.randrange(2) * size, end))
+        self.grow(row, tokens, at, target)
+        load.stop()
+        assert not load.carry()
+        if target < end:
+            assert pages.attach(row)
+        else:
+            pages.release()
+        return end
+
+    def grow(self, row, tokens, start, end):
+        if end > start:
+            self.memory.grow(np.array([row]), np.array([end - start], dtype=np.int32))
+            self.write(row, tokens, start, end)
+
+    @rule(pages=st.integers(1, 40))
+    def make_room(self, pages):
+        self.index.reclaim({FULL.page_class: pages})
+
+    @rule(killed=st.booleans())
+    def begin_anew(self, killed):
+        if killed:
+            self.crash()
+        else:
+            self.restart()
+
+    def restart(self):
+        """All that was cached is there again, where the disk has room and nothing was damaged."""
+        cached = set(self.index._nodes)
+        self.tier.close()
+        self.tier.close()
+        assert cached == set(self.index._nodes)
+        self.index.clear()
+        assert not any(pool.num_used for pool in self.memory.pools.values())
+        self.open()
+        if not self.damaged and len(self.disk.stored()) < self.room:  # nothing had to go
+            assert cached <= set(self.store._places)
+
+    def crash(self):
+        """What was written is there, what was cached is not."""
+        self.tier.carrier.close()
+        written = set(self.store._places)
+        self.store.close()
+        self.open()
+        assert self.damaged or set(self.store._places) == written
+
+    @rule(pick=PICK, cut=st.booleans())
+    def damage(self, pick, cut):
+        self.tier.carrier.drain()
+        path = self.folder / "blocks"
+        if not len(self.store):
+            return
+        self.damaged = True
+        place = random.Random(pick).choice(list(self.store._places.values()))
+        entry = self.disk._entries[place.entry]
+        offset = entry.blocks[0] * MIB + pick % entry.stored.num_bytes
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 0x55]))
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    def pages_of(self, tokens):
+        needed = {}
+        for group in self.groups:
+            count = (-(-tokens // group.page_class.tokens) + 1) * group.num_lanes
+            needed[group.page_class] = needed.get(group.page_class, 0) + count
+        return needed
+
+    @staticmethod
+    def values(tokens, positions):
+        return (np.array(tokens)[positions] * 100 + positions).astype(np.uint8)
+
+    def write(self, row, tokens, start, end):
+        for table in self.memory.tables.values():
+            for lane in range(table.group.num_lanes):
+                page, offset = places(table, row, lane)
+                positions = table.slot_positions(row, lane)
+                new = (positions >= start) & (positions < end)
+                values = self.values(tokens, positions[new])[:, None, None]
+                vectors = np.broadcast_to(values, (len(values), 1, 16))
+                where = (page[new], offset[new])
+                self.memory.store.write_slots(table.group.page_class, where, vectors, vectors, None)
+
+    def says(self, row, tokens):
+        """Every slot of a row says the token at its position, poison in between or not."""
+        self.memory.store.poison_free(self.memory)
+        for table in self.memory.tables.values():
+            for lane in range(table.group.num_lanes):
+                place, positions = places(table, row, lane), table.slot_positions(row, lane)
+                key, value, _ = self.memory.store.read_slots(table.group.page_class, place)
+                wanted = self.values(tokens, positions)[:, None]
+                assert (key[:, 0] == wanted).all()
+                assert (value[:, 0] == wanted).all()
+                assert positions[-1] == len(tokens) - 1
+
+    # ---- what must always hold -----------------------------------------------------------------
+
+    @invariant()
+    def books_add_up(self):
+        if not getattr(self, "opened", False):
+            return
+        self.memory.check()
+        self.tier.carrier.drain()
+        self.disk.check()
+        stored = self.disk.stored()
+        assert {place.entry for place in self.store._places.values()} <= set(stored)
+        assert self.disk.used_bytes <= self.disk.total_bytes
+
+    def teardown(self):
+        if getattr(self, "opened", False):
+            self.tier.close()
+            shutil.rmtree(self.folder)
+
+
+PrefixTierMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None
+)
+TestPrefixTier = PrefixTierMachine.TestCase
