@@ -16,8 +16,8 @@ from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.kv.carrier import ThreadCarrier
 from quire.kv.config import KVConfig
-from quire.kv.streaming import ThreadCarrier
 from reference.test_eviction import Recorder, largest_difference
 
 NEW_TOKENS = 24
@@ -76,7 +76,7 @@ def run(name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), **opt
     )
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
     if engine.pool.kv.hosting is not None:
-        engine.pool.kv.hosting._carrier = Dawdling()
+        engine.pool.kv.hosting.carrier = Dawdling()
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in PROMPTS.items():
         engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
@@ -98,6 +98,12 @@ def run(name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), **opt
 def whole(name: str, codec: str = "none"):
     """In memory for all."""
     return run(name, 16, codec=codec, stream=0)[1]
+
+
+def made_again(engine: Engine) -> int:
+    """Tokens whose keys and values were made again, each layer counted."""
+    remaking = engine.pool.fronts.hosting.remaking
+    return 0 if remaking is None else remaking.num_made
 
 
 def hosted(engine: Engine) -> int:
@@ -122,8 +128,28 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
     assert hosted(engine)
     assert set(usages) == set(PROMPTS)
     assert largest_difference(logits, whole(name)) <= 1e-4
-    assert not engine.pool.fronts.pool.used_bytes
-    assert not engine.pool.fronts.rows
+    assert not engine.pool.fronts.fronts.pool.used_bytes
+    assert not engine.pool.fronts.fronts.rows
+
+
+@pytest.mark.parametrize("part", ["0", "0.5", "1"])
+@pytest.mark.parametrize("name", ["gpt2", "llama_mha", "opt", "llama", "qwen3", "gemma2"])
+def test_keys_and_values_made_again_answer_alike(name, part):
+    engine, logits, _ = run(name, 0.8, stream_recompute=part)
+
+    assert hosted(engine)
+    assert bool(made_again(engine)) == (part != "0")
+    assert largest_difference(logits, whole(name)) <= 1e-4
+
+
+@pytest.mark.parametrize("part", ["0.5", "1"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_attention_on_the_host_answers_alike(name, part):
+    engine, logits, _ = run(name, 0.8, stream_recompute="off", stream_host_attention=part)
+
+    assert hosted(engine)
+    assert engine.pool.fronts.hosting.attention.num_attended
+    assert largest_difference(logits, whole(name)) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -225,26 +251,46 @@ def test_cancelled_ones_leave_nothing_behind():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
 
     assert hosted(engine)
-    assert not engine.pool.fronts.pool.used_bytes
+    assert not engine.pool.fronts.fronts.pool.used_bytes
     kept = {name: whole("qwen3")[name] for name in ("c", "d")}
     assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
 
 
-def test_those_that_evict_and_those_that_search_stay_in_the_memory():
-    """Both run beside one whose front is on the host."""
-    rule = "h2o:cap=20,every=4"
-    config = KVConfig(
-        memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, evict_allow="h2o", stream_memory="1MiB"
-    )
+def test_those_that_search_stay_in_the_memory():
+    config = KVConfig(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     engine.submit(PROMPTS["b"], greedy(40), request_id="long")
-    engine.submit(PROMPTS["a"], greedy(24), request_id="evicting", evict=rule)
     engine.submit(PROMPTS["d"], SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1))
     while engine.has_work:
         engine.step()
         engine.check()
 
     assert {event.request_id for event in engine.events.newest(["hosted"])} <= {"long"}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "codec"),
+    [
+        ("llama_mha", "1", "none"),
+        ("qwen3", "0", "int8"),
+        pytest.param("llama_mha", "0.5", "int8", marks=pytest.mark.slow),
+        pytest.param("opt", "1", "none", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("rule", ["average:cap=40,every=8", "h2o:cap=40,every=8"])
+def test_those_that_evict_have_fronts_between_evictions(name, part, codec, rule):
+    """Prefix hits, swaps, cancels and delays at once; a token's X moves and leaves with its KV."""
+    options = {"codec": codec, "evict": rule, "cancel": [("c", 9)]}
+    host = {"host_memory": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
+    engine, logits, _ = run(name, 1.1, stream_recompute=part, **options, **host)
+    expected = run(name, 16, stream=0, **options)[1]
+
+    front_room = engine.scheduler.residency.front_room
+    assert front_room.num_returned
+    assert engine.stats().num_evictions
+    assert bool(made_again(engine)) == (part != "0")
+    del logits["c"], expected["c"]
+    assert largest_difference(logits, expected) <= 1e-4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from quire.engine.admission.need import may_stream
 from quire.engine.events import EventLog
+from quire.engine.front_rows import FrontRows
 from quire.engine.request import Request, RequestState
 from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.hosted import HostedFronts, can_have_front
@@ -30,8 +31,10 @@ class FrontRoom:
             else needs them.
 
     Attributes:
-        running: those who run; the scheduler's own list.
+        rows: told who runs, too; None where nobody asks.
+        num_returned: times all pages of a request came back, for it to evict.
         let_go: takes a request's pages out of cached prefixes, from which nobody else reads them.
+        drop_cached: drops prefixes that nobody uses.
     """
 
     def __init__(
@@ -42,8 +45,22 @@ class FrontRoom:
         groups = [group for group in memory.layout.groups if can_have_front(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = sum(g.num_lanes * g.page_class.slot_bytes for g in groups)
-        self.running: Sequence[Request] = ()
+        self._running: Sequence[Request] = ()
+        self.rows: FrontRows | None = None
+        self.num_returned = 0
         self.let_go: Callable[[Request], None] = lambda request: None
+        self.drop_cached: Callable[[], None] = lambda: None
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Those who run; the scheduler's own list."""
+        return self._running
+
+    @running.setter
+    def running(self, requests: Sequence[Request]) -> None:
+        self._running = requests
+        if self.rows is not None:
+            self.rows.running = requests
 
     @property
     def front_tokens(self) -> int:
@@ -54,15 +71,37 @@ class FrontRoom:
         """Whether a running request has its first pages on the host."""
         return request.row in self._fronts.rows
 
-    def move_some(self) -> bool:
-        """Move pages of somebody; False where nobody has any that would free memory."""
-        found = [(self._gain_bytes(request), request) for request in self._movable()]
+    def move_some(self, but: Request | None = None) -> bool:
+        """Move pages of somebody; False where nobody has any that would free memory.
+
+        Args:
+            but: not of this one.
+        """
+        movable = [request for request in self._movable() if request is not but]
+        found = [(self._gain_bytes(request), request) for request in movable]
         for gain_bytes, request in sorted(found, key=lambda pair: -pair[0]):
             if gain_bytes <= 0:
                 return False
             if self._move(request):
                 return True
         return False
+
+    def bring_back(self, request: Request) -> None:
+        """Let a request have all its pages in the memory again, in the room of others' if need be.
+
+        Raises:
+            OutOfPages: nobody else has pages that could move; nothing was changed.
+        """
+        if not self.is_staged(request):
+            return
+        self.drop_cached()
+        while self.is_staged(request):
+            try:
+                self._fronts.bring_back(request.row)
+            except OutOfPages:
+                if not self.move_some(but=request):
+                    raise
+        self.num_returned += 1
 
     def _movable(self) -> list[Request]:
         return [
@@ -72,19 +111,24 @@ class FrontRoom:
         ]
 
     def _gain_bytes(self, request: Request) -> int:
-        return self._fronts.gain_bytes(request.row, request.num_computed, self._holders)
+        return self._fronts.gain_bytes(request.row, self._slots(request), self._holders)
+
+    def _slots(self, request: Request) -> int:
+        """In every lane that could have a front, processed ones only."""
+        tables = self._memory.tables.values()
+        held = [t.num_slots[request.row].min() for t in tables if can_have_front(t.group)]
+        return min(request.num_computed, *map(int, held))
 
     def _move(self, request: Request) -> bool:
         """Move the next part of a request's pages; False where neither side has room for it."""
         tokens = self._page_tokens
         held = max(int(t.staged[request.row]) for t in self._memory.tables.values())
-        left = request.num_computed // tokens - held
+        left = self._slots(request) // tokens - held
         more = max(_LEAST_PAGES, -(-left // _PART))
         self.let_go(request)
         try:
-            moved = self._fronts.host(
-                request.row, min(request.num_computed, (held + more) * tokens)
-            )
+            most = min(self._slots(request), (held + more) * tokens)
+            moved = self._fronts.host(request.row, most)
         except (HostPoolFull, OutOfPages):
             return False
         self._events.emit("hosted", request, kv_bytes=moved)

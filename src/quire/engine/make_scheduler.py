@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from quire.engine.events import EventLog, PrefixEvents
+from quire.engine.evicting_fronts import FrontEvictor
 from quire.engine.eviction import PolicyEvictor
 from quire.engine.front_room import FrontRoom
 from quire.engine.lane_caps import Evictor
@@ -61,7 +62,8 @@ def make_scheduler(
         listener.subscribe(PrefixEvents(events, prefix.block_bytes))
     front_room = None
     if pool.fronts is not None:
-        front_room = FrontRoom(memory, pool.fronts, events, cached=prefix is not None)
+        front_room = FrontRoom(memory, pool.fronts.fronts, events, cached=prefix is not None)
+        front_room.rows = pool.fronts.rows
     swapper = _swapper(pool, schedule, model)
     made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
     identities, restoring = PrefixIdentities(made_by), None
@@ -80,7 +82,10 @@ def make_scheduler(
     brought = model.weights if pool.fronts is None else None
     step = StepSize(schedule.step_tokens, schedule.objective, brought)
     parts = make_parts(schedule, residency, swapper, step)
-    return Scheduler(memory, schedule, _evictor(pool, kv, model), parts=parts)
+    evictor = _evictor(pool, kv, model)
+    if evictor is not None and front_room is not None:
+        evictor = FrontEvictor(evictor, front_room)
+    return Scheduler(memory, schedule, evictor, parts=parts)
 
 
 def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:

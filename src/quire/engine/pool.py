@@ -8,6 +8,7 @@ from quire.engine.activation import measure_activation_peak
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
+from quire.engine.front_parts import FrontParts, build_fronts
 from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
@@ -17,7 +18,6 @@ from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.config import KVConfig
 from quire.kv.host_pool import HostPool
-from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore
@@ -32,7 +32,6 @@ from quire.kv.stores.registry import (
     unsound,
 )
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.kv.streaming import Hosting, ThreadCarrier
 from quire.models.loader import LoadedModel
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
@@ -64,7 +63,7 @@ class KVPool:
     reason: str
     store: str
     host: HostPool | None = None
-    fronts: HostedFronts | None = None
+    fronts: FrontParts | None = None
 
     @property
     def codec(self) -> str:
@@ -80,10 +79,11 @@ class KVPool:
             f"{g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
+        fronts = "" if self.fronts is None else f"; on the host: {self.fronts.why}"
         no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
             f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
-            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}"
+            f"attention: {self.kv.backend.name} ({self.reason}){no_cache}{fronts}"
         )
 
     @property
@@ -159,8 +159,8 @@ def build_pool(
     host = host_pool(store, layout, host_bytes) if host_bytes else None
     fronts = None
     if stream_bytes:
-        fronts = HostedFronts(memory, host_pool(store, layout, stream_bytes))
-        kv.hosting = Hosting(fronts, layout, ThreadCarrier())
+        fronts = build_fronts(model, config, kv, stream_bytes)
+        kv.hosting = fronts.hosting
     return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host, fronts)
 
 

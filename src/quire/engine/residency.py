@@ -49,7 +49,7 @@ class Residency:
         if restoring is not None:
             restoring.make_room, restoring.publish = self.make_room, self._publish
         if front_room is not None:
-            front_room.let_go = self._let_go
+            front_room.let_go, front_room.drop_cached = self._let_go, self.drop_cached
         self.identities = identities or PrefixIdentities()
         self.events = events or EventLog()
 

@@ -182,6 +182,15 @@ class StepBridge:
         """Whether any row remembers how much attention changes the residual stream."""
         return self._step.wants_shift
 
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether what layers' attention is given is kept."""
+        return self._step.wants_inputs
+
+    def note_input(self, layer: int, inputs: Tensor) -> None:
+        """Pass on what a layer's attention is given."""
+        self._step.note_input(layer, inputs)
+
     def note_shift(self, layer: int, cosines: Tensor) -> None:
         """Pass on how much it did in a layer."""
         self._step.note_shift(layer, cosines)

@@ -217,6 +217,8 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
         for table in _moved_tables(memory, plan):
             _move(memory, table, plan)
             _cut(memory, table, plan)
+        moves = plan.moves if plan.stays is None else None  # None: whole pages left
+        memory.on_compaction(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
 
 def _moved_tables(memory: KVMemory, plan: CompactionPlan) -> Iterator[LaneTable]:

@@ -52,6 +52,19 @@ class KVConfig:
         "a disk",
         flag="remote-kv",
     )
+    stream_recompute: str = option(
+        "auto",
+        help="of the first pages on the host the part whose keys and values are made again from "
+        "activations, which are carried in their place: auto (what measured rates say), off, or "
+        "a part from 0 to 1",
+        flag="stream-recompute",
+    )
+    stream_host_attention: str = option(
+        "auto",
+        help="of the first pages on the host the part that is attended to there: auto (what "
+        "measured rates say; nothing on a CPU), off, or a part from 0 to 1",
+        flag="stream-host-attention",
+    )
     store: str = option(
         "paged",
         help="how KV lies in memory: paged, contiguous_max, contiguous_growing or ring",
@@ -100,5 +113,41 @@ class KVConfig:
         require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
+        _ = self.recompute_part, self.host_attention_part
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
+
+    @property
+    def recompute_part(self) -> float | None:
+        """Of the first pages on the host, the part to make again; None: what rates say.
+
+        Raises:
+            ConfigError: not a part, nor auto, nor off.
+        """
+        return part_of(self.stream_recompute, "--stream-recompute")
+
+    @property
+    def host_attention_part(self) -> float | None:
+        """Of the first pages on the host, the part attended to there; None: what rates say.
+
+        Raises:
+            ConfigError: not a part, nor auto, nor off.
+        """
+        return part_of(self.stream_host_attention, "--stream-host-attention")
+
+
+def part_of(text: str, flag: str) -> float | None:
+    """What a part is written as; None for auto.
+
+    Raises:
+        ConfigError: not a number from 0 to 1, nor auto, nor off.
+    """
+    if text in ("auto", "off"):
+        return None if text == "auto" else 0.0
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part <= 1:
+        raise ConfigError(f"expected {flag} of auto, off or a part from 0 to 1, got {text!r}")
+    return part

@@ -6,7 +6,7 @@ asked through `HostCopies`.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -159,13 +159,40 @@ class HostPool:
             self.copies.save(page_class, pages[done : done + count], extent.start)
             done += count
 
-    def load(self, space: HostSpace, page_class: PageClass, pages: PageNumbers) -> None:
-        """Begin to copy a class's extents into pages."""
+    def load(
+        self, space: HostSpace, page_class: PageClass, pages: PageNumbers, first: int = 0
+    ) -> None:
+        """Begin to copy pages of a class's extents into pages.
+
+        Args:
+            space: has them.
+            page_class: theirs.
+            pages: of the arena.
+            first: which of the space's pages comes into the first of these; others follow.
+        """
         done = 0
-        for extent in space.extents[page_class]:
-            count = extent.num_bytes // page_class.page_bytes
-            self.copies.load(page_class, pages[done : done + count], extent.start)
+        for start, count in self.places(space, page_class, first, len(pages)):
+            self.copies.load(page_class, pages[done : done + count], start)
             done += count
+
+    def places(
+        self, space: HostSpace, page_class: PageClass, first: int, num_pages: int
+    ) -> Iterator[tuple[int, int]]:
+        """First byte and number of pages of each piece in which neighbouring pages of a class lie.
+
+        Args:
+            space: has them.
+            page_class: theirs.
+            first: page of the space.
+            num_pages: from there on.
+        """
+        for extent in space.extents[page_class]:
+            held = extent.num_bytes // page_class.page_bytes
+            count = min(held - first, num_pages)
+            if count > 0:
+                yield extent.start + first * page_class.page_bytes, count
+            num_pages -= max(0, count)
+            first = max(0, first - held)
 
     def check(self) -> None:
         """Prove that every byte is free or in exactly one space.

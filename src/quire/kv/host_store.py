@@ -22,6 +22,7 @@ from quire.kv.store import PageStore, zero_bytes
 from quire.spec.pages import PageClass
 
 STAGING_BYTES = 16 << 20
+_MOST_NUMBERS = 4096  # lists of pages that are remembered on a device
 
 
 def pieces_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
@@ -48,20 +49,23 @@ class DirectCopies:
     Args:
         store: the arena.
         host: the pool's bytes.
+
+    Attributes:
+        host: the pool's bytes.
     """
 
     def __init__(self, store: PageStore, host: UInt8[Tensor, " num_bytes"]) -> None:
-        self._store, self._host = store, host
+        self._store, self.host = store, host
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Copy pages to the host, one behind the other from byte `start`."""
-        target = _packed(self._host, page_class, len(pages), start).numpy()
+        target = _packed(self.host, page_class, len(pages), start).numpy()
         whole = self._store.views(page_class).whole.numpy()
         np.take(whole, pages, axis=0, out=target, mode="clip")  # "raise" would copy twice
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Copy bytes of the host into pages."""
-        source = _packed(self._host, page_class, len(pages), start).numpy()
+        source = _packed(self.host, page_class, len(pages), start).numpy()
         self._store.views(page_class).whole.numpy()[pages] = source
 
     def wait(self) -> None:
@@ -90,6 +94,7 @@ class StagedCopies:
         self._store, self.host = store, host
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
         self.num_pieces = self.num_bytes = 0
+        self._numbers: dict[bytes, Tensor] = {}
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Begin to copy pages to the host, one behind the other from byte `start`."""
@@ -100,7 +105,7 @@ class StagedCopies:
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Begin to copy bytes of the host into pages."""
-        whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
+        whole, index = self._store.views(page_class).whole, self._on_device(pages)
         for first, end, staging, host in self._pieces(page_class, len(pages), start):
             staging.copy_(host, non_blocking=True)
             whole[index[first:end]] = staging
@@ -119,6 +124,17 @@ class StagedCopies:
             self.num_bytes += count * page_bytes
             host = _packed(self.host, page_class, count, start + first * page_bytes)
             yield first, end, _packed(self._staging, page_class, count, 0), host
+
+    def _on_device(self, pages: PageNumbers) -> Tensor:
+        """Page numbers on the device. The same ones come step after step, and a copy of pageable
+        memory waits for its stream.
+        """
+        key = pages.tobytes()
+        if key not in self._numbers:
+            if len(self._numbers) >= _MOST_NUMBERS:
+                self._numbers.clear()
+            self._numbers[key] = _index(pages).to(self._store.device)
+        return self._numbers[key]
 
     def wait(self) -> None:
         """Return when all copies that were begun are done."""

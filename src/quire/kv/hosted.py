@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.host_pool import HostPool, HostSpace
@@ -35,12 +36,14 @@ class HostedPiece:
         first: column of the first one.
         layers: for each layer of the group where the bytes of its pages are, lane by lane.
         staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
+        positions: [lanes, slots] logical ones of what lies there; None where lanes are in order.
     """
 
     group: str
     first: int
     layers: Sequence[HostSpace]
     staging: PageNumbers
+    positions: NDArray[np.int32] | None = None
 
     @property
     def columns(self) -> int:
@@ -57,6 +60,8 @@ class HostedFronts:
 
     Attributes:
         settle: called before pages of a staging change hands: returns when nobody writes there.
+        on_release: called with sequences that are released, whether they have a front or not.
+        read_positions: logical positions of pages' slots, of a class that carries them.
 
     Raises:
         ConfigError: the store lays lanes out in runs.
@@ -71,6 +76,8 @@ class HostedFronts:
         self._memory, self.pool = memory, pool
         self._pieces: dict[int, list[HostedPiece]] = {}
         self.settle: Callable[[], None] = lambda: None
+        self.on_release: Callable[[Rows], None] = lambda _: None
+        self.read_positions: Callable[[PageClass, PageNumbers], NDArray[np.int32]] | None = None
         memory.on_release = self._forget_all
 
     @property
@@ -82,40 +89,33 @@ class HostedFronts:
         """The front of a sequence; empty where it has none."""
         return self._pieces.get(row, ())
 
-    def gain_bytes(self, row: int, tokens: int, holders: int = 1) -> int:
-        """Bytes of the arena that hosting the tokens before this one would free.
+    def gain_bytes(self, row: int, slots: int, holders: int = 1) -> int:
+        """Bytes of the arena that hosting the slots before this one would free.
 
         Args:
             row: the sequence.
-            tokens: as for `host`.
+            slots: as for `host`.
             holders: most that may name a page which will be free then: 2 where the others may be
                 cached prefixes, which can be dropped. Pages that more share free nothing.
         """
         gained = 0
-        for table, first, columns in self._moves(row, tokens):
+        for table, first, columns in self._moves(row, slots):
             own = self._own(table, row, first, columns, holders)
             staged = _staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
         return gained
 
-    def host(self, row: int, tokens: int) -> int:
-        """Move the pages of the tokens before this one to the host; return how many bytes moved.
+    def host(self, row: int, slots: int) -> int:
+        """Move the pages of the slots before this one to the host; return how many bytes moved.
 
         Whole pages only. Groups of no more layers than there are slots stay, and so do those that
         look back through a window: they would gain nothing.
 
         Raises:
-            ConfigError: the sequence has lost tokens, so that slots may move; nothing was changed.
             OutOfPages: no pages to stage a group; what was moved before it stays moved.
             HostPoolFull: the pool does not hold a group; likewise.
         """
-        moves = list(self._moves(row, tokens))
-        for table, _, _ in moves:
-            if (table.num_slots[row] != self._memory.lengths[row]).any():
-                raise ConfigError(
-                    f"group {table.group.name!r} of row {row} has lost tokens; only sequences that "
-                    "hold all of theirs can have a front on the host"
-                )
+        moves = list(self._moves(row, slots))
         self.settle()
         moved = [self._host(table, row, first, columns) for table, first, columns in moves]
         return sum(map(self._bytes, moved))
@@ -126,6 +126,7 @@ class HostedFronts:
             self.settle()
         for row in gone:
             self._forget(row)
+        self.on_release(rows)
 
     def _forget(self, row: int) -> None:
         """Let go of the bytes of a sequence."""
@@ -152,17 +153,34 @@ class HostedFronts:
             self._bring_back(row, piece)
         self._forget(row)
 
+    def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
+        """Logical positions of slots of a front, in a layer's first lane.
+
+        Args:
+            row: the sequence.
+            group: of the layer.
+            index: the layer, counted inside its group.
+            slots: of the front.
+        """
+        pieces = [piece for piece in self.pieces(row) if piece.group == group]
+        if not pieces or pieces[0].positions is None:
+            return np.array(slots, dtype=np.int64)
+        lane = index * self._memory.tables[group].group.lanes_per_layer
+        found = np.concatenate(
+            [piece.positions[lane] for piece in pieces if piece.positions is not None]
+        )
+        return found[slots.start : slots.stop].astype(np.int64)
+
     # ---- one group -----------------------------------------------------------------------------
 
-    def _moves(self, row: int, tokens: int) -> Iterator[tuple[LaneTable, int, int]]:
+    def _moves(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
         """Tables, the first page to move, and how many of each lane."""
-        length = int(self._memory.lengths[row])
         for table in self._memory.tables.values():
             group = table.group
             if not can_have_front(group):
                 continue
             first = int(table.staged[row])
-            columns = min(tokens, length) // group.page_class.tokens - first
+            columns = min(slots, int(table.num_slots[row].min())) // group.page_class.tokens - first
             if columns > 0:
                 yield table, first, columns
 
@@ -175,6 +193,9 @@ class HostedFronts:
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
         old = table.pages[row, :, first : first + columns].copy()
         layers = self._save(group.page_class, old.reshape(len(group.layers), -1))
+        positions = None
+        if group.page_class.positions and self.read_positions is not None:
+            positions = self.read_positions(group.page_class, old.reshape(-1)).reshape(len(old), -1)
         pool.release(old.reshape(-1))
         staging = pool.allocate(staged).reshape(SLOTS, group.lanes_per_layer, columns)
         slot = np.arange(len(group.layers)) % SLOTS
@@ -183,7 +204,7 @@ class HostedFronts:
                 pool.retain(pages.reshape(-1))
         _name(table, row, first, staging[slot].reshape(group.num_lanes, columns))
         table.staged[row] = first + columns
-        piece = HostedPiece(group.name, first, layers, staging)
+        piece = HostedPiece(group.name, first, layers, staging, positions)
         self._pieces.setdefault(row, []).append(piece)
         return piece
 

@@ -20,6 +20,7 @@ from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_lanes, prove_references, prove_slabs
 from quire.kv.shrinking import cut_slots, drop_behind_window, slots_below
+from quire.kv.slot_moves import SlotMoves
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
@@ -71,6 +72,8 @@ class KVMemory:
         self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
         # asked to let go of pages that are about to be written; says of which it did
         self.on_release: Callable[[Rows], None] = lambda _: None
+        # told of row, group, moves (None where whole pages left), slots that are left in each lane
+        self.on_compaction: Callable[[int, str, SlotMoves | None, int], None] = lambda *_: None
         self.unpublish: Unpublish = lambda _, pages: np.zeros(len(pages), dtype=bool)
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()

@@ -23,6 +23,7 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.group_step import GroupStep
+from quire.kv.hosting import Hosting
 from quire.kv.important import important_places
 from quire.kv.kept import KeptStep, kept_places
 from quire.kv.measured import MeasuredConstants
@@ -30,8 +31,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
-from quire.kv.streaming import Hosting
-from quire.spec.pages import LaneGroup
+from quire.spec.pages import LaneGroup, PageClass
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -81,6 +81,12 @@ class PagedKV:
     def rotated(self) -> bool:
         """Whether keys are stored after RoPE, in all layers; else before it, in all."""
         return all(group.page_class.rotated for group, _ in self.place.values())
+
+    def page_positions(self, page_class: PageClass, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Logical positions of pages' slots [page, slot], of a class that carries them."""
+        positions = self.store.views(page_class).positions
+        assert positions is not None, "slots without order carry theirs"
+        return positions[torch.from_numpy(pages).long().to(positions.device)].cpu().numpy()
 
     @property
     def peak_scratch_bytes(self) -> int:
@@ -143,19 +149,21 @@ class StepAttention:
 
     Attributes:
         wants_shift: whether any row has `AttentionShift`: then `note_shift` is to be called.
+        wants_inputs: whether `note_input` is to be called.
     """
 
     def __init__(self, kv: PagedKV, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         self._kv = kv
         self._batch = kv.flat_batch(rows, tokens)
+        self._fronts = None if kv.hosting is None else kv.hosting.step(self._batch)
         self._groups = {
             group.name: self._group_step(group)
             for group in kv.memory.layout.groups
             if not group.private
         }
-        self._stream = None if kv.hosting is None else kv.hosting.stream(rows)
         watches = (step.watch for step in self._groups.values())
         self.wants_shift = any(watch is not None and watch.wants_shift for watch in watches)
+        self.wants_inputs = self._fronts is not None and self._fronts.wants_inputs
 
     def attend(
         self,
@@ -188,8 +196,9 @@ class StepAttention:
             backend.write(slots, key, value)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
-        if self._stream is not None:
-            self._stream.arrive(group, index)
+        if self._fronts is not None:
+            self._fronts.ask_host(group, index, query, math)
+            self._fronts.arrive(group, index, backend, slots, step.positions)
         pages, watch = step.pages[index], step.watch
         if step.kept is not None:
             pages = replace(
@@ -199,13 +208,20 @@ class StepAttention:
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
+        if self._fronts is not None:
+            self._fronts.merge_host(out, group, pages, query, math)
         if watch is not None:
             watch.note(index, backend, pages, math, query, sums, rotary)
         if step.kept is not None:
             step.kept.keep(index, key, value)
-        if self._stream is not None:
-            self._stream.leave(group, index)
+        if self._fronts is not None:
+            self._fronts.leave(group, index)
         return out
+
+    def note_input(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
+        """Keep what a layer's attention is given; called before it attends."""
+        assert self._fronts is not None, "asked for"
+        self._fronts.note_input(layer, inputs)
 
     def note_shift(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
         """Write down how much a layer's attention changed the residual stream.
@@ -221,11 +237,12 @@ class StepAttention:
 
     def _group_step(self, group: LaneGroup) -> GroupStep:
         slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
+        attended = slots if self._fronts is None else self._fronts.slots(group, slots)
         layers = self._kv.layer_pages(group, self._batch.row_index)
         pages, offsets = self._new_slots(group, slots)
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
-            plans=self._plans(group, slots),
+            plans=self._plans(group, attended),
             pages=layers,
             new_slots=tuple(
                 NewSlots(layer.key, layer.value, page, offset, coded=layer.coded)

@@ -82,15 +82,20 @@ class PageStore:
 
     def _make_views(self, page_class: PageClass) -> PageViews:
         num_pages = self.arena.numel() // page_class.page_bytes
-        whole = self.arena[: num_pages * page_class.page_bytes]
+        return self.views_of(self.arena[: num_pages * page_class.page_bytes], page_class)
+
+    def views_of(self, whole: Tensor, page_class: PageClass) -> PageViews:
+        """Typed views of bytes that hold nothing but pages of a class, wherever they are."""
+        num_pages = whole.numel() // page_class.page_bytes
         key = tuple(self._plane(whole, page_class, placed) for placed in page_class.key_planes)
         value = tuple(self._plane(whole, page_class, placed) for placed in page_class.value_planes)
         positions = None
         if page_class.positions:
-            positions = whole.view(torch.int32).as_strided(
+            typed = whole.view(torch.int32)
+            positions = typed.as_strided(
                 (num_pages, page_class.tokens),
                 (page_class.page_bytes // 4, 1),
-                page_class.positions_offset_bytes // 4,
+                typed.storage_offset() + page_class.positions_offset_bytes // 4,
             )
         placed = (*page_class.key_planes, *page_class.value_planes)
         by_slot = [v for v, p in zip((*key, *value), placed, strict=True) if not p.plane.per_page]
@@ -108,10 +113,11 @@ class PageStore:
     def _plane(self, whole: Tensor, page_class: PageClass, placed: PlacedPlane) -> Tensor:
         dtype, (heads, records, width) = DTYPES[placed.plane.dtype], placed.shape
         num_pages = whole.numel() // page_class.page_bytes
-        return whole.view(dtype).as_strided(
+        typed = whole.view(dtype)
+        return typed.as_strided(
             (num_pages, heads, records, width),
             (page_class.page_bytes // dtype.itemsize, records * width, width, 1),
-            placed.offset_bytes // dtype.itemsize,
+            typed.storage_offset() + placed.offset_bytes // dtype.itemsize,
         )
 
     # ---- PageBytes -----------------------------------------------------------------------------

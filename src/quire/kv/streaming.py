@@ -4,47 +4,37 @@
     layers              | layer 0 | ...... layer 1 | ...... layer 2 |
 
 A layer's bytes go to its slot of the staging, which the layer two before it has left. One carrier
-does all copies, in the order in which layers run.
+does all copies, in the order in which layers run; of each layer what keys and values are made of
+comes first (see `remaking`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.kv.carrier import Arrival, Carrier
+from quire.kv.front_shares import Share
 from quire.kv.hosted import HostedFronts, HostedPiece
+from quire.kv.pages import PageNumbers
+from quire.kv.step_log import ATTEND, KV_IN, LAYER, StepLog
 from quire.kv.tables import SLOTS
 from quire.spec.pages import CacheLayout, LaneGroup
 
 
 @runtime_checkable
-class Carrier(Protocol):
-    """Copies one thing after another, beside whoever asks."""
+class Parts(Protocol):
+    """What of a group is not carried as it is; see `quire.kv.remaking`."""
 
-    def submit(self, copy: Callable[[], None], num_bytes: int) -> "Future[None]":
-        """Begin a copy behind all others; its end can be waited for, and raises what it raised.
+    def bring(
+        self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Arrival]
+    ) -> None:
+        """Begin to carry what a layer's keys and values are made of."""
+        ...
 
-        Args:
-            copy: does it.
-            num_bytes: how much that is.
-        """
-
-
-class ThreadCarrier:
-    """A thread that copies as fast as memory lets it."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-carrier")
-
-    def submit(self, copy: Callable[[], None], num_bytes: int) -> "Future[None]":
-        """See `Carrier`."""
-        return self._threads.submit(copy)
-
-    def close(self) -> None:
-        """End the thread behind its last copy."""
-        self._threads.shutdown()
+    def unfinished(self) -> Sequence[Arrival]:
+        """Copies that nobody has waited for."""
+        ...
 
 
 class FrontStream:
@@ -54,25 +44,47 @@ class FrontStream:
         fronts: of all sequences.
         layout: of the memory.
         carrier: copies.
-        rows: of the step.
+        shares: of the sequences of the step that have a front, what becomes of it.
+        log: of the step.
+        parts: by group, what is carried before the rest.
     """
 
     def __init__(
-        self, fronts: HostedFronts, layout: CacheLayout, carrier: Carrier, rows: Iterable[int]
+        self,
+        fronts: HostedFronts,
+        layout: CacheLayout,
+        carrier: Carrier,
+        shares: Mapping[int, Share],
+        log: StepLog,
+        parts: Mapping[str, Parts] | None = None,
     ) -> None:
-        self._pool, self._carrier = fronts.pool, carrier
-        self._pieces: dict[str, list[HostedPiece]] = {}
-        for row in rows:
+        self._pool, self._carrier, self._log = fronts.pool, carrier, log
+        self._parts = parts or {}
+        self._runs: dict[str, list[_Run]] = {}
+        for row, share in shares.items():
             for piece in fronts.pieces(row):
-                self._pieces.setdefault(piece.group, []).append(piece)
-        self._groups = {g.name: g for g in layout.groups if g.name in self._pieces}
-        self._coming: dict[tuple[str, int], Future[None]] = {}
+                self._runs.setdefault(piece.group, []).extend(_runs(piece, share))
+        self._groups = {g.name: g for g in layout.groups if g.name in self._runs}
+        self._tokens = sum(
+            piece.columns * self._groups[piece.group].page_class.tokens
+            for row in shares
+            for piece in fronts.pieces(row)
+        ) // max(1, len(self._groups))
+        self._coming: dict[tuple[str, int], Arrival] = {}
+        self._left: object | None = None
+        self._ready: object | None = None
         for layer, name in self._in_order():
             if layer < SLOTS:
                 self._bring(name, layer)
 
+    def arriving(self, group: LaneGroup, layer: int) -> None:
+        """A layer, counted inside its group, is about to wait for its front."""
+        if group.name in self._groups and self._left is not None:
+            now = self._log.marks.now()
+            self._log.add(LAYER, group.layers[layer], 1, 0, self._left, now)
+
     def arrive(self, group: LaneGroup, layer: int) -> None:
-        """Return when the front of a layer, counted inside its group, is in its slot.
+        """Return when what is carried of a layer is in its slot.
 
         Raises:
             Exception: what the copy raised.
@@ -80,16 +92,26 @@ class FrontStream:
         coming = self._coming.pop((group.name, layer), None)
         if coming is not None:
             coming.result()
+        self._ready = self._log.marks.now()
 
     def leave(self, group: LaneGroup, layer: int) -> None:
         """A layer has attended: its slot is free for the one two behind it."""
-        if group.name in self._groups and layer + SLOTS < len(group.layers):
+        if group.name not in self._groups:
+            return
+        if layer + SLOTS < len(group.layers):
             self._bring(group.name, layer + SLOTS)
+        self._left = self._log.marks.now()
+        if self._ready is not None:
+            tokens = self._tokens
+            self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._left)
 
     def settle(self) -> None:
         """Return when no copy is under way, also where a step has ended early."""
         for coming in self._coming.values():
             coming.exception()
+        for part in self._parts.values():
+            for arrival in part.unfinished():
+                arrival.exception()
 
     def _in_order(self) -> Sequence[tuple[int, str]]:
         """Layers counted inside their groups, as the model runs them."""
@@ -101,44 +123,67 @@ class FrontStream:
         return [(index, name) for _, index, name in sorted(of_model)]
 
     def _bring(self, name: str, layer: int) -> None:
-        page_class, pieces = self._groups[name].page_class, self._pieces[name]
-        slot = layer % SLOTS
-        pages = sum(piece.staging[slot].size for piece in pieces)
+        group, runs, slot = self._groups[name], self._runs[name], layer % SLOTS
+        if name in self._parts:
+            self._parts[name].bring(layer, self._submit)
+        pages = sum(run.pages[slot].size for run in runs)
+        if not pages:
+            return
 
         def copy() -> None:
-            for piece in pieces:
-                numbers = np.ascontiguousarray(piece.staging[slot].reshape(-1))
-                self._pool.load(piece.layers[layer], page_class, numbers)
-            self._pool.copies.wait()
+            for run in runs:
+                space = run.piece.layers[layer]
+                self._pool.load(space, group.page_class, run.pages[slot], run.first)
 
-        num_bytes = pages * page_class.page_bytes
-        self._coming[name, layer] = self._carrier.submit(copy, num_bytes)
+        tokens = pages // group.lanes_per_layer * group.page_class.tokens
+        num_bytes = pages * group.page_class.page_bytes
+        self._coming[name, layer] = self._submit(
+            KV_IN, group.layers[layer], tokens, num_bytes, copy
+        )
+
+    def _submit(
+        self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]
+    ) -> Arrival:
+        marks, log = self._log.marks, self._log
+        asked = marks.now()
+
+        def timed() -> None:
+            start = marks.begin(asked)
+            copy()
+            log.add(kind, layer, tokens, num_bytes, start, marks.ended())
+
+        return self._carrier.submit(timed, num_bytes)
 
 
-class Hosting:
-    """Fronts on the host and who brings them, for the steps of an engine.
+class _Run:
+    """Neighbouring pages of one lane of a piece, in every layer.
 
     Args:
-        fronts: of all sequences.
-        layout: of the memory.
-        carrier: copies.
+        piece: of which.
+        lane: of a layer.
+        columns: of the sequence.
     """
 
-    def __init__(self, fronts: HostedFronts, layout: CacheLayout, carrier: Carrier) -> None:
-        self.fronts = fronts
-        fronts.settle = self._settle
-        self._last: FrontStream | None = None
-        self._layout, self._carrier = layout, carrier
+    def __init__(self, piece: HostedPiece, lane: int, columns: range) -> None:
+        self.piece = piece
+        self.first = lane * piece.columns + columns.start - piece.first
+        some = slice(columns.start - piece.first, columns.stop - piece.first)
+        self.pages: list[PageNumbers] = [
+            np.ascontiguousarray(pages) for pages in piece.staging[:, lane, some]
+        ]
 
-    def stream(self, rows: NDArray[np.int64]) -> FrontStream | None:
-        """What a step of these rows brings; None where all of their KV is in the arena."""
-        some = [row for row in rows.tolist() if self.fronts.pieces(row)]
-        self._settle()
-        self._last = None
-        if some:
-            self._last = FrontStream(self.fronts, self._layout, self._carrier, some)
-        return self._last
 
-    def _settle(self) -> None:
-        if self._last is not None:
-            self._last.settle()
+def _runs(piece: HostedPiece, share: Share) -> list[_Run]:
+    """What is carried of a piece."""
+    columns = list(share.carried(piece.first, piece.first + piece.columns))
+    if len(columns) == 1 and len(columns[0]) == piece.columns:
+        return [_Whole(piece)]
+    return [_Run(piece, lane, run) for lane in range(piece.staging.shape[1]) for run in columns]
+
+
+class _Whole(_Run):
+    """All pages of a piece, lane by lane."""
+
+    def __init__(self, piece: HostedPiece) -> None:
+        self.piece, self.first = piece, 0
+        self.pages = [np.ascontiguousarray(pages.reshape(-1)) for pages in piece.staging]

@@ -151,15 +151,15 @@ class Recomputation:
 
     @contextmanager
     def _catching(self) -> Iterator[list[_Caught]]:
-        """Runs its block until attention begins."""
+        """Runs its block until attention begins; also while a forward waits for its attention."""
         caught: list[_Caught] = []
-        self._bridge.attention = _Catching()
+        waiting, self._bridge.attention = self._bridge.attention, _Catching()
         try:
             yield caught
         except _Caught as end:
             caught.append(end)
         finally:
-            self._bridge.attention = None
+            self._bridge.attention = waiting
         if not caught:
             raise InvariantError("a layer ran to its end without asking for attention")
 

@@ -36,16 +36,17 @@ class Need:
 
 def need_of(request: Request, tokens: int) -> Need:
     """What a request needs to have had so many tokens."""
-    streams = may_stream(request) and not request.cached_tokens
+    # those that evict go back into the memory for it, and so must have room there
+    streams = may_stream(request) and request.eviction.cap is None and not request.cached_tokens
     return Need(tokens, len(request.prompt_token_ids), request.eviction, streams)
 
 
 def may_stream(request: Request) -> bool:
     """Whether the first pages of a request may be on the host while it runs.
 
-    Not where tokens leave, which moves slots, and not in groups, whose members share pages.
+    Not in groups, whose members share pages.
     """
-    return request.eviction.cap is None and request.group is None
+    return request.group is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,100 @@
+"""What carrying, making again and attending take on this machine, measured when an engine starts.
+
+A prior only: what they take beside each other is learned in steps.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.backend import AttentionMath
+from quire.kernels.partial import attend_partial
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import Decoder
+from quire.offload.schedule.work import Speeds
+from quire.plan.fit import fit_seconds
+from quire.plan.rates import CopyRate
+
+_COPY_BYTES = (1 << 18, 1 << 20, 1 << 22)
+_TOKENS = (16, 64, 256)
+_TIMES = 3
+
+Run = Callable[[], object]
+
+
+def measure_front_speeds(decoder: Decoder, layer: int) -> Speeds:
+    """Speeds of copies, products and attention on the host; the others are nothing until they ran.
+
+    Args:
+        decoder: prepared to make keys and values again, if it can.
+        layer: of the model, to measure.
+    """
+    device = decoder.device
+    call_s, byte_s = _fit(_COPY_BYTES, lambda size: _copy(size, device))
+    link = CopyRate(bytes_per_s=1 / byte_s, call_s=call_s)
+    made = (0.0, 0.0)
+    if isinstance(decoder, TransformersDecoder) and decoder.prepare_recomputation() is None:
+        made = _fit(_TOKENS, lambda tokens: _make(decoder, layer, tokens))
+    host = _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))
+    return Speeds(
+        inward=link,
+        outward=link,
+        project_call_s=made[0],
+        project_token_s=made[1],
+        host_call_s=host[0],
+        host_token_s=host[1],
+    )
+
+
+def _fit(sizes: tuple[int, ...], prepare: Callable[[int], Run]) -> tuple[float, float]:
+    """Seconds of a call and of a unit, from the quickest of a few runs of each size."""
+    amounts, seconds = [], []
+    for size in sizes:
+        run = prepare(size)
+        run()
+        amounts.append((1.0, float(size)))
+        seconds.append(min(_timed(run) for _ in range(_TIMES)))
+    call_s, unit_s = fit_seconds(amounts, seconds)
+    return call_s, max(unit_s, 1e-15)
+
+
+def _timed(run: Run) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
+
+
+def _copy(num_bytes: int, device: torch.device) -> Run:
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        _wait(device)
+
+    return run
+
+
+def _make(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
+    device = decoder.device
+    inputs = torch.zeros(tokens, decoder.spec.hidden_size, dtype=decoder.dtype, device=device)
+    positions = torch.arange(tokens, device=device)
+
+    def run() -> None:
+        decoder.keys_and_values(layer, inputs, positions)
+        _wait(device)
+
+    return run
+
+
+def _attend(decoder: Decoder, tokens: int) -> Run:
+    spec = decoder.spec
+    query = torch.zeros(1, spec.num_heads, 1, spec.head_dim, dtype=decoder.dtype)
+    key = torch.zeros(1, spec.num_kv_heads, tokens, spec.head_dim, dtype=decoder.dtype)
+    return lambda: attend_partial(query, key, key, math=AttentionMath(1.0), seen=None)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
