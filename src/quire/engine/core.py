@@ -95,9 +95,8 @@ class Engine:
         self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
-        self._ledger = Ledger(
-            self.pool.kv.memory, self._requests, self.pool.host, arriving_bytes(restoring)
-        )
+        memory, fronts, arriving = self.pool.kv.memory, self.pool.fronts, arriving_bytes(restoring)
+        self._ledger = Ledger(memory, self._requests, self.pool.host, arriving, fronts)
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
 

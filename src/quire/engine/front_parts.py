@@ -48,6 +48,26 @@ class FrontParts:
     splits: FrontSplits | None
     why: str
 
+    def totals(self) -> dict[str, int]:
+        """Bytes on the host, tokens that were not carried so far: as `EngineStats` names them."""
+        remaking, attention = self.hosting.remaking, self.hosting.attention
+        return {
+            "hosted_bytes": self.fronts.pool.used_bytes,
+            "input_bytes": 0 if remaking is None else remaking.store.used_bytes,
+            "made_again_tokens": 0 if remaking is None else remaking.num_made,
+            "host_attended_tokens": 0 if attention is None else attention.num_attended,
+        }
+
+    def check(self) -> None:
+        """Prove that every byte on the host is free or somebody's.
+
+        Raises:
+            InvariantError: one is not.
+        """
+        self.fronts.pool.check()
+        if self.hosting.remaking is not None:
+            self.hosting.remaking.store.book.check()
+
 
 def build_fronts(
     model: LoadedModel, config: KVConfig, kv: PagedKV, stream_bytes: int
@@ -118,6 +138,8 @@ class _Choice:
         asked, decoder = self._config.recompute_part, self._model.decoder
         if asked == 0:
             return 0.0, "KV alone is transferred: --stream-recompute off"
+        if any(group.lanes_per_layer > 1 for group in self._staged):
+            return 0.0, "KV alone is transferred: each KV head keeps tokens of its own"
         if not self.groups:
             return 0.0, "KV alone is transferred: slots of this codec are not written one by one"
         gate = activation_gate(

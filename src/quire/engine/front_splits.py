@@ -46,7 +46,6 @@ class FrontSplits:
 
     Attributes:
         made_tokens, host_tokens, tokens: of the last step that had fronts, of one layer.
-        rates: that it was divided by; None before the first.
         controller: keeps the split steady.
     """
 
@@ -56,16 +55,17 @@ class FrontSplits:
         self.profiler = profiler
         self.controller = SplitController(unit=page_tokens)
         self.made_tokens = self.host_tokens = self.tokens = 0
-        self.rates: OffloadRates | None = None
         self._sizes, self._page_tokens, self._asked = sizes, page_tokens, asked
         self._host_part: float | None = None
+        self._rows = 0
 
     def divide(self, fronts: Mapping[int, Front], rows: int) -> dict[int, Share]:
         """See `quire.kv.hosting.Splits`."""
         tokens = self.tokens = sum(f.columns for f in fronts.values()) * self._page_tokens
-        self.rates = self.profiler.speeds.rates(self._sizes, rows=rows, tokens=tokens)
-        host = self._host_tokens(self.rates, tokens)
-        made = min(self._made_tokens(self.rates, tokens - host), self._asked.most_made)
+        self._rows = rows
+        rates = self._rates()
+        host = self._host_tokens(rates, tokens)
+        made = min(self._made_tokens(rates, tokens - host), self._asked.most_made)
         shares = share_fronts(fronts, made, host, self._page_tokens)
         self.made_tokens = sum(len(s.made) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
@@ -75,8 +75,12 @@ class FrontSplits:
         """See `quire.kv.hosting.Splits`."""
         timeline = timeline_of(timed)
         self.profiler.observe(timeline)
-        if self._asked.made is None and self.rates is not None:
-            self.controller.observe(timeline, self.rates, self.tokens - self.host_tokens)
+        if self._asked.made is None:
+            rates = self._rates()  # with what was just learned
+            self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
+
+    def _rates(self) -> OffloadRates:
+        return self.profiler.speeds.rates(self._sizes, rows=self._rows, tokens=self.tokens)
 
     def _made_tokens(self, rates: OffloadRates, tokens: int) -> int:
         if self._asked.made is None:

@@ -8,7 +8,7 @@ and what slab borders waste, to the arena.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from quire.engine.request import Request
 from quire.errors import InvariantError
@@ -40,6 +40,19 @@ class HostExtent:
     exact: bool
 
 
+@runtime_checkable
+class OnHost(Protocol):
+    """First pages of running requests on the host."""
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of their KV, and of what it is made of, under the names of `EngineStats`."""
+        ...
+
+    def check(self) -> None:
+        """Prove these bytes."""
+        ...
+
+
 class Ledger:
     """Reads the books of an engine. Keeps none of its own: see `quire.kv.ledger`.
 
@@ -48,6 +61,7 @@ class Ledger:
         requests: gives all requests that have not ended.
         host: where swapped requests wait; None where none are.
         arriving: bytes of pages that are being filled with prefixes from a tier.
+        fronts: first pages of running requests on the host; None where none are.
     """
 
     def __init__(
@@ -56,9 +70,10 @@ class Ledger:
         requests: Callable[[], Iterable[Request]],
         host: HostPool | None = None,
         arriving: Callable[[], int] = int,
+        fronts: OnHost | None = None,
     ) -> None:
         self._memory, self._requests, self._host = memory, requests, host
-        self._arriving = arriving
+        self._arriving, self._fronts = arriving, fronts
 
     def snapshot(self) -> Snapshot:
         """Totals on each axis, then tenants, requests and the prefix cache: plain JSON values.
@@ -77,7 +92,7 @@ class Ledger:
             "axes": self._axes(extents, host),
             "tenants": _tenants(rows),
             "requests": rows,
-            "host": self._host_totals(),
+            "host": self._host_totals() | self._front_totals(),
             "prefix_cache": [_shown(e) for e in extents if e.row == NO_ROW],
         }
 
@@ -107,6 +122,11 @@ class Ledger:
         free_bytes = total_bytes - used_bytes
         return {"total_bytes": total_bytes, "used_bytes": used_bytes, "free_bytes": free_bytes}
 
+    def _front_totals(self) -> Mapping[str, int]:
+        """Of first pages, where there may be any."""
+        totals = {} if self._fronts is None else self._fronts.totals()
+        return {name: totals[name] for name in ("hosted_bytes", "input_bytes") if totals}
+
     def check(self) -> None:
         """Prove the ledger against a count of every page by itself. Slow.
 
@@ -114,6 +134,8 @@ class Ledger:
             InvariantError: they differ.
         """
         prove_extents(self._memory, extents_of(self._memory))
+        if self._fronts is not None:
+            self._fronts.check()
         swapped_bytes = sum(e.num_bytes for e in _host_extents(list(self._requests())))
         if self._host is not None and swapped_bytes != self._host.used_bytes:
             raise InvariantError(

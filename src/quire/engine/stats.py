@@ -68,6 +68,10 @@ class EngineStats:
         tenants: the same, by tenant.
         cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
         host_bytes: KV of requests that wait with it in the host pool.
+        hosted_bytes: KV of the first pages of running requests, on the host.
+        input_bytes: on the host beside it, what such KV can be made of again.
+        made_again_tokens, host_attended_tokens: of first pages, whose KV was made again, and that
+            were attended to on the host, so far; each layer counted.
         num_swaps: sequences moved to the host so far, tails included.
         queried_tokens, cached_tokens: of all requests that entered: known then, and found in the
             prefix cache.
@@ -96,6 +100,10 @@ class EngineStats:
     tenants: tuple[TenantBytes, ...]
     cached_bytes: int
     host_bytes: int
+    hosted_bytes: int
+    input_bytes: int
+    made_again_tokens: int
+    host_attended_tokens: int
     num_swaps: int
     queried_tokens: int
     cached_tokens: int
@@ -110,6 +118,14 @@ class EngineStats:
     def as_dict(self) -> dict[str, object]:
         """Plain numbers and lists, ready for JSON."""
         return asdict(self)
+
+
+NO_FRONTS = {
+    "hosted_bytes": 0,
+    "input_bytes": 0,
+    "made_again_tokens": 0,
+    "host_attended_tokens": 0,
+}
 
 
 def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[RequestBytes, ...]:
@@ -187,6 +203,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     return EngineStats(
         **memory_numbers(memory, model),
         **scheduler_numbers(scheduler),
+        **(NO_FRONTS if pool.fronts is None else pool.fronts.totals()),
         scratch_peak_bytes=pool.kv.peak_scratch_bytes,
         num_steps=num_steps,
         num_processed_tokens=num_processed_tokens,

@@ -126,8 +126,9 @@ class StagedCopies:
             yield first, end, _packed(self._staging, page_class, count, 0), host
 
     def _on_device(self, pages: PageNumbers) -> Tensor:
-        """Page numbers on the device. The same ones come step after step, and a copy of pageable
-        memory waits for its stream.
+        """Page numbers on the device.
+
+        The same ones come step after step, and a copy of pageable memory waits for its stream.
         """
         key = pages.tobytes()
         if key not in self._numbers:

@@ -92,6 +92,7 @@ class InputStore:
         self._written: Written | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._landing = torch.empty(0, dtype=dtype)
+        self._short = torch.empty(0, dtype=torch.int64)
 
     @property
     def total_bytes(self) -> int:
@@ -120,6 +121,7 @@ class InputStore:
         self.finish()
         self._written = written
         if self._stream is not None:
+            self._short = written.short.to(self._device)
             needed = len(self.index) * len(written.short) * self.hidden
             if self._landing.numel() < needed:
                 with torch.inference_mode(mode=False):
@@ -138,7 +140,7 @@ class InputStore:
             inputs.record_stream(self._stream)
             self._put_long(index, inputs, written)
             if len(written.short):
-                short = inputs[written.short.to(self._device, non_blocking=True)]
+                short = inputs[self._short]
                 self._landed(index, written).copy_(short, non_blocking=True)
 
     def finish(self) -> None:

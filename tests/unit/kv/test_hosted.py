@@ -26,6 +26,7 @@ from quire.kv.hosting import Hosting
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, lend, return_loan
 from quire.kv.step import PagedKV, StepAttention
+from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
 from quire.kv.swap import swap_out
 from quire.kv.tables import SLOTS
@@ -70,6 +71,9 @@ class BrokenCarrier:
         lost = Future()
         lost.set_exception(OSError("the link is gone"))
         return lost
+
+    def marks(self):
+        return ClockMarks()
 
 
 def make(

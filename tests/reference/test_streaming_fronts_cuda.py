@@ -1,0 +1,50 @@
+"""Fronts on a CUDA device: pinned memory, a stream beside the computing one, events; no waiting."""
+
+import pytest
+import torch
+
+from engines import greedy, load
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.kv.stream_carrier import StreamCarrier
+from reference.test_eviction import Recorder, largest_difference
+from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
+
+pytestmark = pytest.mark.gpu
+
+
+def run(name, rows, **options):
+    model = load(name, "cuda", times=3)
+    config = KVConfig(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
+    engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, step_tokens=40))
+    recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
+    for request, prompt in PROMPTS.items():
+        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return engine, recorder.logits
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"stream_recompute": "off"},
+        {"stream_recompute": "1"},
+        {"stream_recompute": "0.5"},
+        {"stream_recompute": "off", "stream_host_attention": "0.5"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("name", ["llama_mha", "llama", "opt"])
+def test_answers_are_those_of_a_memory_with_room_for_all(name, parts, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the whole device was waited for")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    engine, logits = run(name, 0.8, stream_memory="4MiB", **parts)
+
+    assert isinstance(engine.pool.fronts.hosting.carrier, StreamCarrier)
+    assert engine.events.newest(["hosted"])
+    assert largest_difference(logits, run(name, 16)[1]) <= 1e-3

@@ -1,0 +1,44 @@
+"""Fronts divided: whole pages, sums as asked, no page in two places."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kv.front_shares import Front, Share, share_fronts
+
+PAGE = 4
+
+
+@st.composite
+def fronts(draw):
+    found = {}
+    for row in range(draw(st.integers(1, 4))):
+        columns = draw(st.integers(1, 9))
+        first = draw(st.integers(0, columns))
+        known = range(first, draw(st.integers(first, columns)))
+        found[row] = Front(columns, known=known, on_host=draw(st.booleans()))
+    return found
+
+
+@given(of=fronts(), made=st.integers(0, 200), host=st.integers(0, 200))
+def test_every_page_is_served_once(of, made, host):
+    shares = share_fronts(of, made, host, PAGE)
+
+    known = sum(len(front.known) for front in of.values()) * PAGE
+    found = sum(len(share.made) for share in shares.values()) * PAGE
+    assert min(made, known) - PAGE < found <= min(made, known)
+    assert sum(len(share.host) for share in shares.values()) * PAGE <= host
+    for row, front in of.items():
+        share = shares[row]
+        served = [*share.made, *share.host]
+        served += [c for run in share.carried(0, front.columns) for c in run]
+        assert sorted(served) == list(range(front.columns))
+        assert set(share.made) <= set(front.known)
+        assert front.on_host or not share.host
+
+
+def test_runs_are_cut_at_pieces():
+    share = Share(made=range(2, 5), host=range(7, 9))
+
+    assert list(share.carried(0, 9)) == [range(2), range(5, 7)]
+    assert list(share.carried(3, 6)) == [range(5, 6)]
+    assert list(share.carried(2, 5)) == []
