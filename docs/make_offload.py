@@ -25,6 +25,7 @@ TITLES = {
     "weights": "Weights on the link too",
     "codec": "Codes on the wire",
     "position": "Splits over a generation",
+    "engine": "In the engine",
 }
 TARGETS = {
     "gain_lB_over_prefetch": "at least 1.46",
@@ -53,6 +54,9 @@ TARGETS = {
     "engine_restore_over_alone_10gb": "",
     "h200_gain_lB_over_prefetch": "",
     "rtx5000_gain_lB_over_prefetch": "",
+    "prefill_overhead_fraction": "at most 0.02",
+    "engine_auto_over_off": "",
+    "engine_hosted_bytes": "",
 }
 
 

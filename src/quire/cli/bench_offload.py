@@ -21,7 +21,7 @@ def offload(
         str,
         typer.Option(
             help="Only these, with commas: arms, sweep, host, refit, restore, latency, weights, "
-            "codec, position."
+            "codec, position, engine."
         ),
     ] = "",
     rho: Annotated[

@@ -114,10 +114,10 @@ class FrontRoom:
         return self._fronts.gain_bytes(request.row, self._slots(request), self._holders)
 
     def _slots(self, request: Request) -> int:
-        """In every lane that could have a front, processed ones only."""
+        """In every lane that could have a front; without those that the next step will write."""
         tables = self._memory.tables.values()
-        held = [t.num_slots[request.row].min() for t in tables if can_have_front(t.group)]
-        return min(request.num_computed, *map(int, held))
+        held = min(int(t.num_slots[request.row].min()) for t in tables if can_have_front(t.group))
+        return held - (int(self._memory.lengths[request.row]) - request.num_computed)
 
     def _move(self, request: Request) -> bool:
         """Move the next part of a request's pages; False where neither side has room for it."""

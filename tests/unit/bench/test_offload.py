@@ -12,6 +12,7 @@ from quire.bench.offload.arms_part import claims, percentile, run_arms
 from quire.bench.offload.bed import Bed, BedShape
 from quire.bench.offload.config import QUICK_OFFLOAD
 from quire.bench.offload.engine_restore_part import run_engine_restore
+from quire.bench.offload.engine_part import run_engine
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from quire.bench.offload.refit_part import run_refit
@@ -41,6 +42,8 @@ CONFIG = replace(
     batches=(1,),
     prompts=(128,),
     layers=2,
+    engine_tokens=192,
+    engine_steps=3,
 )
 
 
@@ -173,6 +176,7 @@ PARTS = (
     run_weights,
     run_codec,
     run_position,
+    run_engine,
 )
 CLAIMS = {
     run_arms: {
@@ -189,6 +193,7 @@ CLAIMS = {
     run_refit: {"refit_steps"},
     run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},
     run_engine_restore: {"engine_restore_gain_vs_load", "engine_restore_gain_vs_load_10gb"},
+    run_engine: {"prefill_overhead_fraction", "engine_auto_over_off"},
 }
 
 
@@ -213,5 +218,7 @@ def test_every_part_runs_and_can_be_kept(run):
     if run is run_weights:
         assert result.claims["hiding_never_slower"] == 1
         assert result.claims["hiding_over_flexgen"] >= 1
+    if run is run_engine:
+        assert result.claims["engine_hosted_bytes"]
     if run is run_arms:
         assert result.claims["output_error"] < 1e-4

@@ -24,6 +24,8 @@ class OffloadBenchConfig:
         prompts: likewise.
         generated: likewise.
         layers: of models on the virtual clock; 0: all.
+        engine_tokens: of the prompt of the part `engine`.
+        engine_steps: it decodes.
     """
 
     shape: BedShape = field(default_factory=lambda: BedShape(tokens=4096))
@@ -40,6 +42,8 @@ class OffloadBenchConfig:
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
     generated: tuple[int, ...] = (32, 128)
     layers: int = 0
+    engine_tokens: int = 2048
+    engine_steps: int = 24
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
@@ -55,4 +59,6 @@ QUICK_OFFLOAD = OffloadBenchConfig(
     prompts=(128, 1024),
     generated=(32,),
     layers=6,
+    engine_tokens=512,
+    engine_steps=8,
 )

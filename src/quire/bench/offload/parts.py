@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from quire.bench.offload.arms_part import run_arms
 from quire.bench.offload.config import OffloadBenchConfig
 from quire.bench.offload.engine_restore_part import run_engine_restore
+from quire.bench.offload.engine_part import run_engine
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.refit_part import run_refit
 from quire.bench.offload.restore_part import run_restore
@@ -23,4 +24,5 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "weights": run_weights,
     "codec": run_codec,
     "position": run_position,
+    "engine": run_engine,
 }
