@@ -92,7 +92,7 @@ class Ledger:
             "axes": self._axes(extents, host),
             "tenants": _tenants(rows),
             "requests": rows,
-            "host": self._host_totals() | self._front_totals(),
+            "host": {**self._host_totals(), **self._front_totals()},
             "prefix_cache": [_shown(e) for e in extents if e.row == NO_ROW],
         }
 

@@ -47,7 +47,7 @@ class EventMarks:
 
     def now(self) -> object:
         """See `Marks`: of the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -66,7 +66,7 @@ class EventMarks:
         assert isinstance(mark, torch.cuda.Event), "a mark of a device"
         assert isinstance(self._zero, torch.cuda.Event), "likewise"
         mark.synchronize()
-        return self._zero.elapsed_time(mark) / 1e3
+        return float(self._zero.elapsed_time(mark)) / 1e3
 
 
 class StreamCarrier:
@@ -77,7 +77,8 @@ class StreamCarrier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, copy: Callable[[], None], num_bytes: int) -> Arrival:
         """See `Carrier`."""
