@@ -18,6 +18,8 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.carrier import ThreadCarrier
 from quire.kv.config import KVConfig
+from quire.offload.schedule.work import Speeds
+from quire.plan.rates import CopyRate
 from reference.test_eviction import Recorder, largest_difference
 
 NEW_TOKENS = 24
@@ -241,9 +243,14 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
         engine.submit(PROMPTS["b"], greedy(NEW_TOKENS))
 
 
-def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too():
-    """The cached pages stay while somebody reads them; its own copy of them is on the host."""
-    config = KVConfig(memory=int(0.8 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
+@pytest.mark.parametrize("part", ["off", "1"])
+def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
+    """The cached pages stay while somebody reads them; its own copy of them is on the host.
+
+    There is no X of the cached tokens; of what comes behind them there is.
+    """
+    memory = int(0.8 * row_bytes("qwen3"))
+    config = KVConfig(memory=memory, page_tokens=4, stream_memory="1MiB", stream_recompute=part)
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     usages = {}
@@ -351,6 +358,21 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
     options = {"memory": "8MiB", "stream_memory": "1MiB", "store_tokens": 64} | options
     with pytest.raises(error, match=says):
         Engine(model_of("qwen3"), KVConfig(**options), ScheduleConfig())
+
+
+def test_rates_decide_and_are_followed(monkeypatch):
+    """Said to be slow the link is seen to be fast, so that less and less is made again."""
+    slow = CopyRate(bytes_per_s=1e6)
+    speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
+    monkeypatch.setattr("quire.engine.front_parts.measure_front_speeds", lambda *_: speeds)
+    engine, logits, _ = run("llama_mha", 0.8)
+
+    fronts = engine.pool.fronts
+    assert "activations are 0.5x the KV of this model: part" in fronts.why
+    assert engine.stats().made_again_tokens
+    assert fronts.splits.profiler.speeds.inward.bytes_per_s > slow.bytes_per_s
+    assert fronts.hosting.remaking.store.book.peak_blocks
+    assert largest_difference(logits, whole("llama_mha")) <= 1e-4
 
 
 def why(name: str, **options) -> str:

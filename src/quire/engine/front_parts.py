@@ -85,7 +85,7 @@ def build_fronts(
     book = choice.book(choice.input_bytes(part, stream_bytes))
     input_bytes = 0 if book is None else book.num_blocks * book.block_tokens * choice.x_bytes
     fronts = HostedFronts(kv.memory, host_pool(kv.store, choice.layout, stream_bytes - input_bytes))
-    fronts.read_positions = kv.page_positions
+    fronts.read_positions = kv.store.page_positions
     rows, remaking = None, None
     if book is not None:
         rows = FrontRows(part)

@@ -73,6 +73,11 @@ class Hosting:
             memory.on_compaction = self.compacted
         self._last: StepFronts | None = None
 
+    @property
+    def staging_bytes(self) -> int:
+        """Of X on the device, beside the arena."""
+        return 0 if self.remaking is None else self.remaking.staging_bytes
+
     def step(self, batch: FlatBatch) -> "StepFronts | None":
         """What a step has to do with fronts; None where that is nothing."""
         self._end()

@@ -40,7 +40,9 @@ class Written:
     @classmethod
     def of(cls, starts: Sequence[tuple[int, int, list[Segment]]], store: "InputStore") -> "Written":
         """From each row's first token in the batch, its first new slot, and where they go."""
-        long, tokens, places = [], [], []
+        long: list[tuple[int, Segment]] = []
+        tokens: list[int] = []
+        places: list[int] = []
         for token, slot, segments in starts:
             for segment in segments:
                 first = token + segment.start - slot
@@ -90,7 +92,9 @@ class InputStore:
         with torch.inference_mode(mode=False):
             self._slots = host.view(dtype).view(-1, hidden)  # rows of the first layer, then others
         self._written: Written | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._landing = torch.empty(0, dtype=dtype)
         self._short = torch.empty(0, dtype=torch.int64)
 

@@ -31,7 +31,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
-from quire.spec.pages import LaneGroup, PageClass
+from quire.spec.pages import LaneGroup
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -82,16 +82,11 @@ class PagedKV:
         """Whether keys are stored after RoPE, in all layers; else before it, in all."""
         return all(group.page_class.rotated for group, _ in self.place.values())
 
-    def page_positions(self, page_class: PageClass, pages: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Logical positions of pages' slots [page, slot], of a class that carries them."""
-        positions = self.store.views(page_class).positions
-        assert positions is not None, "slots without order carry theirs"
-        return positions[torch.from_numpy(pages).long().to(positions.device)].cpu().numpy()
-
     @property
     def peak_scratch_bytes(self) -> int:
-        """Most bytes held at once beside the arena: the backend's, and column sums."""
-        return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes
+        """Most bytes held at once beside the arena: the backend's, column sums, X on its way."""
+        staged = 0 if self.hosting is None else self.hosting.staging_bytes
+        return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes + staged
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
         """What is remembered of each lane group, for the rows that have it."""

@@ -162,6 +162,13 @@ class PageStore:
         found = torch.as_tensor(payload)  # rows of bytes may come from elsewhere, as an array
         self.views(page_class).whole[self._index(pages)] = found.to(self.device)
 
+    def page_positions(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.int32]:
+        """Logical positions of pages' slots [page, slot], of a class that carries them."""
+        positions = self.views(page_class).positions
+        assert positions is not None, "slots without order carry theirs"
+        found: NDArray[np.int32] = positions[self._index(pages)].cpu().numpy()
+        return found
+
     def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
 

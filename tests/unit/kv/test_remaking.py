@@ -95,7 +95,7 @@ def hosting(kv, seed, *, blocks=64):
     remaking = Remaking(Linear(), store, Known(), CPU)
     remaking.piece_tokens = 5  # ends inside of pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
-    first.fronts.read_positions = kv.page_positions
+    first.fronts.read_positions = kv.store.page_positions
     kv.hosting = type(first)(
         kv.memory,
         first.fronts,

@@ -77,17 +77,23 @@ def multi_head() -> LlamaConfig:
     )
 
 
-def _engine(model: LoadedModel, memory: int | str, **options: str) -> Engine:
+def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> Engine:
     return Engine(
         model,
-        KVConfig(memory=memory, stream_memory="1GiB", prefix_cache=False, **options),
+        KVConfig(
+            memory=memory,
+            stream_memory="1GiB",
+            prefix_cache=False,
+            stream_recompute=arm.get("stream_recompute", "auto"),
+            stream_host_attention=arm.get("stream_host_attention", "auto"),
+        ),
         ScheduleConfig(chunk_tokens=_CHUNK),
     )
 
 
 def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
     """CPU seconds of reading a prompt that the memory has room for."""
-    engine = _engine(model, "1GiB", stream_recompute=part, stream_host_attention="off")
+    engine = _engine(model, "1GiB", {"stream_recompute": part, "stream_host_attention": "off"})
     engine.submit(random_prompt(model, tokens, 1), SamplingParams(max_tokens=1))
     started_s = time.process_time()
     while engine.has_work:
@@ -98,7 +104,7 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
 def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[float, Engine]:
     """Median seconds of decode steps of a prompt whose front is on the host."""
     token_bytes = model.spec.kv_bytes_per_token(4)
-    engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), **ARMS[name])
+    engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), ARMS[name])
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     engine.submit(random_prompt(model, tokens, 2), params)
     found: list[float] = []
