@@ -149,6 +149,8 @@ class _Choice:
         )
         if asked is None and not gate.pays:
             return 0.0, gate.reason
+        if self._model.weights is not None:
+            return 0.0, "KV alone is transferred: weights are brought too (--weights-memory)"
         if not isinstance(decoder, TransformersDecoder):
             return 0.0, "KV alone is transferred: this decoder makes none again"
         why_not = decoder.prepare_recomputation()

@@ -11,8 +11,8 @@ from quire.bench.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from quire.bench.offload.arms_part import claims, percentile, run_arms
 from quire.bench.offload.bed import Bed, BedShape
 from quire.bench.offload.config import QUICK_OFFLOAD
-from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.engine_part import run_engine
+from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from quire.bench.offload.refit_part import run_refit

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from quire.bench.offload.arms_part import run_arms
 from quire.bench.offload.config import OffloadBenchConfig
-from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.engine_part import run_engine
+from quire.bench.offload.engine_restore_part import run_engine_restore
 from quire.bench.offload.host_part import run_host
 from quire.bench.offload.refit_part import run_refit
 from quire.bench.offload.restore_part import run_restore
