@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 import zoo
-from quire.kv.streaming import ThreadCarrier
+from quire.kv.carrier import ThreadCarrier
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel

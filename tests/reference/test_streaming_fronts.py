@@ -364,7 +364,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
     """Said to be slow the link is seen to be fast, so that less and less is made again."""
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
-    monkeypatch.setattr("quire.engine.front_parts.measure_front_speeds", lambda *_: speeds)
+    monkeypatch.setattr("quire.engine.front_parts.measure_front_speeds", lambda *_, **__: speeds)
     engine, logits, _ = run("llama_mha", 0.8)
 
     fronts = engine.pool.fronts

@@ -127,6 +127,7 @@ class _Choice:
         token_x_bytes = model.spec.hidden_size * model.decoder.dtype.itemsize
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=token_x_bytes)
         self._profiler: OffloadProfiler | None = None
+        self._makes = False
 
     @property
     def x_bytes(self) -> int:
@@ -156,6 +157,7 @@ class _Choice:
         why_not = decoder.prepare_recomputation()
         if why_not is not None:
             return 0.0, f"KV alone is transferred: {why_not}"
+        self._makes = True
         if asked is not None:
             return asked, f"{asked:.2g} of it is made again from activations, as asked"
         rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
@@ -212,7 +214,8 @@ class _Choice:
 
     def _rates(self) -> OffloadProfiler:
         if self._profiler is None:
-            speeds = measure_front_speeds(self._model.decoder, self._staged[0].layers[-1])
+            decoder, layer = self._model.decoder, self._staged[0].layers[-1]
+            speeds = measure_front_speeds(decoder, layer, makes=self._makes)
             self._profiler = OffloadProfiler(speeds)
         return self._profiler
 

@@ -23,18 +23,19 @@ _TIMES = 3
 Run = Callable[[], object]
 
 
-def measure_front_speeds(decoder: Decoder, layer: int) -> Speeds:
+def measure_front_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Speeds:
     """Speeds of copies, products and attention on the host; the others are nothing until they ran.
 
     Args:
-        decoder: prepared to make keys and values again, if it can.
+        decoder: computes.
         layer: of the model, to measure.
+        makes: the decoder is prepared to make keys and values again.
     """
     device = decoder.device
     call_s, byte_s = _fit(_COPY_BYTES, lambda size: _copy(size, device))
     link = CopyRate(bytes_per_s=1 / byte_s, call_s=call_s)
     made = (0.0, 0.0)
-    if isinstance(decoder, TransformersDecoder) and decoder.prepare_recomputation() is None:
+    if makes and isinstance(decoder, TransformersDecoder):
         made = _fit(_TOKENS, lambda tokens: _make(decoder, layer, tokens))
     host = _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))
     return Speeds(

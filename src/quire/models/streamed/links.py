@@ -15,16 +15,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from quire.errors import ConfigError, StorageError
+from quire.kv.carrier import Arrival, Carrier, ThreadCarrier
 from quire.kv.pinned import pin_memory
 from quire.kv.store import zero_bytes
-from quire.kv.streaming import Carrier, ThreadCarrier
 from quire.models.streamed.layers import LayerWeights
 from quire.plan.sizes import format_size
 
@@ -100,7 +99,7 @@ class FileLink(WeightLink):
         weakref.finalize(self, self._file.close)
         self._places: dict[int, tuple[int, int]] = {}
         self.carrier: Carrier = carrier or ThreadCarrier()
-        self._coming: dict[int, Future[None]] = {}
+        self._coming: dict[int, Arrival] = {}
 
     def take_home(self, layer: int, weights: LayerWeights) -> None:
         """See `WeightLink`."""
