@@ -190,6 +190,31 @@ def test_codes_are_made_again_and_attended_to_on_the_host(parts, tolerance):
     assert largest_difference(logits, expected) <= tolerance
 
 
+def test_inputs_in_codes_cost_their_bytes_and_little_else():
+    """int8 of 64 numbers, or all of a narrower model's, with a float16 scale: about a quarter."""
+    runs = {
+        codec: run("llama_mha", 0.8, stream_recompute="1", stream_input_codec=codec)
+        for codec in ("none", "int8")
+    }
+
+    plain, coded = (runs[codec][0].pool.fronts.hosting.remaking.store for codec in runs)
+    assert coded.codec.row_bytes < 0.3 * plain.codec.row_bytes
+    assert coded.book.num_blocks * coded.block_bytes < plain.book.num_blocks * plain.block_bytes
+    assert runs["int8"][0].stats().made_again_tokens
+    assert 0 < until_they_part(runs["int8"][1], whole("llama_mha")) <= 0.1
+
+
+def until_they_part(logits, expected):
+    """Largest difference as long as both have chosen the same tokens."""
+    differences = []
+    for request, steps in logits.items():
+        for got, wanted in zip(steps, expected[request], strict=True):
+            differences.append(float((got - wanted).abs().max()))
+            if got.argmax() != wanted.argmax():
+                break
+    return max(differences)
+
+
 @pytest.mark.parametrize(
     ("codec", "rows"),
     [

@@ -12,6 +12,7 @@ from quire.kv.host_attention import HostAttention, can_attend_in_parts
 from quire.kv.hosted import HostedFronts, can_have_front
 from quire.kv.hosting import Hosting
 from quire.kv.input_book import InputBook
+from quire.kv.input_codec import InputCodec
 from quire.kv.input_store import InputStore
 from quire.kv.remaking import Remaking, can_make_again
 from quire.kv.step import PagedKV
@@ -124,8 +125,8 @@ class _Choice:
         self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
         kv_bytes = max(map(_layer_bytes, self._staged))
-        token_x_bytes = model.spec.hidden_size * model.decoder.dtype.itemsize
-        self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=token_x_bytes)
+        self._codec = InputCodec(config.input_codec, model.spec.hidden_size, model.decoder.dtype)
+        self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
         self._profiler: OffloadProfiler | None = None
         self._makes = False
 
@@ -146,7 +147,7 @@ class _Choice:
         gate = activation_gate(
             self._model.spec,
             kv_value_bytes=self._sizes.kv_bytes / self._model.spec.kv_values_per_layer_token,
-            x_value_bytes=decoder.dtype.itemsize,
+            x_value_bytes=self._codec.row_bytes / self._codec.hidden,
         )
         if asked is None and not gate.pays:
             return 0.0, gate.reason
@@ -184,9 +185,8 @@ class _Choice:
         """What makes keys and values again."""
         decoder = self._model.decoder
         assert isinstance(decoder, TransformersDecoder), "asked before"
-        hidden, device = decoder.spec.hidden_size, decoder.device
-        inputs = InputStore(book, self._layers, hidden, decoder.dtype, device)
-        return Remaking(decoder, inputs, rows, device)
+        inputs = InputStore(book, self._layers, self._codec, decoder.device)
+        return Remaking(decoder, inputs, rows, decoder.device)
 
     def attention(self, fronts: HostedFronts) -> HostAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 from quire.errors import ConfigError
+from quire.spec.codec_names import AS_COMPUTED, codec_spec
+from quire.spec.codecs import CodecSpec
 from quire.spec.options import option, require_types
 
 
@@ -59,6 +61,12 @@ class KVConfig:
         "a part from 0 to 1",
         flag="stream-recompute",
     )
+    stream_input_codec: str = option(
+        "none",
+        help="how these activations are kept on the host and carried: none (as computed), or codes "
+        "such as int8",
+        flag="stream-input-codec",
+    )
     stream_host_attention: str = option(
         "auto",
         help="of the first pages on the host the part that is attended to there: auto (what "
@@ -113,7 +121,7 @@ class KVConfig:
         require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
-        _ = self.recompute_part, self.host_attention_part
+        _ = self.recompute_part, self.host_attention_part, self.input_codec
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
 
@@ -125,6 +133,24 @@ class KVConfig:
             ConfigError: not a part, nor auto, nor off.
         """
         return part_of(self.stream_recompute, "--stream-recompute")
+
+    @property
+    def input_codec(self) -> CodecSpec | None:
+        """How activations are kept; None: as computed.
+
+        Raises:
+            UnknownName: no codec has this name.
+            ConfigError: one that needs whole pages, or constants measured for keys and values.
+        """
+        if self.stream_input_codec == AS_COMPUTED:
+            return None
+        spec = codec_spec(self.stream_input_codec)
+        if spec.per_page or spec.constants:
+            raise ConfigError(
+                f"--stream-input-codec {spec.name}: expected a codec that writes tokens one by one "
+                "and needs nothing measured, such as int8 or int4"
+            )
+        return spec
 
     @property
     def host_attention_part(self) -> float | None:

@@ -1,6 +1,6 @@
 """What attention is given (X), kept on the host while tokens are computed.
 
-    blocks   [block, layer, slot of the block, hidden]      numbers as the model computes them
+    blocks   [block, layer, slot of the block, row_bytes]      numbers as computed, or their codes
 
 On a CPU they are written as they are shown. From a device they come by a stream of their own, in
 pinned memory: those of a prompt straight into their place, those of rows that decode one behind the
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.kv.input_book import InputBook, Segment
+from quire.kv.input_codec import InputCodec
 from quire.kv.pinned import pin_memory
 from quire.kv.slot_moves import SlotMoves
 from quire.kv.store import zero_bytes
@@ -65,8 +66,7 @@ class InputStore:
     Args:
         book: says what lies where.
         layers: of the model, whose inputs are kept.
-        hidden: numbers of an input.
-        dtype: of each.
+        codec: how an input is kept.
         device: that computes them.
 
     Raises:
@@ -77,25 +77,23 @@ class InputStore:
         self,
         book: InputBook,
         layers: Sequence[int],
-        hidden: int,
-        dtype: torch.dtype,
+        codec: InputCodec,
         device: torch.device,
     ) -> None:
-        self.book, self.hidden, self.dtype = book, hidden, dtype
+        self.book, self.codec = book, codec
         self.index = {layer: index for index, layer in enumerate(layers)}
         self._device = device
-        slot_bytes = hidden * dtype.itemsize
-        self.block_bytes = slot_bytes * book.block_tokens * len(layers)
+        self.block_bytes = codec.row_bytes * book.block_tokens * len(layers)
         host = zero_bytes(book.num_blocks * self.block_bytes, torch.device("cpu"))
         if device.type == "cuda":
             pin_memory(host, self)
         with torch.inference_mode(mode=False):
-            self._slots = host.view(dtype).view(-1, hidden)  # rows of the first layer, then others
+            self._slots = host.view(-1, codec.row_bytes)  # rows of the first layer, then others
         self._written: Written | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._landing = torch.empty(0, dtype=dtype)
+        self._landing = torch.empty(0, dtype=torch.uint8)
         self._short = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -126,10 +124,10 @@ class InputStore:
         self._written = written
         if self._stream is not None:
             self._short = written.short.to(self._device)
-            needed = len(self.index) * len(written.short) * self.hidden
+            needed = len(self.index) * len(written.short) * self.codec.row_bytes
             if self._landing.numel() < needed:
                 with torch.inference_mode(mode=False):
-                    self._landing = torch.empty(2 * needed, dtype=self.dtype, pin_memory=True)
+                    self._landing = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
 
     def note(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
         """Keep what a layer's attention is given for the batch of the step."""
@@ -137,14 +135,15 @@ class InputStore:
         if index is None or written is None:
             return
         if self._stream is None:
-            self._put(index, inputs, written)
+            self._put(index, self.codec.encode(inputs), written)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             inputs.record_stream(self._stream)
-            self._put_long(index, inputs, written)
+            rows = self.codec.encode(inputs)
+            self._put_long(index, rows, written)
             if len(written.short):
-                short = inputs[self._short]
+                short = rows[self._short]
                 self._landed(index, written).copy_(short, non_blocking=True)
 
     def finish(self) -> None:
@@ -156,28 +155,28 @@ class InputStore:
         for index in range(len(self.index)) if len(written.short) else ():
             self._slots[self._places(index, written)] = self._landed(index, written)
 
-    def _put(self, index: int, inputs: Tensor, written: Written) -> None:
-        self._put_long(index, inputs, written)
+    def _put(self, index: int, rows: Tensor, written: Written) -> None:
+        self._put_long(index, rows, written)
         if len(written.short):
-            self._slots[self._places(index, written)] = inputs[written.short]
+            self._slots[self._places(index, written)] = rows[written.short]
 
-    def _put_long(self, index: int, inputs: Tensor, written: Written) -> None:
+    def _put_long(self, index: int, rows: Tensor, written: Written) -> None:
         for token, segment in written.long:
             place = self.place(index, segment)
-            source = inputs[token : token + segment.tokens]
+            source = rows[token : token + segment.tokens]
             self._slots[place : place + segment.tokens].copy_(source, non_blocking=True)
 
     def _places(self, index: int, written: Written) -> Tensor:
         return written.places + index * self.book.block_tokens
 
     def _landed(self, index: int, written: Written) -> Tensor:
-        size = len(written.short) * self.hidden
-        return self._landing[index * size : (index + 1) * size].view(-1, self.hidden)
+        size = len(written.short) * self.codec.row_bytes
+        return self._landing[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
 
     # ---- as they are read ----------------------------------------------------------------------
 
     def load(self, layer: int, segments: Sequence[Segment], out: Tensor) -> None:
-        """Begin to copy the inputs of slots into a tensor [slots, hidden], one behind the other."""
+        """Begin to copy inputs of slots into a tensor [slots, row_bytes], one after the other."""
         done = 0
         for segment in segments:
             place = self.place(self.index[layer], segment)

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -119,21 +119,21 @@ class Remaking:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
         self.piece_tokens = PIECE_TOKENS
         self.num_made = 0
-        self._staging = torch.empty(0, dtype=store.dtype)
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     @property
     def staging_bytes(self) -> int:
         """Of X on the device."""
-        return self._staging.numel() * self._staging.itemsize
+        return self._staging.numel()
 
-    def staging(self, tokens: int) -> Float[Tensor, "slot token hidden"]:
-        """Room for two layers' X."""
-        hidden = self.store.hidden
-        needed = SLOTS * tokens * hidden
+    def staging(self, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
+        """Room for two layers' X, as it is carried."""
+        row_bytes = self.store.codec.row_bytes
+        needed = SLOTS * tokens * row_bytes
         if self._staging.numel() < needed:
             with torch.inference_mode(mode=False):
-                self._staging = torch.empty(needed, dtype=self.store.dtype, device=self.device)
-        return self._staging[:needed].view(SLOTS, tokens, hidden)
+                self._staging = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        return self._staging[:needed].view(SLOTS, tokens, row_bytes)
 
 
 class StepRemaking:
@@ -180,8 +180,7 @@ class StepRemaking:
             def copy(piece: _Piece = piece, out: Tensor = out) -> None:
                 store.load(layer, piece.segments, out)
 
-            num_bytes = out.numel() * out.itemsize
-            self._coming[index, number] = submit(X_IN, layer, piece.tokens, num_bytes, copy)
+            self._coming[index, number] = submit(X_IN, layer, piece.tokens, out.numel(), copy)
 
     def make(self, index: int, write: Write) -> None:
         """Make a layer's keys and values as their X arrives, and put them into their slots."""
@@ -197,7 +196,7 @@ class StepRemaking:
                 start = marks.now()
                 key, value = model.keys_and_values(
                     layer,
-                    self._staging[index % SLOTS, some],
+                    self._engine.store.codec.decode(self._staging[index % SLOTS, some]),
                     positions[some],
                     rope_regime=self._regime,
                 )

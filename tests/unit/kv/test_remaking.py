@@ -15,6 +15,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.front_shares import share_fronts
 from quire.kv.host_attention import HostAttention, can_attend_in_parts
 from quire.kv.input_book import InputBook
+from quire.kv.input_codec import InputCodec
 from quire.kv.input_store import InputStore
 from quire.kv.remaking import Remaking, can_make_again
 from quire.kv.step import StepAttention
@@ -91,7 +92,9 @@ def hosting(kv, seed, *, blocks=64):
     first = kv.hosting
     groups = [table.group for table in kv.memory.tables.values()]
     made = [group.name for group in groups if group.window is None and can_make_again(group)]
-    store = InputStore(InputBook(blocks, 2 * PAGE, PAGE), LAYERS, HIDDEN, torch.float32, CPU)
+    store = InputStore(
+        InputBook(blocks, 2 * PAGE, PAGE), LAYERS, InputCodec(None, HIDDEN, torch.float32), CPU
+    )
     remaking = Remaking(Linear(), store, Known(), CPU)
     remaking.piece_tokens = 5  # ends inside of pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
@@ -140,7 +143,7 @@ def spoil(kv):
     """What a step staged is gone."""
     kv.hosting._settle()
     poison(kv)
-    kv.hosting.remaking._staging.fill_(torch.nan)
+    kv.hosting.remaking._staging.fill_(0xFF)  # NaN as float32
 
 
 def lose(memories, row, rng):
