@@ -115,15 +115,17 @@ class SlabTensors:
         Args:
             lengths: columns of each row.
         """
-        found: list[list[Layer]] = [[] for _ in lengths]
-        for layer in range(len(self.keys)):
-            for row, parts in enumerate(found):
-                keys, values = self.view(layer, row, slice(0, lengths[row]))
-                self._meter.take((keys.numel() + values.numel()) * keys.element_size())
-                parts.append((_packed(keys), _packed(values)))
-            self._drop(self.keys, layer)
-            self._drop(self.values, layer)
-        return found
+        keys = [self._split(self.keys, layer, lengths) for layer in range(len(self.keys))]
+        values = [self._split(self.values, layer, lengths) for layer in range(len(self.values))]
+        rows = range(len(lengths))
+        return [[(k[row], v[row]) for k, v in zip(keys, values, strict=True)] for row in rows]
+
+    def _split(self, parts: list[Tensor], layer: int, lengths: Sequence[int]) -> list[Tensor]:
+        rows = [part[:, :length] for part, length in zip(parts[layer], lengths, strict=True)]
+        self._meter.take(sum(part.numel() * part.element_size() for part in rows))
+        rows = [_packed(part) for part in rows]
+        self._drop(parts, layer)
+        return rows
 
     def free(self) -> None:
         """Give everything back."""
