@@ -136,7 +136,8 @@ class Filling:
     def _may_read_here(self) -> bool:
         """Whether the next to enter are read in rows of theirs: there is no queue in between."""
         options, rule = self._options, self.rule
-        queued = options.prefill != SYNC or options.queue != DEVICE or rule.least_ready > 1
+        ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
+        queued = ahead or rule.least_ready > 1
         if queued or rule.shapes or not self._line.waiting:
             return False
         return rule.choose(self.view()) is None

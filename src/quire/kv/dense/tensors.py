@@ -33,8 +33,13 @@ class SlabTensors:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._shape, self._meter, self._filler = shape, meter, filler
-        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
-            parts += [self._empty(layer, dim, rows, capacity) for layer, dim in enumerate(dims)]
+        try:
+            for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+                for layer, dim in enumerate(dims):
+                    parts.append(self._empty(layer, dim, rows, capacity))
+        except BaseException:
+            self.free()
+            raise
 
     def write(
         self,
