@@ -20,6 +20,7 @@ from quire.kv.dense.positions import NOTHING
 from quire.kv.dense.row import RowKV
 from quire.kv.dense.shape import POSITION_BYTES, KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab
+from quire.kv.dense.tensors import SlabTensors
 from quire.kv.dense.window import Window, spare_columns
 
 CPU = torch.device("cpu")
@@ -329,6 +330,35 @@ def test_a_full_host_refuses_a_row_and_changes_nothing():
 
     assert host.used_bytes == 0
     check(slab, [1], [2], meter)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_a_slab_that_cannot_be_made_counts_nothing(monkeypatch, fails):
+    meter, make, made = ByteMeter(), SlabTensors._empty, []
+
+    def full(tensors, *size):
+        if len(made) == fails:
+            raise MemoryError
+        made.append(make(tensors, *size))
+        return made[-1]
+
+    monkeypatch.setattr(SlabTensors, "_empty", full)
+    with pytest.raises(MemoryError):
+        DenseSlab(SHAPE, 2, 8, meter=meter)
+
+    assert meter.used_bytes == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_are_taken_apart_with_one_tensor_there_twice(rows):
+    meter = ByteMeter()
+    slab = DenseSlab(SHAPE, rows, 5, meter=meter)
+    feed(slab, list(range(rows)), [5] * rows)
+
+    taken = slab.split()
+
+    assert meter.used_bytes == rows * 5 * TOKEN_BYTES == sum(kv.num_bytes for kv in taken)
+    assert meter.peak_bytes <= SHAPE.growing_bytes(rows, 5)
 
 
 def test_a_taken_row_is_not_written_over():

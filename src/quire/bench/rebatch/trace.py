@@ -85,7 +85,7 @@ def claims(rounds: Sequence[Round], memory_bytes: int) -> Numbers:
 
 
 def _median(runs: Sequence[RebatchRun], number: Callable[[RebatchRun], float]) -> float:
-    return statistics.median(map(number, runs))
+    return float(statistics.median(map(number, runs)))
 
 
 def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequence[Round]) -> Table:

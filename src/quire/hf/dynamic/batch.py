@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.stop_rules import ending_token
 from quire.errors import RequestError, SlabFull
 from quire.hf.dynamic.checks import check_query, read_params
+from quire.hf.dynamic.choosing import Choosing
 from quire.hf.dynamic.filling import Filling
 from quire.hf.dynamic.line import Line
 from quire.hf.dynamic.memory import BatchMemory
@@ -57,8 +54,9 @@ class DynamicBatch:
     ) -> None:
         self.options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
         self._model = SlabModel(model)
-        self._eos_token_ids = self._model.eos_token_ids
-        self._sampler = Sampler(self._model.vocab_size, self._eos_token_ids)
+        self._choosing = Choosing(
+            self._model.vocab_size, self._model.eos_token_ids, self.options.clock
+        )
         limit = self.options.capacity_tokens or self._model.max_tokens
         self._capacity_tokens = limit
         self.device_meter = ByteMeter()
@@ -70,10 +68,9 @@ class DynamicBatch:
             self._model, self.options, self._seats, self._line, self.device_meter, self.host_meter
         )
         self._filling = Filling(
-            self._model, self.options, self._seats, self._line, self._memory, self._choose_first
+            self._model, self.options, self._seats, self._line, self._memory, self._choosing.first
         )
         self._rule, self._reader = self._filling.rule, self._filling.reader
-        self._new: list[NewToken] = []
         self._count, self._seeds = 0, Random()
         self.last = StepRecord()
 
@@ -82,7 +79,7 @@ class DynamicBatch:
     def submit(
         self,
         prompt_token_ids: Sequence[int],
-        max_new_tokens: int = 16,
+        max_new_tokens: int | None = None,
         *,
         sampling: SamplingParams | None = None,
         priority: int = 0,
@@ -92,7 +89,7 @@ class DynamicBatch:
 
         Args:
             prompt_token_ids: what is asked.
-            max_new_tokens: to be generated at most.
+            max_new_tokens: to be generated at most; those of `sampling` if not said.
             sampling: how tokens are chosen, seed and stop ids included; greedy if not said.
             priority: lower goes first, and may take the row of a higher one.
             deadline_s: on the options' clock; of equal priorities the earliest goes first.
@@ -104,27 +101,28 @@ class DynamicBatch:
             RequestError: it is wrong in itself; says why.
             NeverFits: it needs more columns or bytes than there may be, even alone.
         """
-        params = read_params(sampling, max_new_tokens)
-        check_query(
-            prompt_token_ids,
-            params,
-            vocab_size=self._model.vocab_size,
-            context_tokens=self._model.max_tokens,
-            capacity_tokens=self._capacity_tokens,
-        )
         query = Query(
             number=self._count,
             prompt_token_ids=list(prompt_token_ids),
-            params=params,
+            params=read_params(sampling, max_new_tokens),
             sampling_seed=self._seeds.getrandbits(63),
             priority=priority,
             deadline_s=deadline_s,
             submitted_s=self.options.clock(),
         )
-        self._memory.refuse_what_never_fits(query)
+        self._check(query)
         self._count += 1
         self._line.wait(query)
         return query
+
+    def _check(self, query: Query) -> None:
+        check_query(
+            query,
+            vocab_size=self._model.vocab_size,
+            context_tokens=self._model.max_tokens,
+            capacity_tokens=self._capacity_tokens,
+        )
+        self._memory.refuse_what_never_fits(query)
 
     def cancel(self, query: Query) -> None:
         """Give a query up, wherever it stands; others go on. What has ended stays as it is."""
@@ -132,10 +130,11 @@ class DynamicBatch:
             return
         if query.state is QueryState.RUNNING:
             self._seats.leave(query, clear=not self._rule.runs_to_end)
-        elif query.state is not QueryState.READING:
+        elif query.state in (QueryState.WAITING, QueryState.READY):
             self._line.leave(query)
         query.drop_kv()
-        self._finish(query, CANCELLED)
+        query.finish(CANCELLED, self.options.clock())
+        self._rest()
 
     def preempt(self, query: Query) -> None:
         """Take a running query out to the host now; it comes back when its turn comes.
@@ -156,27 +155,35 @@ class DynamicBatch:
         Raises:
             RequestError: it has ended, or its prompt is being read.
         """
-        if query.finished or query.state is QueryState.READING:
-            raise RequestError(f"expected a query that goes on, got one {query.state.value}")
         if query.state is QueryState.RUNNING:
             self.preempt(query)
+        if query.state not in (QueryState.WAITING, QueryState.READY):
+            raise RequestError(
+                f"expected a query that waits or runs, got one that is {query.state.value}: step "
+                "until its prompt has been read, or take another"
+            )
         self._line.leave(query)
+        query.state = QueryState.EXTRACTED
+        self._rest()
         return query
 
     def adopt(self, query: Query) -> None:
         """Take over a query that was extracted from a batch of the same model.
 
+        Its KV goes to the host; where that is full its tokens are read again.
+
         Raises:
-            HostPoolFull: no room for its KV; nothing was changed.
+            RequestError: it was not extracted.
+            NeverFits: it needs more columns or bytes than there may be here, even alone.
         """
-        if query.kv is not None:
-            query.kv = query.kv.moved(torch.device("cpu"), self.host_meter)
+        if query.state is not QueryState.EXTRACTED:
+            raise RequestError(
+                f"expected a query that `extract` has taken out, got one {query.state.value}"
+            )
+        self._check(query)
         query.number = self._count
         self._count += 1
-        if query.kv is None:
-            self._line.wait(query)
-        else:
-            self._line.stand_ready(query)
+        self._memory.take_in(query)
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -210,9 +217,22 @@ class DynamicBatch:
         Raises:
             SlabFull: vector shaping has left more holes than the capacity takes. Queries keep what
                 they have; nothing can go on but by `cancel`.
+            Exception: of the model, as it is. Queries keep their tokens and those in rows are read
+                again, so that another step can be tried.
         """
-        self._new = []
+        self._choosing.new = []
         record = self.last = StepRecord()
+        try:
+            self._advance(record)
+        except SlabFull:
+            raise
+        except BaseException:
+            self._filling.begin_again()
+            raise
+        record.kv_bytes = self.device_meter.used_bytes
+        return self._choosing.new
+
+    def _advance(self, record: StepRecord) -> None:
         self._memory.shrink()
         self._filling.make_way()
         self._filling.fill(record)
@@ -220,10 +240,11 @@ class DynamicBatch:
             self._decode(record)
         self._reader.read_ahead(self._filling.view(), record)
         self._fetch()
+        self._rest()
+
+    def _rest(self) -> None:
         if not self.has_work:
             self._seats.close()
-        record.kv_bytes = self.device_meter.used_bytes
-        return self._new
 
     def _decode(self, record: StepRecord) -> None:
         slab = self._seats.slab
@@ -239,7 +260,7 @@ class DynamicBatch:
             raise
         live = [row for row, query in enumerate(rows) if query is not None]
         running = [query for query in rows if query is not None]
-        self._choose(running, logits if len(live) == len(rows) else logits[live])
+        self._choosing.next(running, logits if len(live) == len(rows) else logits[live])
         record.decode_s = self.options.clock() - started_s
         record.rows, record.live = len(rows), len(live)
         record.columns, record.new_columns = slab.window.width, max(map(len, fed))
@@ -257,33 +278,6 @@ class DynamicBatch:
         if query.entered_s is None:
             query.entered_s = self.options.clock()
         return [*query.prompt_token_ids, *query.output_token_ids]
-
-    # ---- tokens --------------------------------------------------------------------------------
-
-    def _choose_first(self, logits: dict[Query, Tensor]) -> None:
-        """First tokens of prompts that were read; who was read again has them already."""
-        fresh = [query for query in logits if not query.output_token_ids and not query.finished]
-        if fresh:
-            self._choose(fresh, torch.stack([logits[query] for query in fresh]))
-
-    def _choose(self, queries: Sequence[Query], logits: Tensor) -> None:
-        now_s = self.options.clock()
-        for query, token in zip(queries, self._sampler.sample(logits, queries), strict=True):
-            if token.error is not None:
-                self._finish(query, f"error: {token.error}")
-                continue
-            query.output_token_ids.append(token.token_id)
-            query.times_s.append(now_s)
-            self._new.append(NewToken(query, token.token_id))
-            ending = ending_token(
-                query.params, self._eos_token_ids, token.token_id, len(query.output_token_ids)
-            )
-            if ending is not None:
-                self._finish(query, ending.finish_reason)
-
-    def _finish(self, query: Query, reason: str) -> None:
-        query.state, query.finish_reason = QueryState.FINISHED, reason
-        query.finished_s = self.options.clock()
 
     def _fetch(self) -> None:
         """Bring the next query's KV to the device before a row is expected to fall free."""

@@ -1,23 +1,36 @@
 """What a dynamic batch refuses before it takes any memory."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from math import isnan
 
+from quire.engine.inputs import as_places
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
+from quire.hf.dynamic.query import Query
 from quire.models.generation import GenerationDefaults
 
 
-def read_params(params: SamplingParams | None, max_new_tokens: int) -> SamplingParams:
+def read_params(params: SamplingParams | None, max_new_tokens: int | None) -> SamplingParams:
     """Options of a query, filled; greedy where nothing is said.
 
     Raises:
-        RequestError: what needs text, or more than one answer.
+        RequestError: what needs text, more than one answer, or more than tokens in it.
     """
-    if max_new_tokens < 1:
-        raise RequestError(f"expected max_new_tokens >= 1, got {max_new_tokens}")
-    found = replace(params or SamplingParams(), max_tokens=max_new_tokens)
-    if found.num_sequences != 1 or found.stop or found.prompt_logprobs is not None:
+    found = params or SamplingParams()
+    if max_new_tokens is not None:
+        if max_new_tokens < 1:
+            raise RequestError(f"expected max_new_tokens >= 1, got {max_new_tokens}")
+        found = replace(found, max_tokens=max_new_tokens)
+    if found.logprobs is not None:
+        raise RequestError(
+            "expected no logprobs: a DynamicBatch gives token ids alone; quire.LLM has them"
+        )
+    if (
+        found.num_sequences != 1
+        or found.use_beam_search
+        or found.stop
+        or found.prompt_logprobs is not None
+    ):
         raise RequestError(
             "expected one answer a query, ended by token ids: a DynamicBatch has no n, best_of, "
             "beams, stop texts or prompt_logprobs; quire.LLM has"
@@ -26,8 +39,7 @@ def read_params(params: SamplingParams | None, max_new_tokens: int) -> SamplingP
 
 
 def check_query(
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
+    query: Query,
     *,
     vocab_size: int,
     context_tokens: int | None,
@@ -36,16 +48,20 @@ def check_query(
     """Refuse a query that cannot ever be answered.
 
     Args:
-        prompt_token_ids: what is asked.
-        params: filled.
+        query: with its options filled.
         vocab_size: of the model.
         context_tokens: longest sequence of the model.
         capacity_tokens: most columns of the slab.
 
     Raises:
-        RequestError: an empty prompt, a token that is none, more tokens than the model has places.
+        RequestError: an empty prompt, a token that is none, more tokens than the model has places,
+            a priority or deadline that is no number.
         NeverFits: more tokens than the slab may have columns.
     """
+    prompt_token_ids, params = query.prompt_token_ids, query.params
+    as_places(query.priority, query.deadline_s, 1)
+    if query.deadline_s is not None and isnan(query.deadline_s):
+        raise RequestError("expected deadline_s to be a time on the batch's clock, got NaN")
     if not prompt_token_ids:
         raise RequestError("expected a prompt of one token or more, got none")
     wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)

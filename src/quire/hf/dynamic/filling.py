@@ -1,6 +1,8 @@
 """Fills free rows: reads prompts when a rule says so, lets ready queries in, makes room."""
 
 from dataclasses import replace
+from heapq import merge
+from itertools import islice
 
 from quire.hf.dynamic.line import Line
 from quire.hf.dynamic.memory import BatchMemory
@@ -62,7 +64,8 @@ class Filling:
         if self.rule.runs_to_end:
             return
         free = self._options.batch_size - len(self._seats.live)
-        for candidate in sorted([*self._line.ready, *self._line.waiting], key=_rank):
+        first = merge(self._line.ready, self._line.waiting, key=_rank)
+        for candidate in list(islice(first, self._options.batch_size + 1)):
             if free > 0 and self._has_room(candidate):
                 free -= 1
                 continue
@@ -133,7 +136,8 @@ class Filling:
     def _may_read_here(self) -> bool:
         """Whether the next to enter are read in rows of theirs: there is no queue in between."""
         options, rule = self._options, self.rule
-        queued = options.prefill != SYNC or options.queue != DEVICE or rule.least_ready > 1
+        ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
+        queued = ahead or rule.least_ready > 1
         if queued or rule.shapes or not self._line.waiting:
             return False
         return rule.choose(self.view()) is None
@@ -173,11 +177,12 @@ class Filling:
         live, columns = len(self._seats.live), self._seats.columns
         while len(group) > 1 or (group and live):
             longest = max(query.num_to_read for query in group) + 1
-            if self._memory.fits(live + len(group), columns + longest):
+            rows = max(len(self._seats.rows), live + len(group))
+            if self._memory.fits(rows, columns + longest):
                 break
             group.pop()
         if group:
-            self._add_rows(len(group), max(query.num_to_read for query in group) + 1)
+            self._add_rows(len(group), columns + max(query.num_to_read for query in group) + 1)
         self._place(group)
 
     def _place(self, group: list[Query]) -> None:
@@ -192,6 +197,17 @@ class Filling:
             self._seats.leave(query, clear=False)
             self._line.wait(query)
         self.shaped = []
+
+    def begin_again(self) -> None:
+        """A step has failed: whose KV may be half written wait to be read again."""
+        queries = dict.fromkeys([*self._seats.live, *self.reader.give_up()])
+        self._seats.close()
+        self.shaped = []
+        for query in queries:
+            query.row = None
+            if query.state in (QueryState.RUNNING, QueryState.READING):
+                query.drop_kv()
+                self._line.wait(query)
 
     def _begin_batch(self, record: StepRecord) -> None:
         """Begin a batch that runs to its end, in a slab of just the size it will need."""

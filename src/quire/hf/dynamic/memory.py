@@ -38,6 +38,7 @@ class BatchMemory:
     ) -> None:
         self.device, self.host = device, host
         self._model, self._seats, self._line = model, seats, line
+        self._capacity_tokens = options.capacity_tokens
         self._scale_at, self._on_host = options.scale_at_bytes, options.queue == HOST
 
     # ---- what fits -----------------------------------------------------------------------------
@@ -77,7 +78,12 @@ class BatchMemory:
         """As many of a group as may be read beside what there is; one where nothing runs."""
         if self._scale_at is None:
             return group
-        room = self._scale_at - self.device.used_bytes
+        used = self.device.used_bytes
+        if self._seats.live:  # whose next step comes after the reading
+            used = self._others() + self._seats.peak_bytes(
+                len(self._seats.rows), self._seats.columns + 1
+            )
+        room = self._scale_at - used
         least = 0 if self._seats.live or self._line.ready else 1
         while len(group) > least and reading_bytes(self._model, group) > room:
             group = group[:-1]
@@ -85,6 +91,8 @@ class BatchMemory:
 
     def may_begin(self, members: list[Query]) -> bool:
         """Whether a batch that runs to its end may begin with these."""
+        if self._capacity_tokens and final_columns(members) > self._capacity_tokens:
+            return False
         if self._scale_at is None:
             return True
         slab = self._model.shape.slab_bytes(len(members), final_columns(members))
@@ -94,8 +102,8 @@ class BatchMemory:
         """Columns that will be needed for certain; 0 where rows may have to go before."""
         if self._scale_at is not None:
             return 0
-        known = (*self._seats.live, *self._line.waiting, *self._line.ready)
-        return max((query.certain_tokens for query in known), default=0)
+        running = (query.certain_tokens for query in self._seats.live)
+        return max(self._line.certain_tokens, *running, 0)
 
     def make_room_for(self, query: Query) -> None:
         """Where nothing runs, let others wait on the host until this one can enter."""
@@ -123,7 +131,17 @@ class BatchMemory:
                 break
             self.take_out(max(seats.live, key=lambda query: query.rank))
         if self._taken < seats.slab.rows:
-            seats.resize(self._taken, 0)
+            rows, columns = self._taken, seats.columns + 1
+            while not self._fits_beside(rows, columns) and self._send_ready_to_host():
+                pass
+            seats.resize(rows, 0)
+
+    def _fits_beside(self, rows: int, columns: int) -> bool:
+        """Whether a part of a slab of this size may lie beside the one that there is."""
+        assert self._scale_at is not None
+        shape = self._model.shape
+        part = shape.growing_bytes(rows, columns) - shape.slab_bytes(rows, columns)
+        return self.device.used_bytes + part <= self._scale_at
 
     @property
     def _taken(self) -> int:
@@ -132,7 +150,8 @@ class BatchMemory:
     def _send_ready_to_host(self, but: Query | None = None) -> bool:
         for query in self._line.ready:
             if query is not but and query.kv is not None and query.kv.lies_in(self.device):
-                self._to_host(query)
+                self._line.leave(query)
+                self.take_in(query)
                 return True
         return False
 
@@ -156,14 +175,16 @@ class BatchMemory:
             if self.host.can_take(query.kv.num_bytes):
                 query.kv = query.kv.moved(_HOST, self.host)
 
-    def _to_host(self, query: Query) -> None:
-        assert query.kv is not None
+    def take_in(self, query: Query) -> None:
+        """Let a query stand in line: with its KV on the host, or to be read again."""
         try:
-            query.kv = query.kv.moved(_HOST, self.host)
+            query.kv = query.kv and query.kv.moved(_HOST, self.host)
         except HostPoolFull:
             query.drop_kv()
-            self._line.leave(query)
+        if query.kv is None:
             self._line.wait(query)
+        else:
+            self._line.stand_ready(query)
 
     def fetch(self, query: Query) -> None:
         """Bring KV that lies on the host to the device, where that fits."""

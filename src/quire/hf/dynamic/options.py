@@ -26,10 +26,11 @@ class BatchOptions:
         scale_at: KV memory, in bytes or as "64MiB", from which rows are taken out; they come back
             when there is room. None: never.
         prefill: sync reads a prompt when there is a row for it; async reads ahead, at most
-            `prefill_tokens` between two steps.
+            `prefill_tokens` between two steps. Of the batchers that read ahead: baton_pd and
+            baton_pd_best_fit; the others read a prompt when there is a row for it.
         prefill_tokens: see there.
         group_tokens: most tokens, pads counted, that are read together.
-        queue: device or host: where prefilled queries wait.
+        queue: device or host: where prefilled queries wait, under the same two.
         clock: seconds; deadlines and times are on it.
     """
 

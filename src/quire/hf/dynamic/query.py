@@ -32,6 +32,7 @@ class QueryState(enum.Enum):
     READING = "reading"  # its prompt, in the background
     READY = "ready"  # has its KV and a next token, and no row
     RUNNING = "running"  # in a row
+    EXTRACTED = "extracted"  # in no batch
     FINISHED = "finished"
 
 
@@ -113,6 +114,10 @@ class Query:
         """Slots it will take for certain: to its end where nothing can end it early."""
         may_end = self.params.stop_token_ids or not self.params.ignore_eos
         return self.num_to_read if may_end else self.final_tokens
+
+    def finish(self, reason: str, now_s: float) -> None:
+        """No more tokens come."""
+        self.state, self.finish_reason, self.finished_s = QueryState.FINISHED, reason, now_s
 
     def drop_kv(self) -> None:
         """Give back what it has outside the batch."""

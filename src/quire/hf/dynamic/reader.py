@@ -46,6 +46,7 @@ class Reader:
         accept: Accept,
     ) -> None:
         self.reading: Reading | None = None
+        self._unfinished: list[Reading] = []
         self._model, self._options, self._rule = model, options, rule
         self._seats, self._line, self._memory = seats, line, memory
         self._accept, self._side = accept, SideStream(model.shape.device)
@@ -97,22 +98,38 @@ class Reader:
             if self.reading.done and not self._side.overlaps:
                 self._finish(self.reading)
 
+    def give_up(self) -> list[Query]:
+        """Let go of all that is being read, as a forward has failed.
+
+        Returns:
+            Whose prompts those are.
+        """
+        self._side.join()
+        readings, self._unfinished, self.reading = self._unfinished, [], None
+        for reading in readings:
+            reading.drop()
+        return [query for reading in readings for query in reading.queries]
+
     def _urgent(self) -> bool:
-        """Whether the first to be read outranks somebody who runs, or could have been read."""
+        """Whether the first to be read outranks somebody who runs, has run or is being read."""
         if not self._line.waiting:
             return False
-        others = [*self._seats.live, *(self.reading.queries if self.reading else ())]
-        return all(self._line.waiting[0].priority < other.priority for other in others)
+        read = self.reading.queries if self.reading else ()
+        others = (*self._seats.live, *self._line.ready, *read)
+        return any(self._line.waiting[0].priority < other.priority for other in others)
 
     def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Reading:
+        if rows is not None:
+            reading = Reading(self._model, group, rows)
+        else:
+            reading = read_apart(self._model, group, self._memory.device)
+        self._unfinished.append(reading)
         for query in group:
             self._line.leave(query)
             query.state = QueryState.READING
             if query.entered_s is None:
                 query.entered_s = self._options.clock()
-        if rows is not None:
-            return Reading(self._model, group, rows)
-        return read_apart(self._model, group, self._memory.device)
+        return reading
 
     def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
         if not reading.done:
@@ -138,11 +155,12 @@ class Reader:
         self._accept(reading.logits)
         for query in reading.queries:
             self._go_on(query)
+        self._unfinished.remove(reading)
 
     def _go_on(self, query: Query) -> None:
         if query.row is not None:
             if query.finished:
-                self._seats.leave(query, clear=not self._rule.runs_to_end)
+                self._seats.leave(query)  # cleared: others of its batch may be read there
         elif query.finished:
             query.drop_kv()
         else:

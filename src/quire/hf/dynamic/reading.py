@@ -80,6 +80,11 @@ class Reading:
         for query, kv in zip(self.queries, self._slab.split(), strict=True):
             query.kv = kv
 
+    def drop(self) -> None:
+        """Give back what lies beside the batch."""
+        if isinstance(self._slab, DenseSlab):
+            self._slab.free()
+
 
 def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Reading:
     """Begin to read prompts beside the batch."""

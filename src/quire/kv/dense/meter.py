@@ -1,5 +1,8 @@
 """Counts bytes that are held now and were held at most; refuses more than a limit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from quire.errors import HostPoolFull
 
 
@@ -33,6 +36,20 @@ class ByteMeter:
             )
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    @contextmanager
+    def taking(self, num_bytes: int) -> Iterator[None]:
+        """Hold so many more, unless making them fails.
+
+        Raises:
+            HostPoolFull: see `take`.
+        """
+        self.take(num_bytes)
+        try:
+            yield
+        except BaseException:
+            self.give(num_bytes)
+            raise
 
     def give(self, num_bytes: int) -> None:
         """Hold so many fewer."""

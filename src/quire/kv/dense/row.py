@@ -43,8 +43,8 @@ class RowKV:
         Raises:
             HostPoolFull: they do not fit; nothing was changed.
         """
-        meter.take(self.num_bytes)
-        layers = [(keys.to(device), values.to(device)) for keys, values in self.layers]
+        with meter.taking(self.num_bytes):
+            layers = [(keys.to(device), values.to(device)) for keys, values in self.layers]
         self.free()
         return RowKV(layers, meter)
 

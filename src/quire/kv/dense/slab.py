@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.positions import NOTHING, padded_positions
-from quire.kv.dense.row import RowKV
+from quire.kv.dense.row import Layer, RowKV
 from quire.kv.dense.shape import POSITION_BYTES, KVShape
 from quire.kv.dense.tensors import SlabTensors, copy_rows
 from quire.kv.dense.window import Window
@@ -177,7 +177,10 @@ class DenseSlab:
         Raises:
             HostPoolFull: no room for it; nothing was changed.
         """
-        meter.take(self.lengths[row] * self._shape.token_bytes)
+        with meter.taking(self.lengths[row] * self._shape.token_bytes):
+            return RowKV(self._packed(row, device), meter)
+
+    def _packed(self, row: int, device: torch.device) -> list[Layer]:
         columns = (self.positions[row, : self.window.hi] >= 0).nonzero().flatten()
         first, last = int(columns[0]), int(columns[-1])
         views = [
@@ -187,8 +190,7 @@ class DenseSlab:
         if last - first + 1 > len(columns):  # vector shaping leaves holes
             inner = columns - first
             views = [(k.index_select(1, inner), v.index_select(1, inner)) for k, v in views]
-        copies = [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in views]
-        return RowKV(copies, meter)
+        return [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in views]
 
     def split(self) -> list[RowKV]:
         """Rows on their own, each token from column 0 on; the slab is gone."""

@@ -33,8 +33,13 @@ class SlabTensors:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._shape, self._meter, self._filler = shape, meter, filler
-        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
-            parts += [self._empty(layer, dim, rows, capacity) for layer, dim in enumerate(dims)]
+        try:
+            for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+                for layer, dim in enumerate(dims):
+                    parts.append(self._empty(layer, dim, rows, capacity))
+        except BaseException:
+            self.free()
+            raise
 
     def write(
         self,
@@ -115,15 +120,17 @@ class SlabTensors:
         Args:
             lengths: columns of each row.
         """
-        found: list[list[Layer]] = [[] for _ in lengths]
-        for layer in range(len(self.keys)):
-            for row, parts in enumerate(found):
-                keys, values = self.view(layer, row, slice(0, lengths[row]))
-                self._meter.take((keys.numel() + values.numel()) * keys.element_size())
-                parts.append((_packed(keys), _packed(values)))
-            self._drop(self.keys, layer)
-            self._drop(self.values, layer)
-        return found
+        keys = [self._split(self.keys, layer, lengths) for layer in range(len(self.keys))]
+        values = [self._split(self.values, layer, lengths) for layer in range(len(self.values))]
+        rows = range(len(lengths))
+        return [[(k[row], v[row]) for k, v in zip(keys, values, strict=True)] for row in rows]
+
+    def _split(self, parts: list[Tensor], layer: int, lengths: Sequence[int]) -> list[Tensor]:
+        rows = [part[:, :length] for part, length in zip(parts[layer], lengths, strict=True)]
+        self._meter.take(sum(part.numel() * part.element_size() for part in rows))
+        rows = [_packed(part) for part in rows]
+        self._drop(parts, layer)
+        return rows
 
     def free(self) -> None:
         """Give everything back."""

@@ -1,0 +1,54 @@
+"""Chooses the next tokens of queries, and says which of them end there."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.engine.sampler import Sampler
+from quire.engine.stop_rules import ending_token
+from quire.hf.dynamic.query import Query
+from quire.hf.dynamic.record import NewToken
+
+
+class Choosing:
+    """The end of every forward.
+
+    Args:
+        vocab_size: of the model.
+        eos_token_ids: end an answer.
+        clock: seconds.
+
+    Attributes:
+        new: tokens chosen since somebody emptied it.
+    """
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Callable[[], float]
+    ) -> None:
+        self.new: list[NewToken] = []
+        self._sampler = Sampler(vocab_size, eos_token_ids)
+        self._eos_token_ids, self._clock = eos_token_ids, clock
+
+    def first(self, logits: Mapping[Query, Float[Tensor, " vocab"]]) -> None:
+        """First tokens of prompts that were read; who was read again has them already."""
+        fresh = [query for query in logits if not query.output_token_ids and not query.finished]
+        if fresh:
+            self.next(fresh, torch.stack([logits[query] for query in fresh]))
+
+    def next(self, queries: Sequence[Query], logits: Float[Tensor, "query vocab"]) -> None:
+        """A token for each."""
+        now_s = self._clock()
+        for query, token in zip(queries, self._sampler.sample(logits, queries), strict=True):
+            if token.error is not None:
+                query.finish(f"error: {token.error}", now_s)
+                continue
+            query.output_token_ids.append(token.token_id)
+            query.times_s.append(now_s)
+            self.new.append(NewToken(query, token.token_id))
+            ending = ending_token(
+                query.params, self._eos_token_ids, token.token_id, len(query.output_token_ids)
+            )
+            if ending is not None:
+                query.finish(ending.finish_reason, now_s)
