@@ -1,0 +1,56 @@
+"""Calls of several lanes beside each other, on streams or threads, timed one by one."""
+
+import statistics
+from collections.abc import Callable, Mapping
+
+from quire.offload.executors.base import Executor, dispatch
+from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
+from quire.offload.timeline import Timeline
+
+Calls = Mapping[Kind, tuple[Callable[[], object], int]]
+"""What each kind does, and how often; of each lane one kind."""
+
+
+def run_calls(executor: Executor, calls: Calls) -> Timeline:
+    """Run every lane's calls in a row; lanes need nothing of each other.
+
+    Args:
+        executor: of the device.
+        calls: by kind.
+    """
+    operations: list[Operation] = []
+    for kind, (_, times) in calls.items():
+        for part in range(times):
+            index = len(operations)
+            operations.append(
+                Operation(index=index, kind=kind, lane=LANES[kind], layer=0, part=part)
+            )
+    work = dispatch({kind: lambda _, call=call: call() for kind, (call, _) in calls.items()})
+    return executor.run(Schedule(tuple(operations)), work)
+
+
+def call_seconds(timeline: Timeline, kind: Kind, beside: Kind | None = None) -> float:
+    """Median seconds of a kind's calls; of those that ran wholly beside another kind's, if any did.
+
+    Args:
+        timeline: of `run_calls`.
+        kind: whose calls.
+        beside: what ran meanwhile.
+    """
+    spans = timeline.of(LANES[kind])
+    if beside is not None:
+        others = timeline.of(LANES[beside])
+        begin_s, end_s = others[0].start_s, others[-1].end_s
+        spans = [s for s in spans if begin_s <= s.start_s and s.end_s <= end_s] or spans
+    return statistics.median(float(span.seconds) for span in spans)
+
+
+def matching_times(one_s: float, other_s: float, least: int) -> tuple[int, int]:
+    """How often to call each of two, so that both work for about as long.
+
+    Args:
+        one_s, other_s: of a call, above 0.
+        least: calls of the longer one.
+    """
+    longest_s = least * max(one_s, other_s)
+    return max(least, round(longest_s / one_s)), max(least, round(longest_s / other_s))
