@@ -1,1 +1,1 @@
-"""`quire bench device`: what KV outside the device costs on this very machine, beside arithmetic."""
+"""`quire bench device`: what KV outside the device costs on this machine, beside arithmetic."""

@@ -60,7 +60,7 @@ class DeviceBed:
         self.begin = self._normal(case.rows)
         self.layers = [Layer.random(case, self._draw) for _ in range(self.distinct)]
         self._host = [self._stored(place, pool) for place in range(self.distinct)]
-        self.embedded = self._activations(0) if self.with_x else None
+        self.embedded = self.activations(0) if self.with_x else None
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -81,7 +81,7 @@ class DeviceBed:
     def plain_kv(self, number: int) -> Float[Tensor, "token width"]:
         """A layer's KV on the device, whatever it is coded in: made once more."""
         place = number % self.distinct
-        x = self._activations(place)
+        x = self.activations(place)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
         self.layers[place].project(x, kv)
         return kv
@@ -104,13 +104,13 @@ class DeviceBed:
             shape, generator=self._draw, device=self.target.device, dtype=self._dtype
         )
 
-    def _activations(self, place: int) -> Tensor:
+    def activations(self, place: int) -> Tensor:
         """The same for the same layer, whenever they are asked for."""
         self._draw.manual_seed(1 + place)
         return self._normal(self.case.tokens)
 
     def _stored(self, place: int, pool: HostBytes) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        x = self._activations(place)
+        x = self.activations(place)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
         self.layers[place].project(x, kv)
         stored_x = _put(self.x_coder.encode(x), pool) if self.with_x else ()

@@ -22,12 +22,14 @@ class DeviceBenchConfig:
         pieces: of each size.
         product_models, product_tokens: of the part `products`.
         together: copies and products at a time, of the part `together`.
-        cases: of the part `step`; the first also of `sweep`, `codes` and `refit`.
+        cases: of the part `step`; the first also of `sweep` and `codes`.
         grouped: of the part `host`: a model whose activations do not pay.
         sweep_points: splits between none and all tokens.
         wires: KV and X as they cross the link, of the part `codes`.
-        swap_model, swap_tokens, chunk_tokens: of the part `swap`.
+        paged_bytes: swapped through scattered pages, of the part `swap`.
+        swap_model, swap_tokens, chunk_tokens: of its sequences.
         host_attention: of one layer, of the part `host`.
+        refit_case: of the part `refit`: one whose split moves when the link halves.
         refit_steps: before and behind the change of the link.
         accuracy_case: of the part `accuracy`.
         recompute_model, recompute_tokens: of its comparison through a model's own modules.
@@ -65,11 +67,15 @@ class DeviceBenchConfig:
         ("int4", "int4"),
         ("plain", "int8"),
     )
+    paged_bytes: int = 256 * MIB
     swap_model: str = "Llama-3-8B"
     swap_tokens: tuple[int, ...] = tuple(512 << n for n in range(7))
     chunk_tokens: int = 2048
     host_attention: AttentionShape = field(
         default_factory=lambda: AttentionShape(batch=64, tokens=4096)
+    )
+    refit_case: DecodeCase = field(
+        default_factory=lambda: DecodeCase(model="OPT-30B", rows=32, context=1024)
     )
     refit_steps: int = 50
     accuracy_case: DecodeCase = field(
@@ -97,10 +103,12 @@ QUICK_DEVICE = DeviceBenchConfig(
     grouped=DecodeCase(model="toy-grouped", rows=4, context=64),
     sweep_points=3,
     wires=(("plain", "plain"), ("int8", "int8")),
+    paged_bytes=256 * KIB,
     swap_model="toy",
     swap_tokens=(32, 64),
     chunk_tokens=16,
     host_attention=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
+    refit_case=DecodeCase(model="toy", rows=4, context=64),
     refit_steps=4,
     accuracy_case=DecodeCase(model="toy", rows=4, context=32),
     recompute_model="llama_tiny",

@@ -49,9 +49,11 @@ class DeviceRig:
     Attributes:
         speeds: measured at the start.
         bed: the model.
+        executor: of the steps.
+        hidden: of the rows, behind the last step.
     """
 
-    def __init__(  # noqa: PLR0913 - who runs what, where, and how it crosses
+    def __init__(
         self,
         case: DecodeCase,
         target: Target,
@@ -67,14 +69,20 @@ class DeviceRig:
         self.sizes = wire_sizes(case, self.bed.wire)
         self.executor = executor or target.executor()
         self._staging = Staging(target)
+        self.hidden = self.bed.begin
         self.speeds = self.measured(host=host)
 
     def measured(self, *, host: bool = False) -> Speeds:
         """Speeds as they are now, from steps of several sizes."""
-        found = measure_speeds(self.executor, [self._probe(batch) for batch in self._probes(host)])
+        found = measure_speeds(
+            self.executor, [self._probe(batch) for batch in self._probes(host=host)]
+        )
+        if host and not found.host_token_s:  # tokens too few to tell from a call
+            hosted = max(1, self.case.rows // 2) * self.case.context
+            found = replace(found, host_token_s=found.host_call_s / hosted, host_call_s=0.0)
         return replace(found, outward=found.inward)
 
-    def _probes(self, host: bool) -> list[BatchTokens]:
+    def _probes(self, *, host: bool) -> list[BatchTokens]:
         case, found = self.case, []
         for context in (case.context // 2 or 1, case.context):
             for share in _PROBE_SHARES if self.bed.with_x else (0.0,):
@@ -128,6 +136,7 @@ class DeviceRig:
         schedule = self.plan(layout)
         step = self._step(layout.batch, layout.rules)
         timeline = self.executor.run(schedule, step.work)
+        self.hidden = step.hidden
         return ArmStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,

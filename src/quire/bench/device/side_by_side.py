@@ -9,6 +9,8 @@ from quire.offload.timeline import Timeline
 
 Calls = Mapping[Kind, tuple[Callable[[], object], int]]
 """What each kind does, and how often; of each lane one kind."""
+_MOST_CALLS = 500
+_LEAST_S = 1e-9
 
 
 def run_calls(executor: Executor, calls: Calls) -> Timeline:
@@ -42,15 +44,15 @@ def call_seconds(timeline: Timeline, kind: Kind, beside: Kind | None = None) -> 
         others = timeline.of(LANES[beside])
         begin_s, end_s = others[0].start_s, others[-1].end_s
         spans = [s for s in spans if begin_s <= s.start_s and s.end_s <= end_s] or spans
-    return statistics.median(float(span.seconds) for span in spans)
+    return max(statistics.median(float(span.seconds) for span in spans), _LEAST_S)
 
 
-def matching_times(one_s: float, other_s: float, least: int) -> tuple[int, int]:
+def matching_times(seconds: tuple[float, float], least: int) -> tuple[int, int]:
     """How often to call each of two, so that both work for about as long.
 
     Args:
-        one_s, other_s: of a call, above 0.
-        least: calls of the longer one.
+        seconds: of a call of each, above 0.
+        least: calls of the longer one, and of either.
     """
-    longest_s = least * max(one_s, other_s)
-    return max(least, round(longest_s / one_s)), max(least, round(longest_s / other_s))
+    one, other = (max(least, min(_MOST_CALLS, round(least * max(seconds) / s))) for s in seconds)
+    return one, other

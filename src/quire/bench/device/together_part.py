@@ -53,19 +53,18 @@ def _slowdown(
 ) -> tuple[float, float, tuple[Cell, ...]]:
     """Time together over time alone, less 1, of the device and of the link."""
     executor, times = bench.target.executor(), bench.config.together
-    alone = {
-        which: call_seconds(run_calls(executor, {which: (work, times)}), which)
-        for which, work in ((kind, call), (Kind.KV_IN, copy))
-        if run_calls(executor, {which: (work, 1)}).spans  # once, not counted
-    }
-    count, copies = matching_times(max(alone[kind], 1e-9), max(alone[Kind.KV_IN], 1e-9), times)
+    alone = []
+    for which, work in ((kind, call), (Kind.KV_IN, copy)):
+        run_calls(executor, {which: (work, 1)})  # not counted
+        alone.append(call_seconds(run_calls(executor, {which: (work, times)}), which))
+    count, copies = matching_times((alone[0], alone[1]), times)
     # copies run on for longer than what they are to disturb
     both = {kind: (call, count), Kind.KV_IN: (copy, 2 * copies)}
     timeline = run_calls(executor, both)
     device_s = call_seconds(timeline, kind, Kind.KV_IN)
     link_s = call_seconds(timeline, Kind.KV_IN, kind)
-    slower = (device_s / alone[kind] - 1, link_s / alone[Kind.KV_IN] - 1)
-    cells = (alone[kind], device_s, slower[0], alone[Kind.KV_IN], link_s, slower[1])
+    slower = (device_s / alone[0] - 1, link_s / alone[1] - 1)
+    cells = (alone[0], device_s, slower[0], alone[1], link_s, slower[1])
     return *slower, tuple(c if n in (2, 5) else 1e3 * c for n, c in enumerate(cells))
 
 
