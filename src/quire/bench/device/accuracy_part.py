@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quire.bench.device.bed import DeviceBed
 from quire.bench.device.bench import DeviceBench
-from quire.bench.device.rig import DeviceRig
 from quire.bench.device.remade import relative, remade_errors
+from quire.bench.device.rig import DeviceRig
 from quire.bench.offload.arms import BY_NAME
 from quire.bench.result import Cell, Numbers, PartResult, Table
 from quire.bench.timing import seconds, touched_buffer

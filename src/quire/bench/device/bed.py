@@ -14,7 +14,7 @@ from quire.bench.device.host_bytes import HostBytes
 from quire.bench.device.layer import Layer, attend_rows, normed
 from quire.bench.device.shapes import DecodeCase
 from quire.bench.device.target import Target
-from quire.bench.device.wire import Wire, activations_pay, coders
+from quire.bench.device.wire import Coder, Wire, activations_pay, coders
 from quire.engine.device_memory import free_device_bytes
 from quire.errors import ConfigError
 
@@ -113,16 +113,14 @@ class DeviceBed:
         x = self.activations(place)
         kv = torch.empty(len(x), self.case.kv_width, dtype=x.dtype, device=x.device)
         self.layers[place].project(x, kv)
-        stored_x = _put(self.x_coder.encode(x), pool) if self.with_x else ()
-        return stored_x, _put(self.kv_coder.encode(kv), pool)
+        stored_x = _put(self.x_coder, x, pool) if self.with_x else ()
+        return stored_x, _put(self.kv_coder, kv, pool)
 
 
-def _put(planes: tuple[Tensor, ...], pool: HostBytes) -> tuple[Tensor, ...]:
-    stored = []
-    for plane in planes:
-        target = pool.take(tuple(plane.shape), plane.dtype)
-        stored.append(target.copy_(plane))
-    return tuple(stored)
+def _put(coder: Coder, numbers: Tensor, pool: HostBytes) -> tuple[Tensor, ...]:
+    planes = tuple(pool.take(shape, dtype) for shape, dtype in coder.records(len(numbers)))
+    coder.encode(numbers, planes)
+    return planes
 
 
 def distinct_layers(case: DecodeCase, target: Target, pool: HostBytes, wire: Wire) -> int:

@@ -21,7 +21,7 @@ from quire.plan.rates import CopyRate
 
 _WITHIN = 1.05
 _SETTLED_SHARE = 0.2  # of the steps behind the change, at the end, that are called settled
-_SLOWER = 4  # than memory: a link to halve, where there is none
+_CARRY_S = 4e-3  # of a layer's KV, where there is no link to halve
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ def run_refit(bench: DeviceBench) -> PartResult:
 def _link(bench: DeviceBench, rig: DeviceRig) -> BusyLink:
     if bench.target.on_gpu:
         return SecondStream(bench.target, rig.executor)
-    rate = rig.speeds.inward
-    return ThrottledHalf(CopyRate(bytes_per_s=rate.bytes_per_s / _SLOWER, call_s=rate.call_s))
+    layer_bytes = rig.case.tokens * rig.sizes.kv_bytes
+    return ThrottledHalf(CopyRate(bytes_per_s=layer_bytes / _CARRY_S))
 
 
 def _follow(rig: DeviceRig, link: BusyLink, steps: int) -> tuple[_Followed, int]:

@@ -41,7 +41,7 @@ class Target:
         """
         has_gpu = torch.cuda.is_available()
         if name == "auto":
-            return cls(torch.device("cuda" if has_gpu else "cpu"))
+            name = "cuda" if has_gpu else "cpu"
         if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
             raise ConfigError(f"expected --device auto, cpu, cuda or cuda:N, got {name!r}")
         if name != "cpu" and not has_gpu:
@@ -49,7 +49,9 @@ class Target:
                 f"--device {name}: torch sees no CUDA device here; use --device cpu, with --quick "
                 "to try the bench out"
             )
-        return cls(torch.device(name))
+        # with its number: torch sets no device that has none
+        whole = f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name
+        return cls(torch.device(whole))
 
     @property
     def on_gpu(self) -> bool:

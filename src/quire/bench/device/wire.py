@@ -1,6 +1,6 @@
 """KV and activations as they cross the link: plain, or in codes that the device decodes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from quire.spec.codec_names import codec_spec
 from quire.spec.codecs import Plane
 
 PLAIN = "plain"
-_MOST_DECODED_BYTES = 256 << 20  # of float32, between codes and numbers
+_MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,23 @@ class Coder:
         """Shape and type of each plane of so many tokens."""
         return [((tokens, self._vectors, p.width), DTYPES[p.dtype]) for p in self._planes]
 
-    def encode(self, numbers: Float[Tensor, "token width"]) -> tuple[Tensor, ...]:
-        """Planes of numbers, where these lie."""
-        return self.codec.encode(numbers.view(len(numbers), self._vectors, self.codec.head_dim))
+    def encode(self, numbers: Float[Tensor, "token width"], into: Sequence[Tensor]) -> None:
+        """Write planes of numbers, which may lie elsewhere, a bounded part at a time."""
+        for part in self._parts(len(numbers)):
+            vectors = numbers[part].view(-1, self._vectors, self.codec.head_dim)
+            for plane, place in zip(self.codec.encode(vectors), into, strict=True):
+                place[part].copy_(plane)
 
     def decode(self, planes: Sequence[Tensor], out: Float[Tensor, "token width"]) -> None:
         """Write the numbers of planes, a bounded part at a time."""
-        step = max(1, _MOST_DECODED_BYTES // (4 * self.width))
-        for first in range(0, len(out), step):
-            part = out[first : first + step]
-            found = self.codec.decode([plane[first : first + step] for plane in planes])
-            part.copy_(found.reshape(part.shape))
+        for part in self._parts(len(out)):
+            found = self.codec.decode([plane[part] for plane in planes])
+            out[part].copy_(found.view(-1, self.width))
+
+    def _parts(self, tokens: int) -> Iterator[slice]:
+        step = max(1, _MOST_FLOAT_BYTES // (4 * self.width))
+        for first in range(0, tokens, step):
+            yield slice(first, first + step)
 
 
 def coders(case: DecodeCase, wire: Wire) -> tuple[Coder, Coder]:
