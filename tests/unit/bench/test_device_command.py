@@ -37,7 +37,7 @@ def test_a_run_leaves_tables_pictures_and_says_that_it_was_a_cpu(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--parts", "speed"), "swap"),
+        (("--parts", "speed"), "sweep"),
         (("--models", "toys", "--quick"), "toy"),
         (("--quick", "--parts", "step", "--pinned", "1KiB"), "--pinned"),
         (("--quick", "--parts", "accuracy", "--folder", "nowhere"), "--folder"),

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.bench.device.host_bytes import HostBytes
+from quire.bench.device.host_bytes import ALIGNMENT_BYTES, HostBytes
 from quire.bench.device.layer import Layer, attend_rows, normed
 from quire.bench.device.shapes import DecodeCase
 from quire.bench.device.target import Target
@@ -131,9 +131,10 @@ def distinct_layers(case: DecodeCase, target: Target, pool: HostBytes, wire: Wir
     """
     kv, x = coders(case, wire)
     token_bytes = kv.token_bytes + x.token_bytes * activations_pay(case, wire)
-    layer_bytes = case.tokens * token_bytes + (1 << 16)  # planes begin on pages
+    planes = len(kv.records(1)) + len(x.records(1))
+    layer_bytes = case.tokens * token_bytes + planes * ALIGNMENT_BYTES
     width = case.kv_width + case.spec.hidden_size
-    new_bytes = case.rows * width * case.value_bytes * case.spec.num_layers + (1 << 14)
+    new_bytes = case.rows * width * case.value_bytes * case.spec.num_layers + 2 * ALIGNMENT_BYTES
     on_host = (pool.num_bytes - new_bytes) // layer_bytes
     if on_host < 1:
         raise ConfigError(

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.kv.pinned import pin_memory
 from quire.plan.container import free_host_bytes
 
-_ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = 4096
 CHANGE = "lower --pinned"
 
 
@@ -45,8 +45,8 @@ class HostBytes:
     """
 
     def __init__(self, num_bytes: int, target: Target) -> None:
-        if num_bytes < _ALIGNMENT_BYTES:
-            raise ConfigError(f"expected --pinned of {_ALIGNMENT_BYTES} B or more, got {num_bytes}")
+        if num_bytes < ALIGNMENT_BYTES:
+            raise ConfigError(f"expected --pinned of {ALIGNMENT_BYTES} B or more, got {num_bytes}")
         require_host(num_bytes, "the pool of host memory")
         found: list[UInt8[Tensor, " num_bytes"]] = []
         self.touch_s = seconds(lambda: found.append(touched_buffer(num_bytes)))
@@ -86,8 +86,8 @@ class HostBytes:
                 f"{self.num_bytes:,} B are left; raise --pinned"
             )
         found = self._bytes[self._taken : self._taken + num_bytes]
-        lines = -(-num_bytes // _ALIGNMENT_BYTES)
-        self._taken = min(self.num_bytes, self._taken + lines * _ALIGNMENT_BYTES)
+        lines = -(-num_bytes // ALIGNMENT_BYTES)
+        self._taken = min(self.num_bytes, self._taken + lines * ALIGNMENT_BYTES)
         return found.view(dtype).view(shape)
 
     def clear(self) -> None:
