@@ -29,10 +29,10 @@ from quire.bench.device.wire import Wire, activations_pay, coders, wire_sizes
 from quire.bench.offload.arms import ARMS, BY_NAME, step_work
 from quire.bench.offload.machines import MACHINES, speeds_of
 from quire.errors import ConfigError, UnknownName
-from quire.offload.executors.pace import Pace, expected
+from quire.offload.executors.pace import Pace
 from quire.offload.executors.threads import ThreadExecutor
 from quire.offload.executors.virtual import VirtualClock
-from quire.offload.schedule.operations import IN, Kind, Schedule
+from quire.offload.schedule.operations import IN, Kind, Operation, Schedule
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.rules import Rules
 from quire.offload.schedule.work import BatchTokens
@@ -287,29 +287,26 @@ def test_calls_of_two_lanes_run_beside_each_other():
         Kind.PROJECT: (lambda: done.append("product"), 5),
     }
 
-    timeline = run_calls(ThreadExecutor({IN: Pace(lambda _: 1e-3)}), calls)
+    timeline = run_calls(VirtualClock(lambda op: 3.0 - op.part if op.lane == IN else 1.0), calls)
 
     assert sorted(done) == ["copy"] * 3 + ["product"] * 5
-    assert call_seconds(timeline, Kind.KV_IN) == pytest.approx(1e-3, rel=0.5)
-    assert call_seconds(timeline, Kind.PROJECT, Kind.KV_IN) < 1e-3
+    assert call_seconds(timeline, Kind.KV_IN) == 2.0
+    assert call_seconds(timeline, Kind.KV_IN, Kind.PROJECT) == 2.5  # the first two
+    assert call_seconds(timeline, Kind.PROJECT, Kind.KV_IN) == 1.0
     assert matching_times((1.0, 4.0), 5) == (20, 5)
     assert matching_times((1.0, 1e-9), 5) == (5, 500)
 
 
 def test_a_busy_link_leaves_half():
     link = ThrottledHalf(CopyRate(bytes_per_s=1e6))
-    schedule = plan_step(
-        step_work(BatchTokens(rows=1, kv=10), 1, wire_sizes(CASE, Wire()), rig().speeds)
-    )
-    copies = replace(schedule.lanes[IN][0], num_bytes=2000, needs=())
-    only = Schedule((replace(copies, index=0),))
+    copy = Operation(index=0, kind=Kind.KV_IN, lane=IN, layer=0, num_bytes=2000)
     times = []
-    for change in (lambda: None, link.begin, link.end):
-        change()
-        times.append(link.executor.run(only).spans[0].seconds)
 
-    assert times == pytest.approx([2e-3, 4e-3, 2e-3], rel=0.3)
-    assert expected(copies) == copies.seconds
+    for change in (lambda: None, link.begin, link.end, link.end):
+        change()
+        times.append(link.link.seconds(copy))
+
+    assert times == [2e-3, 4e-3, 2e-3, 2e-3]
 
 
 def test_a_prompt_comes_back_as_it_was_saved():

@@ -45,20 +45,23 @@ class ThrottledHalf(BusyLink):
 
     Args:
         rate: of copies at first.
+
+    Attributes:
+        link: whose rate changes.
     """
 
     def __init__(self, rate: CopyRate) -> None:
         self._rate = rate
-        self._link = ThrottledLink(rate)
-        self.executor = ThreadExecutor({IN: Pace(self._link.seconds)})
+        self.link = ThrottledLink(rate)
+        self.executor = ThreadExecutor({IN: Pace(self.link.seconds)})
 
     def begin(self) -> None:
         """See `BusyLink`."""
-        self._link.rate = CopyRate(bytes_per_s=self._rate.bytes_per_s / 2, call_s=self._rate.call_s)
+        self.link.rate = CopyRate(bytes_per_s=self._rate.bytes_per_s / 2, call_s=self._rate.call_s)
 
     def end(self) -> None:
         """See `BusyLink`."""
-        self._link.rate = self._rate
+        self.link.rate = self._rate
 
 
 class SecondStream(BusyLink):

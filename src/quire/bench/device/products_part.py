@@ -49,10 +49,10 @@ def _measured(bench: DeviceBench, spec: ModelSpec) -> list[tuple[int, int, float
     width = spec.kv_values_per_layer_token
     values = most * (spec.hidden_size + width) + spec.hidden_size * width
     target.require(2 * values, f"a product of {most:,} tokens", "leave the part products out")
-    options = {"dtype": torch.bfloat16, "device": target.device}
-    x = torch.randn(most, spec.hidden_size, **options)
-    weight = torch.randn(spec.hidden_size, width, **options)
-    out = torch.empty(most, width, **options)
+    x, weight, out = (
+        torch.randn(*shape, dtype=torch.bfloat16, device=target.device)
+        for shape in ((most, spec.hidden_size), (spec.hidden_size, width), (most, width))
+    )
     found = []
     for tokens in bench.config.product_tokens:
         flops = product_flops(spec, tokens)

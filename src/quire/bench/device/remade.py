@@ -53,7 +53,8 @@ def remade_errors(target: Target, model: str, tokens: int) -> dict[str, float]:
         ConfigError: the model's modules do not say how.
     """
     weights = random_weights(CONFIGS[model](), dtype=torch.bfloat16)  # type: ignore[arg-type]
-    decoder = TransformersDecoder(weights.to(target.device))
+    torch.nn.Module.to(weights, target.device)
+    decoder = TransformersDecoder(weights)
     why_not = decoder.prepare_recomputation()
     if why_not is not None:
         raise ConfigError(f"{model} cannot be recomputed: {why_not}")

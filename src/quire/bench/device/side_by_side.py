@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping
 
-from quire.offload.executors.base import Executor, dispatch
+from quire.offload.executors.base import Executor
 from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
 from quire.offload.timeline import Timeline
 
@@ -27,7 +27,10 @@ def run_calls(executor: Executor, calls: Calls) -> Timeline:
             operations.append(
                 Operation(index=index, kind=kind, lane=LANES[kind], layer=0, part=part)
             )
-    work = dispatch({kind: lambda _, call=call: call() for kind, (call, _) in calls.items()})
+
+    def work(operation: Operation) -> None:
+        calls[operation.kind][0]()
+
     return executor.run(Schedule(tuple(operations)), work)
 
 

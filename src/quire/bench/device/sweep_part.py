@@ -41,7 +41,7 @@ def _claims(rig: DeviceRig, chosen: Layout, steps: dict[int, list[ArmStep]]) -> 
 
     sweep_least_share, sweep_lB_share: of all tokens, at the least step and as chosen.
     sweep_lB_over_least: step at the chosen split over the least one.
-    sweep_turns: times at which steps turn from falling to rising; 1 or 0 is a V.
+    sweep_turns: times at which steps turn from falling to rising; of a V at most 1.
     sweep_model_error: of the chosen split.
     """
     times = {x: statistics.median(s.seconds for s in found) for x, found in steps.items()}
@@ -58,7 +58,7 @@ def _claims(rig: DeviceRig, chosen: Layout, steps: dict[int, list[ArmStep]]) -> 
 
 def turns(values: list[float]) -> int:
     """How often values begin to rise behind a fall; changes within the noise are none."""
-    found, falling, held = 0, True, values[0]
+    found, falling, held = 0, False, values[0]
     for value in values[1:]:
         if abs(value / held - 1) <= _NOISE:
             continue

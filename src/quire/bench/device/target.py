@@ -49,9 +49,8 @@ class Target:
                 f"--device {name}: torch sees no CUDA device here; use --device cpu, with --quick "
                 "to try the bench out"
             )
-        # with its number: torch sets no device that has none
-        whole = f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name
-        return cls(torch.device(whole))
+        # a tensor's device has its number, without which torch chooses none for a thread
+        return cls(torch.empty(0, device=name).device)
 
     @property
     def on_gpu(self) -> bool:
