@@ -8,6 +8,7 @@ import typer
 
 from quire.cli.bench_batch_max import batch_max
 from quire.cli.bench_batch_plan import batch_plan
+from quire.cli.bench_device import device
 from quire.cli.bench_eviction import eviction
 from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
@@ -33,6 +34,7 @@ bench_app.command()(quant)
 bench_app.command()(rebatch)
 bench_app.command()(stack)
 bench_app.command()(offload)
+bench_app.command()(device)
 bench_app.command("batch-plan")(batch_plan)
 
 

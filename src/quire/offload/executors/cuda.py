@@ -40,7 +40,8 @@ class CudaExecutor:
     """
 
     def __init__(self, device: torch.device, *, stall_s: int | float = 60.0) -> None:
-        self._device, self._stall_s = device, stall_s
+        # threads choose their device by its number, which that of a tensor has
+        self._device, self._stall_s = torch.empty(0, device=device).device, stall_s
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:

@@ -1,0 +1,1 @@
+"""`quire bench device`: what KV outside the device costs on this machine, beside arithmetic."""
