@@ -51,7 +51,8 @@ class InputCodec:
         if self._codec is None:
             return rows.view(self.dtype)
         vectors = rows.view(len(rows), self.hidden // self._width, -1)
-        parts = vectors.split([plane.record_bytes for plane in self._planes], dim=-1)
+        sizes = [plane.record_bytes for plane in self._planes]
+        parts = torch.split(vectors, sizes, dim=-1)
         planes = [
             part.contiguous().view(DTYPES[plane.dtype])
             for part, plane in zip(parts, self._planes, strict=True)
