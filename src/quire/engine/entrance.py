@@ -240,8 +240,17 @@ class Entrance:
             self._fairness.waiting.push(request)
             return self._enter(request, may_take=False)
         for member in returned:
+            self._hold_no_more_than_there_is(member)
             self._join(member)
         return away
+
+    def _hold_no_more_than_there_is(self, request: Request) -> None:
+        """Let go of cached pages that could be dropped but for a request with a copy of its own.
+
+        They were not promised to it: held, they could have it taken out again at once.
+        """
+        if self._residency.available_bytes < self._room.kept_free_bytes:
+            self._residency.stop_sharing(request)
 
     def _join(self, request: Request) -> None:
         waited_s = self._residency.events.now_s() - request.queued_s

@@ -2,10 +2,13 @@
 
 import pytest
 
+from engines import greedy, load
 from quire.engine.batchers.registry import BATCHERS
+from quire.engine.core import Engine
 from quire.engine.limits import SCALED_DOWN
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
+from quire.kv.config import KVConfig
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 MARK, ROWS, COUNT = 0.6, 6, 14
@@ -103,3 +106,19 @@ def test_one_that_is_larger_than_the_mark_runs_alone(peak_pages):
 def test_a_mark_is_a_part_of_the_memory(mark):
     with pytest.raises(ConfigError, match="expected scale_down_at above 0 and up to 1"):
         ScheduleConfig(scale_down_at=mark)
+
+
+def test_who_comes_back_does_not_hold_cached_pages_that_have_it_taken_out_again():
+    """It has a copy of its own; what the prefix cache holds of it can be dropped."""
+    kv = KVConfig(memory=65_536, page_tokens=4, host_memory=20_000)
+    schedule = ScheduleConfig(max_running=3, step_tokens=6, chunk_tokens=16, scale_down_at=0.3)
+    engine = Engine(load("mistral"), kv, schedule)
+    lengths = (5, 40, 24, 30, 8, 40, 26, 33)
+    for number, tokens in enumerate(lengths):
+        engine.submit([3 + number] * tokens, greedy(29))
+
+    while engine.has_work:
+        engine.step()
+        engine.check()
+
+    assert 1 <= engine.stats().num_preemptions <= len(lengths)  # 39 when it held them
