@@ -21,6 +21,9 @@ from quire.kv.block_records import BlockRecords
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store import Place, PrefixStore
 
+_SHARE = 4  # of what is wanted, one in so many blocks is a piece: small ones where both sides meet
+_LEAST_BYTES = 256 << 10  # of a piece, so that calls stay few
+
 
 class PrefixLoad:
     """One prefix on its way.
@@ -99,13 +102,15 @@ class PrefixLoad:
         return self.is_wanted and not self._cancelled
 
     def _claim(self) -> tuple[int, list[Block], Place] | None:
-        """The piece before what is here: as much of one entry as is wanted."""
+        """The piece before what is here: a share of what is wanted, all of one entry."""
         with self._turn:
             if self._cancelled or not self.is_wanted:
                 return None
             size = self._block_tokens
             last = (self.loaded_from - self._first) // size
-            first, lowest = last - 1, (self.wanted_from - self._first) // size
+            first, wanted_from = last - 1, (self.wanted_from - self._first) // size
+            most = max((last - wanted_from) // _SHARE, _LEAST_BYTES // self._records.record_bytes)
+            lowest = max(wanted_from, last - max(1, most))
             while first > lowest and self._follows(first):
                 first -= 1
             self.claimed_from = self._first + first * size
