@@ -412,10 +412,11 @@ def test_streams_compute_what_is_computed_at_once(wire, cuda):
     case = DecodeCase(model="toy", rows=16, context=512, dtype="float32")
     pool = HostBytes(64 * MIB, cuda)
     found = DeviceRig(case, cuda, pool, wire, poison=True)
-    layouts = {arm.name: found.layout(arm) for arm in ARMS if not arm.coded}
+    names = ["no_overlap", "prefetch", "serial", "lA", "lB"]
+    names += ["host_share", "all_host"] if wire == Wire() else []
+    layouts = {name: found.layout(BY_NAME[name]) for name in names}
     layouts["half"] = found.split_layout(case.tokens // 2)
-    if wire == Wire():
-        layouts["resident"] = found.resident_layout()
+    layouts["resident"] = found.resident_layout()
 
     steps = found.rounds(layouts, 3)
 
