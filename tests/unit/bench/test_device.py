@@ -325,6 +325,9 @@ def test_a_prompt_comes_back_as_it_was_saved():
     assert torch.equal(bed.kv[:, :20], whole[:, :20])
     bed.read(8, 8)  # chunks see what is ahead of them
     assert torch.allclose(bed.kv, whole, atol=1e-6)
+    bed.kv[:, :8].zero_()
+    bed.read(8, 8)
+    assert not torch.allclose(bed.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
 
 
 # ---- parts -------------------------------------------------------------------------------------
