@@ -325,6 +325,9 @@ def test_a_prompt_comes_back_as_it_was_saved():
     assert torch.equal(bed.kv[:, :20], whole[:, :20])
     bed.read(8, 8)  # chunks see what is ahead of them
     assert torch.allclose(bed.kv, whole, atol=1e-6)
+    bed.kv[:, :8].zero_()
+    bed.read(8, 8)
+    assert not torch.allclose(bed.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -412,10 +415,11 @@ def test_streams_compute_what_is_computed_at_once(wire, cuda):
     case = DecodeCase(model="toy", rows=16, context=512, dtype="float32")
     pool = HostBytes(64 * MIB, cuda)
     found = DeviceRig(case, cuda, pool, wire, poison=True)
-    layouts = {arm.name: found.layout(arm) for arm in ARMS if not arm.coded}
+    names = ["no_overlap", "prefetch", "serial", "lA", "lB"]
+    names += ["host_share", "all_host"] if wire == Wire() else []
+    layouts = {name: found.layout(BY_NAME[name]) for name in names}
     layouts["half"] = found.split_layout(case.tokens // 2)
-    if wire == Wire():
-        layouts["resident"] = found.resident_layout()
+    layouts["resident"] = found.resident_layout()
 
     steps = found.rounds(layouts, 3)
 

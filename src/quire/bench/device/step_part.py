@@ -18,13 +18,21 @@ def run_step(bench: DeviceBench) -> PartResult:
     rows: list[tuple[Cell, ...]] = []
     raw: dict[str, object] = {}
     for case in bench.config.cases:
-        rig = bench.rig(case)
-        layouts = layouts_of(rig)
-        steps = rig.rounds(layouts, bench.config.repeats)
-        claims |= _claims(rig.case, steps)
-        rows += [_row(bench, rig, name, layouts[name], steps) for name in layouts]
-        raw[case.model] = {name: [s.seconds for s in found] for name, found in steps.items()}
+        steps, found = _measured(bench, case)
+        claims |= _claims(case.model, steps)
+        rows += found
+        raw[case.model] = {name: [s.seconds for s in run] for name, run in steps.items()}
     return PartResult(claims=claims, tables=(_table(bench, rows),), raw={"seconds": raw})
+
+
+def _measured(
+    bench: DeviceBench, case: DecodeCase
+) -> tuple[dict[str, list[ArmStep]], list[tuple[Cell, ...]]]:
+    """Steps of all arms, and a row of each; the model's memory is free again behind it."""
+    rig = bench.rig(case)
+    layouts = layouts_of(rig)
+    steps = rig.rounds(layouts, bench.config.repeats)
+    return steps, [_row(bench, rig, name, layouts[name], steps) for name in layouts]
 
 
 def layouts_of(rig: DeviceRig) -> dict[str, Layout]:
@@ -37,20 +45,20 @@ def layouts_of(rig: DeviceRig) -> dict[str, Layout]:
     return found
 
 
-def _claims(case: DecodeCase, steps: dict[str, list[ArmStep]]) -> Numbers:
+def _claims(model: str, steps: dict[str, list[ArmStep]]) -> Numbers:
     """Of each model.
 
     *_ms: of a step. gain_lB_over_*: latency of the one over the pipelined split's, within rounds.
     model_error_p95: predicted by the rates measured at the start, against measured, all arms.
     output_error: hidden states against those with all KV on the device, relative, the largest.
     """
-    found: Numbers = {f"{case.model}_{name}_ms": median_ms(run) for name, run in steps.items()}
+    found: Numbers = {f"{model}_{name}_ms": median_ms(run) for name, run in steps.items()}
     for name in ("prefetch", "lA"):
-        found[f"{case.model}_gain_lB_over_{name}"] = ratio(steps, name, "lB")
+        found[f"{model}_gain_lB_over_{name}"] = ratio(steps, name, "lB")
     moved = [step for name, run in steps.items() if name != RESIDENT for step in run]
     errors = sorted(step.model_error for step in moved)
-    found[f"{case.model}_model_error_p95"] = percentile(errors, 0.95)
-    found[f"{case.model}_output_error"] = max(step.error for step in moved)
+    found[f"{model}_model_error_p95"] = percentile(errors, 0.95)
+    found[f"{model}_output_error"] = max(step.error for step in moved)
     return found
 
 
