@@ -20,7 +20,7 @@ check_types()  # before anything of quire is imported
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "dev", max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=slow
+    "dev", max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=slow
 )
 settings.register_profile(
     "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=slow

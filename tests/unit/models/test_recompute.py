@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import OPTForCausalLM
 
 import zoo
 from quire.models.adapter import TransformersDecoder
@@ -40,10 +41,19 @@ def run(decoder, regime=0):
     return tokens, storing
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def post_norm_opt():
+    """As OPT-350m: norms come behind attention, so X is what the layer was given."""
+    config = zoo.ARCHITECTURES["opt"]()
+    config.do_layer_norm_before = False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, "opt_post_norm"])
 def test_what_was_stored_is_made_again_wherever_it_stands(name):
     """Any tokens in any order: eleven of them, backwards, with holes."""
-    decoder = TransformersDecoder(zoo.build(name))
+    decoder = TransformersDecoder(post_norm_opt() if name == "opt_post_norm" else zoo.build(name))
     assert decoder.prepare_recomputation() is None
     tokens, storing = run(decoder)
     some = torch.arange(TOKENS - 1, 0, -2)
