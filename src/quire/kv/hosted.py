@@ -136,16 +136,17 @@ class HostedFronts:
                 self.pool.release(space)
 
     def bring_back(self, row: int) -> None:
-        """Let a sequence have all its pages in the arena again.
+        """Let a sequence have all its pages in the arena again; its staging is some of them.
 
         Raises:
-            OutOfPages: no room; nothing was changed.
+            OutOfPages: no room for the others; nothing was changed.
         """
         needed: dict[PageClass, int] = {}
         for piece in self.pieces(row):
-            group = self._memory.tables[piece.group].group
-            pages = piece.columns * group.num_lanes
-            needed[group.page_class] = needed.get(group.page_class, 0) + pages
+            table = self._memory.tables[piece.group]
+            page_class = table.group.page_class
+            pages = piece.columns * table.group.num_lanes - _staged_pages(table, piece.columns)
+            needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
         self.settle()
@@ -212,8 +213,9 @@ class HostedFronts:
         memory, table = self._memory, self._memory.tables[piece.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)
-        old = table.pages[row, :, columns].reshape(-1).copy()
-        fresh = pool.allocate(piece.columns * group.num_lanes)
+        staged = SLOTS * group.lanes_per_layer  # lanes, whose pages the staging becomes
+        old = table.pages[row, staged:, columns].reshape(-1).copy()
+        fresh = np.concatenate([piece.staging.reshape(-1), pool.allocate(old.size)])
         for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
             self.pool.load(space, group.page_class, pages)
         self.pool.copies.wait()

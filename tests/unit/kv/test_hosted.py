@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pressure import stored_pages
 from quire.errors import ConfigError, HostPoolFull, OutOfPages
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
@@ -294,12 +295,32 @@ def test_a_front_comes_back_only_where_there_is_room():
     while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
         kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
 
-    with pytest.raises(OutOfPages, match="30 pages needed to bring a front back"):
+    with pytest.raises(OutOfPages, match="18 pages needed to bring a front back"):
         kv.hosting.fronts.bring_back(row)
     kv.memory.check()
     kv.memory.release([other])
     kv.hosting.fronts.bring_back(row)
     assert not kv.hosting.fronts.rows
+    kv.memory.check()
+
+
+def test_a_front_comes_back_in_the_room_of_its_pages():
+    """Its staging is a part of them: of a memory with room for no more than all it comes back."""
+    kv = make(sequences=2)
+    row = kv.memory.start()
+    step(kv, {row: 24}, 6)
+    [(page_class, pool)] = kv.memory.pools.items()
+    before = list(stored_pages(kv.memory, kv.store, row))
+    kv.hosting.fronts.host(row, 24)
+    poison(kv)
+    taken = []
+    while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
+        taken += pool.allocate(1).tolist()
+
+    kv.hosting.fronts.bring_back(row)
+
+    assert list(stored_pages(kv.memory, kv.store, row)) == before
+    pool.release(np.array(taken, dtype=np.int32))
     kv.memory.check()
 
 
