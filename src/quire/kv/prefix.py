@@ -42,7 +42,7 @@ class PrefixIndex:
 
     Attributes:
         block_tokens: tokens of a block: whole pages in every lane.
-        keep: told of blocks that nobody uses before they are dropped.
+        keep: told of blocks that nobody uses before they are dropped, if they have been written.
         queried_tokens, hit_tokens: of all prompts that looked for a prefix so far.
     """
 
@@ -176,9 +176,8 @@ class PrefixIndex:
         """
         parent = lease.nodes[-1] if lease.nodes else None
         key = parent.block.key if parent else None
-        blocks = blocks_of(
-            lease.identity, token_ids, self.block_tokens, start=lease.tokens, parent_key=key
-        )
+        size, start = self.block_tokens, lease.tokens
+        blocks = blocks_of(lease.identity, token_ids, size, start=start, parent_key=key)
         for block in blocks:
             node = self._nodes.get(block.key)
             if node is None:  # then nothing behind it is known either
@@ -201,8 +200,7 @@ class PrefixIndex:
         if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
-            first, size = lease.tokens, self.block_tokens
-            loans = lend_blocks(self.memory, row, first, blocks[-1].end, size)
+            loans = lend_blocks(self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens)
         except ConfigError:
             return False
         for block, loan in zip(blocks, loans, strict=True):
@@ -280,10 +278,12 @@ class PrefixIndex:
         self.keep(self._idle.oldest(len(self._idle)))
 
     def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
-        """Drop idle blocks; return their keys."""
-        self.keep(nodes)
+        """Drop idle blocks; return the keys of those that somebody was told of."""
+        written = [node for node in nodes if node not in self._pending]
+        self._pending = [node for node in self._pending if node not in nodes]
+        self.keep(written)
         self._forget(nodes)
-        return [node.block.key for node in nodes]
+        return [node.block.key for node in written]
 
     def _tell_removed(self, keys: list[bytes]) -> None:
         if keys and self._listener is not None:

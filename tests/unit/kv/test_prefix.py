@@ -132,6 +132,28 @@ def test_what_a_failed_step_published_is_gone():
     close(index, kept_row, kept)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_dropped_before_it_was_written_is_kept_nowhere(fails):
+    """A request of the step that is planned lets its blocks go: nobody may have their bytes."""
+    kept, listener = [], Listener()
+    index = PrefixIndex(one_group(max_rows=4), listener)
+    index.keep = kept.extend
+    close(index, *read(index, TOKENS[:8]))
+    lease, row = index.match(EVERYBODY, TOKENS[:16]), index.memory.start()
+    grow(index.memory, row, 16)
+    index.publish(lease, row, TOKENS[lease.tokens : 16])
+
+    index.release(lease)
+    index.clear()
+
+    assert [node.block.end for node in kept] == [8, 4]
+    assert not listener.known
+    index.withdraw() if fails else index.confirm()
+    assert not listener.known
+    assert not index.memory.loans
+    index.memory.check()
+
+
 def test_two_that_read_the_same_at_once_publish_it_once():
     """Both found nothing; the second's pages stay its own."""
     index = PrefixIndex(one_group())
