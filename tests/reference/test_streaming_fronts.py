@@ -15,9 +15,10 @@ from exact_products import use_exact_products
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.errors import ConfigError, HostPoolFull, NeverFits, UnsoundCombination
 from quire.kv.carrier import ThreadCarrier
 from quire.kv.config import KVConfig
+from quire.kv.hosted import HostedFronts
 from quire.offload.schedule.work import Speeds
 from quire.plan.rates import CopyRate
 from reference.test_eviction import Recorder, largest_difference
@@ -54,8 +55,9 @@ class Dawdling(ThreadCarrier):
 
 @cache
 def model_of(name: str):
-    """Six layers: in a model of two all of a front would be staged."""
-    return load(name, times=3)
+    """Six layers, or twice as many as is written: of two all of a front would be staged."""
+    architecture, _, times = name.partition("*")
+    return load(architecture, times=int(times or 3))
 
 
 @cache
@@ -66,8 +68,11 @@ def row_bytes(name: str, codec: str = "none") -> int:
     return sum(group.bytes_at_most(ROW_TOKENS, 16) for group in groups)
 
 
-def run(name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), **options):
+def run(
+    name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), prompts=PROMPTS, **options
+):
     """Answer all prompts in the bytes of so many long sequences; the engine, logits, usages."""
+    new_tokens = options.pop("new_tokens", NEW_TOKENS)
     schedule = {"chunk_tokens": 16, "step_tokens": 40} | options.pop("schedule", {})
     config = KVConfig(
         memory=int(rows * row_bytes(name, codec)),
@@ -80,8 +85,8 @@ def run(name: str, rows: float, *, codec="none", stream="4MiB", cancel=(), **opt
     if engine.pool.kv.hosting is not None:
         engine.pool.kv.hosting.carrier = Dawdling()
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
-    for request, prompt in PROMPTS.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+    for request, prompt in prompts.items():
+        engine.submit(prompt, greedy(new_tokens), request_id=request)
     usages, steps = {}, 0
     while engine.has_work:
         steps += 1
@@ -213,6 +218,29 @@ def until_they_part(logits, expected):
             if got.argmax() != wanted.argmax():
                 break
     return max(differences)
+
+
+@pytest.mark.parametrize("parts", [{"stream_recompute": "0.5"}, {"stream_host_attention": "1"}])
+def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkeypatch):
+    """X of both kinds comes at once; where the host fills up, more of one kind is there."""
+    use_exact_products(monkeypatch)
+    options = {"codec": "int8+plain_layers=2", "prompts": {"c": PROMPTS["c"]}, "new_tokens": 6}
+    expected = run("gpt2*4", 4, stream=0, **options)[1]
+    host, tries = HostedFronts._host, 0
+
+    def fills_up(fronts, table, row, first, columns):
+        nonlocal tries
+        tries += table.group.name == "full.plain"
+        if table.group.name == "full.plain" and tries % 2 == 0:
+            raise HostPoolFull("every other time")
+        return host(fronts, table, row, first, columns)
+
+    monkeypatch.setattr(HostedFronts, "_host", fills_up)
+    engine, logits, _ = run("gpt2*4", 0.7, **options, **parts)
+
+    stats = engine.stats()
+    assert stats.made_again_tokens or stats.host_attended_tokens
+    assert largest_difference(logits, expected) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -375,6 +403,11 @@ def test_those_that_evict_have_fronts_between_evictions(
         ({"store": "contiguous_growing"}, UnsoundCombination, "use --kv-store paged"),
         ({"stream_memory": "900TiB"}, ConfigError, "lower --stream-kv-memory"),
         ({"stream_memory": "much"}, ConfigError, "much"),
+        (
+            {"stream_memory": 0, "stream_recompute": "0.5"},
+            ConfigError,
+            "say --stream-kv-memory SIZE",
+        ),
         ({"stream_recompute": "2"}, ConfigError, "a part from 0 to 1, got '2'"),
         ({"stream_host_attention": "some"}, ConfigError, "--stream-host-attention of auto, off"),
     ],

@@ -17,6 +17,7 @@ from quire.kv.input_store import InputStore
 from quire.kv.remaking import Remaking, can_make_again
 from quire.kv.step import PagedKV
 from quire.kv.stream_carrier import StreamCarrier
+from quire.kv.tables import SLOTS
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
 from quire.offload.profiler import OffloadProfiler
@@ -198,7 +199,8 @@ class _Choice:
 
     def splits(self, *, makes: bool, attends: bool) -> FrontSplits:
         """What divides fronts."""
-        room = parse_size(self._config.scratch) // (2 * int(self._sizes.x_bytes))
+        token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
+        room = parse_size(self._config.scratch) // token_bytes
         asked = AskedParts(
             made=self._config.recompute_part if makes else 0.0,
             most_made=room if makes else 0,

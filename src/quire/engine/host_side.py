@@ -34,11 +34,13 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     """Host memory for fronts.
 
     Raises:
-        ConfigError: more than is free beside the host pool, or no layers that could have a front.
+        ConfigError: more than is free beside the host pool, no layers that could have a front, or
+            a part of what is not there at all.
         UnsoundCombination: a store whose lanes lie in one piece.
     """
     asked_bytes = parse_size(config.stream_memory)
     if not asked_bytes:
+        _refuse_parts_of_nothing(config)
         return 0
     if config.store != "paged":
         raise UnsoundCombination(
@@ -57,6 +59,19 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             "that are free beside the host pool; lower --stream-kv-memory"
         )
     return asked_bytes
+
+
+def _refuse_parts_of_nothing(config: KVConfig) -> None:
+    asked = {
+        "--stream-recompute": config.recompute_part,
+        "--stream-host-attention": config.host_attention_part,
+    }
+    for flag, part in asked.items():
+        if part:
+            raise ConfigError(
+                f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
+                f"--stream-kv-memory SIZE too, or leave out {flag}"
+            )
 
 
 def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:

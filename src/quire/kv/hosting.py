@@ -17,7 +17,7 @@ from quire.kv.carrier import Carrier
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.front_shares import CARRIED, Front, Share
 from quire.kv.host_attention import HostAttention, StepHostAttention
-from quire.kv.hosted import HostedFronts
+from quire.kv.hosted import HostedFronts, can_have_front
 from quire.kv.input_store import Written
 from quire.kv.memory import KVMemory
 from quire.kv.remaking import Remaking, StepRemaking
@@ -131,7 +131,8 @@ class Hosting:
             self._last.settle()
 
     def _front(self, row: int, *, decodes: bool) -> Front:
-        staged = max(int(table.staged[row]) for table in self.memory.tables.values())
+        tables = self.memory.tables.values()  # of one group more may have moved than of another
+        staged = min(int(t.staged[row]) for t in tables if can_have_front(t.group))
         on_host = decodes and self.attention is not None and not self.memory.statistics_of(row)
         if self.remaking is None or not self.tables:
             return Front(staged, on_host=on_host)

@@ -119,21 +119,22 @@ class Remaking:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
         self.piece_tokens = PIECE_TOKENS
         self.num_made = 0
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging: dict[str, Tensor] = {}
 
     @property
     def staging_bytes(self) -> int:
         """Of X on the device."""
-        return self._staging.numel()
+        return sum(staging.numel() for staging in self._staging.values())
 
-    def staging(self, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
-        """Room for two layers' X, as it is carried."""
+    def staging(self, group: str, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
+        """Room for X of two layers of a group, as it is carried: others' comes at the same time."""
         row_bytes = self.store.codec.row_bytes
         needed = SLOTS * tokens * row_bytes
-        if self._staging.numel() < needed:
+        if group not in self._staging or self._staging[group].numel() < needed:
             with torch.inference_mode(mode=False):
-                self._staging = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        return self._staging[:needed].view(SLOTS, tokens, row_bytes)
+                fresh = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            self._staging[group] = fresh
+        return self._staging[group][:needed].view(SLOTS, tokens, row_bytes)
 
 
 class StepRemaking:
@@ -161,7 +162,7 @@ class StepRemaking:
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
         self._pieces = self._cut(table)
-        self._staging = remaking.staging(self.tokens)
+        self._staging = remaking.staging(self._group.name, self.tokens)
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._positions: dict[int, Tensor] = {}
         regimes = {remaking.tokens.rope_regime(row) for row in self.rows}

@@ -33,8 +33,8 @@ def fingerprint_decoder(decoder: Decoder) -> str | None:
     total.update(repr(sorted(decoder.model.config.to_dict().items(), key=str)).encode())
     for name, tensor in decoder.model.state_dict().items():
         plain = tensor.detach().contiguous().cpu()
-        if plain.is_mkldnn:
-            return None
+        if plain.is_mkldnn or not plain.numel():
+            return None  # packed, or of a layer that is brought
         bits = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
         total.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0{bits}\0".encode())
     return total.hexdigest()

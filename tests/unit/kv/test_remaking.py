@@ -143,7 +143,8 @@ def spoil(kv):
     """What a step staged is gone."""
     kv.hosting._settle()
     poison(kv)
-    kv.hosting.remaking._staging.fill_(0xFF)  # NaN as float32
+    for staging in kv.hosting.remaking._staging.values():
+        staging.fill_(0xFF)  # NaN as float32
 
 
 def lose(memories, row, rng):

@@ -315,6 +315,26 @@ for i in range(100_000):
 """
 
 
+def test_an_index_that_cannot_be_written_anew_goes_on_as_it_is(tmp_path, monkeypatch):
+    """A disk that fills up while an entry is dropped: nobody is failed, and lines go on."""
+    tier = DiskTier(tmp_path, 4 * BLOCK_BYTES)
+    tier.write("a", b"a")
+    monkeypatch.setattr("quire.offload.tiers.disk._MOST_STALE_LINES", -4)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.offload.tiers.journal.os.fsync", full)
+        tier.drop("a")
+    tier.write("b", b"b")
+    tier.close()
+
+    again = DiskTier(tmp_path, 4 * BLOCK_BYTES)
+    assert set(again.stored()) == {"b"}
+    again.close()
+
+
 def test_an_engine_killed_while_it_writes_leaves_whole_entries_only(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True

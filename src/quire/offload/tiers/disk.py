@@ -130,7 +130,7 @@ class DiskTier:
 
     def drop(self, key: str) -> None:
         """See `Tier`. Where the disk does not note it, the index may name it after a restart."""
-        with self._turn, contextlib.suppress(StorageError):
+        with self._turn, contextlib.suppress(StorageError, ConfigError):
             if self._forget(key):
                 self._journal.add({"drop": key})
                 if self._journal.num_lines > 2 * len(self._entries) + _MOST_STALE_LINES:

@@ -49,18 +49,20 @@ class Journal:
     def rewrite(self, lines: Sequence[dict[str, Any]]) -> None:
         """Replace the file by one with these lines; a crash leaves the old one or the new.
 
+        Where that fails before, lines go on behind the old ones.
+
         Raises:
             ConfigError: it cannot be written.
         """
         part = self._path.with_suffix(".part")
         try:
-            self.close()
             with open(part, "wb") as file:
                 file.writelines(map(_line, lines))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, self._path)
             _flush_folder(self._path.parent)
+            self.close()
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise ConfigError(
