@@ -15,7 +15,7 @@ from exact_products import use_exact_products
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, HostPoolFull, NeverFits, UnsoundCombination
+from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.carrier import ThreadCarrier
 from quire.kv.config import KVConfig
 from quire.kv.hosted import HostedFronts
@@ -222,20 +222,19 @@ def until_they_part(logits, expected):
 
 @pytest.mark.parametrize("parts", [{"stream_recompute": "0.5"}, {"stream_host_attention": "1"}])
 def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkeypatch):
-    """X of both kinds comes at once; where the host fills up, more of one kind is there."""
+    """X of both kinds comes at once; of one kind less is on the host, as where that fills up."""
     use_exact_products(monkeypatch)
     options = {"codec": "int8+plain_layers=2", "prompts": {"c": PROMPTS["c"]}, "new_tokens": 6}
     expected = run("gpt2*4", 4, stream=0, **options)[1]
-    host, tries = HostedFronts._host, 0
+    moves = HostedFronts._moves
 
-    def fills_up(fronts, table, row, first, columns):
-        nonlocal tries
-        tries += table.group.name == "full.plain"
-        if table.group.name == "full.plain" and tries % 2 == 0:
-            raise HostPoolFull("every other time")
-        return host(fronts, table, row, first, columns)
+    def fewer(fronts, row, slots):
+        for table, first, columns in moves(fronts, row, slots):
+            left = columns - (table.group.name == "full.plain")
+            if left:
+                yield table, first, left
 
-    monkeypatch.setattr(HostedFronts, "_host", fills_up)
+    monkeypatch.setattr(HostedFronts, "_moves", fewer)
     engine, logits, _ = run("gpt2*4", 0.7, **options, **parts)
 
     stats = engine.stats()
