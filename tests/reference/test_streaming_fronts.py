@@ -407,6 +407,11 @@ def test_those_that_evict_have_fronts_between_evictions(
             ConfigError,
             "say --stream-kv-memory SIZE",
         ),
+        (
+            {"stream_memory": 0, "stream_input_codec": "int8"},
+            ConfigError,
+            "say --stream-kv-memory SIZE",
+        ),
         ({"stream_recompute": "2"}, ConfigError, "a part from 0 to 1, got '2'"),
         ({"stream_host_attention": "some"}, ConfigError, "--stream-host-attention of auto, off"),
     ],

@@ -72,6 +72,11 @@ def _refuse_parts_of_nothing(config: KVConfig) -> None:
                 f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
                 f"--stream-kv-memory SIZE too, or leave out {flag}"
             )
+    if config.input_codec is not None:
+        raise ConfigError(
+            f"--stream-input-codec {config.stream_input_codec} is for activations of the first "
+            "pages on the host, and none go there: say --stream-kv-memory SIZE too, or leave it out"
+        )
 
 
 def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
