@@ -11,6 +11,7 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -35,3 +36,9 @@ settings.register_profile(  # a state machine takes max_examples * stateful_step
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` need one."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
