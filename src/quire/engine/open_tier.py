@@ -171,16 +171,22 @@ def _seconds_per_byte(tier: Tier) -> float:
         StorageError: the tier cannot be reached.
     """
     into = memoryview(bytearray(_PROBE_BYTES))
-    found = ((key, into[: at.num_bytes]) for key, at in tier.stored().items() if at.num_bytes)
-    key, target = next(found, (_PROBE, into))
+    theirs = {k: at for k, at in tier.stored().items() if at.num_bytes and k[:5] != _PROBE}
+    for key, at in list(theirs.items())[:1]:
+        with contextlib.suppress(StorageError, CorruptData):  # or others drop it meanwhile
+            return _read_s(tier, key, into[: at.num_bytes])
+    own = f"{_PROBE}-{secrets.token_hex(8)}"  # others may be probing too
     try:
-        if key == _PROBE:
-            tier.write(key, into)
-        started_s = time.perf_counter()
-        tier.read(key, target)
-        seconds = time.perf_counter() - started_s
+        tier.write(own, into)
+        return _read_s(tier, own, into)
     except (TierFull, CorruptData):
         return 1 / _SLOW_BYTES_PER_S
-    if key == _PROBE:
-        tier.drop(key)
-    return max(seconds, _CALL_S) / target.nbytes
+    finally:
+        tier.drop(own)
+
+
+def _read_s(tier: Tier, key: str, into: memoryview) -> float:
+    """Seconds a byte of reading what lies there."""
+    started_s = time.perf_counter()
+    tier.read(key, into)
+    return max(time.perf_counter() - started_s, _CALL_S) / into.nbytes

@@ -7,6 +7,7 @@ Written back, not through: blocks go to the tier when they leave the memory, and
 the engine closes. A step never waits for the tier: where the queue is full, a block just goes.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class PrefixTier:
         self._index, self._memory = index, index.memory
         self._run_tokens = store.run_blocks * index.block_tokens
         self._queue_bytes, self._queued_bytes = queue_bytes, 0
+        self._counting = threading.Lock()  # two threads count what is queued
         self._closed = self._waits = False
         index.keep = self.keep
 
@@ -136,7 +138,8 @@ class PrefixTier:
         records = self.records.gather(blocks, pages)
         keys = [block.key for block in blocks]
         self.store.claim(keys)
-        self._queued_bytes += num_bytes
+        with self._counting:
+            self._queued_bytes += num_bytes
         self.carrier.later(partial(self._put, keys, records))
 
     def _put(self, keys: list[bytes], records: Records) -> None:
@@ -145,7 +148,8 @@ class PrefixTier:
             if self.store.put(keys, records):
                 self.written.append((len(keys), records.nbytes))
         finally:
-            self._queued_bytes -= records.nbytes
+            with self._counting:
+                self._queued_bytes -= records.nbytes
 
     def close(self) -> None:
         """Write all blocks that nobody uses, then close the tier. Again: nothing happens."""
