@@ -31,7 +31,7 @@ class AsyncLLM:
         engine: idle, and left to this object until it is closed.
 
     Raises:
-        ConfigError: the engine shares its pool with others.
+        ConfigError: the engine shares its pool with others, or another `AsyncLLM` has it.
 
     Use as an async context manager, or call `close`.
     """
@@ -42,7 +42,12 @@ class AsyncLLM:
                 "an engine of a shared pool is stepped in one thread with the others of the pool; "
                 "give an engine with a thread of its own a KV memory of its own"
             )
+        if engine.runs_in_thread:
+            raise ConfigError(
+                "the engine runs in the thread of another AsyncLLM: submit there, or close it first"
+            )
         self.engine = engine
+        engine.runs_in_thread = True
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
         self._state = threading.Lock()  # guards the three below against a last command
@@ -168,6 +173,7 @@ class AsyncLLM:
             self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
         self.engine.close()
+        self.engine.runs_in_thread = False
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

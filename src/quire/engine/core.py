@@ -67,6 +67,7 @@ class Engine:
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
         self.shares_pool = pool is not None
+        self.runs_in_thread = False  # while an `AsyncLLM` has it
         kv = kv or KVConfig()
         self.events = EventLog(clock)
         self.prefix_events = PrefixBroadcast()

@@ -1,12 +1,13 @@
 """The Python entry: prompts in, answers out."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from quire.engine.call_lock import CallLock
 from quire.engine.core import Engine
 from quire.engine.inputs import (
     NO_PLACE,
@@ -36,6 +37,12 @@ _Taker = Callable[[Delta], None]
 
 class LLM:
     """A model with a KV memory fixed in bytes.
+
+    Calls from several threads are safe and run one after the other: a call waits until `generate`
+    of another thread returns. `AsyncLLM` is the concurrent entry: its requests share the batch.
+    Between two pieces of a `stream` any thread may call anything; requests that are open at the
+    same time share the batch. Inside a step, in a listener of KV events, only `stats`, `ledger`
+    and the encoders may be called.
 
     Args:
         model: "quire-tiny", a folder in Hugging Face format, a hub name, or a loaded model.
@@ -87,6 +94,7 @@ class LLM:
         self.model = model
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
+        self._calls = CallLock(self._cancel)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as the model's tokenizer reads it, or ids as they are.
@@ -167,8 +175,8 @@ class LLM:
             if answer is not None:
                 answers[delta.request_id] = answer
 
-        try:
-            asked = zip(many, options, policies, places, strict=True)
+        asked = zip(many, options, policies, places, strict=True)
+        with self._calls.held(), self._withdrawing(builders):
             for index, (prompt, params, policy, place) in enumerate(asked):
                 with _named(f"prompt {index}" if len(many) > 1 else ""):
                     ids = self._encode(prompt)
@@ -177,9 +185,7 @@ class LLM:
             while len(answers) < len(builders):
                 deltas = self._step()
                 if progress is not None:
-                    progress(self.engine.stats(), deltas)
-        finally:
-            self._withdraw(builders)
+                    progress(self.stats(), deltas)
         return [answers[request_id] for request_id in builders]
 
     def stream(
@@ -191,39 +197,49 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece. Closing the iterator cancels the request.
 
-        Several streams may be open, and `generate` may be called meanwhile: each gets its own.
+        Several streams may be open, and `generate` may be called meanwhile, also inside the loop
+        over the pieces: each gets its own. No lock is held between two pieces, so an iterator that
+        is left half way blocks no other call. Its request keeps its KV until the iterator is
+        closed, which Python does when nothing refers to it any more.
 
         Raises:
             RequestError: at the first piece; the prompt or its options are wrong.
         """
         inbox: deque[Delta] = deque()
         [params] = as_options(sampling, 1)
-        request_id = self._submit(self.encode(prompt), params, inbox.append, evict=evict)
+        ids, request_ids = self.encode(prompt), list[str]()
         done = False
-        try:
+        with self._withdrawing(request_ids):
+            with self._calls.held():
+                request_ids.append(self._submit(ids, params, inbox.append, evict=evict))
             while not done:
                 while not inbox:
-                    self._step()
+                    self._step_for(inbox)
                 delta = inbox.popleft()
                 done = delta.is_last
                 yield delta
-        finally:
-            self._withdraw([request_id])
 
     def stats(self) -> EngineStats:
         """What the engine has done, and who holds how many bytes: cheap enough for every step."""
-        return self.engine.stats()
+        with self._calls.reading():
+            return self.engine.stats()
 
     def ledger(self) -> Snapshot:
         """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
-        return self.engine.ledger()
+        with self._calls.reading():
+            return self.engine.ledger()
 
     def close(self) -> None:
         """Write cached prefixes to their tier, where there is one, and let it go.
 
         It happens by itself when nothing refers to the engine any more, or the process ends.
+
+        Raises:
+            RequestError: the call comes from inside a step.
         """
-        self.engine.close()
+        with self._calls.held(), self._calls.changing():
+            self._refuse_beside_async()
+            self.engine.close()
 
     def _submit(
         self,
@@ -235,35 +251,59 @@ class LLM:
         evict: str | None = None,
         place: Place = NO_PLACE,
     ) -> str:
-        request_id = self.engine.submit(
-            ids,
-            params,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            evict=evict,
-            priority=place.priority,
-            deadline_s=place.deadline_s,
-        )
+        self._refuse_beside_async()
+        with self._calls.changing():
+            request_id = self.engine.submit(
+                ids,
+                params,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                evict=evict,
+                priority=place.priority,
+                deadline_s=place.deadline_s,
+            )
         self._takers[request_id] = take
         return request_id
 
+    def _refuse_beside_async(self) -> None:
+        if self.engine.runs_in_thread:
+            raise RequestError(
+                "the engine of this LLM belongs to an AsyncLLM, which runs it in its own thread: "
+                "submit to the AsyncLLM, or close it before this call"
+            )
+
     def _step(self) -> list[Delta]:
-        """One step for all open requests, whoever asks for it."""
-        deltas = self.engine.step()
-        for delta in deltas:
-            take = self._takers.get(delta.request_id)
-            if take is None:  # withdrawn
-                continue
-            if delta.is_last:
-                del self._takers[delta.request_id]
-            take(delta)
+        """One step for all open requests, whichever call makes it."""
+        with self._calls.changing():
+            deltas = self.engine.step()
+            for delta in deltas:
+                take = self._takers.get(delta.request_id)
+                if take is None:  # withdrawn
+                    continue
+                if delta.is_last:
+                    del self._takers[delta.request_id]
+                take(delta)
         return deltas
 
-    def _withdraw(self, request_ids: Iterable[str]) -> None:
-        """Cancel those requests that are not done; nobody takes their last deltas."""
+    def _step_for(self, inbox: deque[Delta]) -> None:
+        """A step, unless the call of another thread has filled the inbox meanwhile."""
+        with self._calls.held():
+            if not inbox:
+                self._step()
+
+    @contextmanager
+    def _withdrawing(self, request_ids: Collection[str]) -> Iterator[None]:
+        """Cancel at the end those requests that are not done; their last deltas are dropped."""
+        try:
+            yield
+        finally:
+            self._calls.withdraw(request_ids)
+
+    def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if self._takers.pop(request_id, None) is not None:
-                self.engine.cancel(request_id)
+                with self._calls.changing():
+                    self.engine.cancel(request_id)
         if not self._takers and self.engine.has_work:
             self._step()  # so that the engine is idle again
 

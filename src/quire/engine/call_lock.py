@@ -1,0 +1,77 @@
+"""The lock of `LLM`: one thread at a time in an engine, and streams abandoned meanwhile."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from quire.errors import RequestError
+
+
+class CallLock:
+    """Serializes the calls of several threads; no thread enters a step that is running.
+
+    A thread that holds the lock may take it again. Requests are withdrawn without waiting, because
+    Python closes an abandoned generator in any thread, at any moment, also inside a step: the
+    thread that holds the lock cancels them when its step or its call ends.
+
+    Args:
+        cancel: ends requests by their ids; called with the lock held and outside steps.
+    """
+
+    def __init__(self, cancel: Callable[[list[str]], None]) -> None:
+        self._cancel = cancel
+        self._lock = threading.RLock()
+        self._in_use = False
+        self._withdrawn: deque[str] = deque()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait for the calls of other threads; hold the lock meanwhile."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._cancel_withdrawn()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the lock and read the engine's state; a listener may do so inside a step."""
+        with self.held():
+            before, self._in_use = self._in_use, True
+            try:
+                yield
+            finally:
+                self._in_use = before
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the engine, as a step does; the caller holds the lock.
+
+        Raises:
+            RequestError: the call comes from inside another change.
+        """
+        if self._in_use:
+            raise RequestError(
+                "expected a call between two steps, got one from inside a step, such as by a "
+                "listener of KV events: note the event and call generate, stream or close later"
+            )
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Cancel requests now, or when the thread that holds the lock ends its step or call."""
+        self._withdrawn.extend(request_ids)
+        self._cancel_withdrawn()
+
+    def _cancel_withdrawn(self) -> None:
+        while self._withdrawn and self._lock.acquire(blocking=False):
+            try:
+                if self._in_use:  # by this thread, whose call looks again when it ends
+                    return
+                self._cancel([self._withdrawn.popleft() for _ in range(len(self._withdrawn))])
+            finally:
+                self._lock.release()
