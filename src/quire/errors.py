@@ -69,7 +69,15 @@ class ModelError(QuireError, ValueError):
 
 
 class RequestError(QuireError, ValueError):
-    """One request is wrong. It is refused or fails; the others go on."""
+    """One request is wrong. It is refused or fails; the others go on.
+
+    Attributes:
+        param: name of the field that is wrong; None where no single field is.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class NeverFits(RequestError):

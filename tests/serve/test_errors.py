@@ -39,15 +39,17 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"max_tokens": 1_000}, None, "B of KV, the whole pool has"),
         ({"max_tokens": 0}, None, "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
-        ({"temperature": -1}, None, "temperature"),
-        ({"top_p": 0}, None, "top_p"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"top_p": 0}, "top_p", "top_p"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 1_000}, "n", "less than or equal to 128"),
         ({"n": 128, "prompt": [[3]] * 17}, "prompt", "more than 2048"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
-        ({"logit_bias": {"5000": 1}}, None, "vocabulary ends at 2047"),
-        ({"stop": [""]}, None, "stop"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary ends at 2047"),
+        ({"stop": [""]}, "stop", "stop"),
+        ({"deadline_s": -1}, "deadline_s", "above 0"),
+        ({"cache_salt": "x" * 129}, "cache_salt", "128 characters"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
         ({"best_of": 2, "n": 3}, None, "less than n=3"),
@@ -80,6 +82,45 @@ def test_a_wrong_chat_is_refused(post, options, param, message):
 
     assert error["param"] == param
     assert message in error["message"]
+
+
+UNUSABLE = ("1e-320", "1e-40", "NaN", "Infinity", "1e999", "-1e-320")
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "length_penalty", "logit_bias"),
+)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_float32_cannot_hold_are_refused_by_name(serve, name):
+    async def main(client):
+        headers = {"content-type": "application/json"}
+        shown = '{{"7": {}}}' if name == "logit_bias" else "{}"
+        beams = ', "use_beam_search": true, "n": 2' if name == "length_penalty" else ""
+        bodies = [
+            f'{{"prompt": "Once", "{name}": {shown.format(number)}{beams}}}' for number in UNUSABLE
+        ]
+        return [await client.post(COMPLETIONS, content=b, headers=headers) for b in bodies]
+
+    for response in serve(main):
+        error = error_of(response, 400)
+        assert error["param"] == name
+        assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1e-6},
+        {"repetition_penalty": 1e6},
+        {"temperature": 1e-38 * 2},
+        {"temperature": 3e38},
+        {"use_beam_search": True, "n": 2, "length_penalty": 10, "max_tokens": 8},
+        {"use_beam_search": True, "n": 2, "length_penalty": -10, "max_tokens": 8},
+    ],
+)
+def test_the_ends_of_the_ranges_are_answered(complete, options):
+    assert complete(ignore_eos=True, seed=1, **options)["usage"]["completion_tokens"] >= 4
 
 
 def test_pictures_are_refused(post):

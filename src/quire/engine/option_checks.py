@@ -15,9 +15,21 @@ MAX_LOGIT_BIAS = 100.0
 MAX_CHOICES = 128
 """Sequences for one prompt, as in OpenAI's API."""
 
+LEAST_NORMAL = 2.0**-126
+"""The smallest normal float32. A smaller number is 0 for a sampler that computes in float32."""
+
+LARGEST_NUMBER = (2 - 2.0**-23) * 2.0**127
+"""The largest float32."""
+
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
+
+MAX_LENGTH_PENALTY = 10.0
+"""A number of tokens to a power within plus or minus this is a finite float64 above 0."""
+
 
 def _refuse(name: str, expected: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {expected}, got {value!r}")
+    return RequestError(f"{name} must be {expected}, got {value!r}", param=name)
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
@@ -35,11 +47,12 @@ def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
 
 
 def _number(
-    low: float, high: float = math.inf, *, above_low: bool = False
+    low: float, high: float = LARGEST_NUMBER, *, above_low: bool = False
 ) -> Callable[[str, object], float]:
     bracket = "(" if above_low else "["
-    end = "inf)" if high == math.inf else f"{high:g}]"
-    span = "a finite number" + (f" in {bracket}{low:g}, {end}" if low > -math.inf else "")
+    end = "inf)" if high == LARGEST_NUMBER else f"{high:g}]"
+    span = f"a finite number in {bracket}{low:g}, {end}"
+    normal = f"{span}, 0 or at least {LEAST_NORMAL:.3g} in magnitude (float32)"
 
     def check(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -47,6 +60,8 @@ def _number(
         number = float(value)
         if not low <= number <= high or (above_low and number == low):
             raise _refuse(name, span, value)
+        if 0 < abs(number) < LEAST_NORMAL:
+            raise _refuse(name, normal, value)
         return number
 
     return check
@@ -116,7 +131,7 @@ FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "top_k": _integer(-1),
     "top_p": _number(0.0, 1.0, above_low=True),
     "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(0.0, above_low=True),
+    "repetition_penalty": _number(LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "logit_bias": _biases,
@@ -134,6 +149,6 @@ FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "best_of": _integer(1, MAX_CHOICES),
     "use_beam_search": _flag,
     "beam_width": _integer(1, MAX_CHOICES),
-    "length_penalty": _number(-math.inf),
+    "length_penalty": _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     "early_stopping": _early_stopping,
 }

@@ -40,8 +40,8 @@ class SamplingParams:
             else 1.
         min_p: drop tokens under this share of the likeliest one's probability, in [0, 1]. None:
             the model's, else 0.
-        repetition_penalty: over 1 disfavours tokens of prompt and output. None: the model's,
-            else 1.
+        repetition_penalty: over 1 disfavours tokens of prompt and output, in [1e-6, 1e6]. None:
+            the model's, else 1.
         presence_penalty: subtracted once from every token of the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
@@ -65,7 +65,7 @@ class SamplingParams:
             is drawn.
         beam_width: beams kept at every token, at least n. None: best_of, else n.
         length_penalty: beams are ranked by their summed log-probability over their number of
-            tokens to this power; over 0 favours long ones.
+            tokens to this power, in [-10, 10]; over 0 favours long ones.
         early_stopping: when a beam search ends: true as soon as beam_width beams have ended,
             false when the best open beam is no longer better than the worst of them, "never" when
             no open beam can become better.
@@ -191,13 +191,15 @@ class SamplingParams:
             if outside:
                 raise RequestError(
                     f"{name} has token ids {outside[:5]} but the vocabulary ends at "
-                    f"{vocab_size - 1}: leave them out"
+                    f"{vocab_size - 1}: leave them out",
+                    param=name,
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise RequestError(
                     f"{name}={getattr(self, name)} is more than the vocabulary's {vocab_size} "
-                    f"tokens: ask for 0 to {vocab_size}"
+                    f"tokens: ask for 0 to {vocab_size}",
+                    param=name,
                 )
 
 

@@ -54,12 +54,14 @@ def checked_salt(salt: str) -> str:
     """
     if len(salt) > MOST_SALT_CHARACTERS:
         raise RequestError(
-            f"expected a cache_salt of {MOST_SALT_CHARACTERS} characters at most, got {len(salt)}"
+            f"expected a cache_salt of {MOST_SALT_CHARACTERS} characters at most, got {len(salt)}",
+            param="cache_salt",
         )
     if not salt.isprintable():
         raise RequestError(
             "expected a cache_salt of printable characters, without control characters or line "
-            f"breaks, got {salt!r}"
+            f"breaks, got {salt!r}",
+            param="cache_salt",
         )
     return salt
 
@@ -75,7 +77,8 @@ def checked_deadline(deadline_s: float | None) -> float:
     if not 0 < deadline_s < math.inf:
         raise RequestError(
             f"expected deadline_s above 0, in seconds from now, got {deadline_s}; leave it out "
-            "where the answer may come at any time"
+            "where the answer may come at any time",
+            param="deadline_s",
         )
     return deadline_s
 

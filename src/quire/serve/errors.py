@@ -32,15 +32,10 @@ _TYPES = {
 
 
 class FieldError(RequestError):
-    """A field of the body is wrong.
-
-    Attributes:
-        param: its name.
-    """
+    """A field of the body is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(message, param=param)
 
 
 class UnknownModel(RequestError):
