@@ -252,7 +252,7 @@ def options() -> str:
 def policies() -> str:
     """`full` and every registered rule, and every budget."""
     from quire.cli.listings import budget_rows, policy_rows
-    from quire.spec.eviction import DEFAULT_EVERY_TOKENS
+    from quire.spec.eviction import MOST_DEFAULT_EVERY
 
     rules = [
         (
@@ -282,8 +282,9 @@ def policies() -> str:
         "# Eviction policies\n\n"
         "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
         "policy but `full` also takes `cap` (most tokens of a lane, a share of the prompt such as\n"
-        "`25%`, or bytes such as `2MiB`; must be given), `every` (tokens that leave at a time,\n"
-        f"{DEFAULT_EVERY_TOKENS} by default), `when`, `budget`, `granularity` and `chunk_tokens`:\n"
+        "`25%`, or bytes such as `2MiB`; must be given), `every` (tokens that leave at a time;\n"
+        f"default: an eighth of the cap, at most {MOST_DEFAULT_EVERY}), `when`, `budget`,\n"
+        "`granularity` and `chunk_tokens`:\n"
         "see [eviction](../eviction.md).\n\n" + _table(_RULE_COLUMNS, rules) + "\n## Budgets\n\n"
         "How a cap is divided over layers and heads, as in `budget=(pyramid:beta=20)`. Where the\n"
         "total is kept it is lanes times cap; elsewhere lanes may keep everything.\n\n"

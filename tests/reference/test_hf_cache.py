@@ -121,6 +121,20 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
     return [(tokens[key][:NEW_TOKENS], kept[key]) for key in tokens]
 
 
+@pytest.mark.parametrize(
+    ("budget", "ratio", "cap"), [(64, None, 64), ("50%", None, 150), (None, 0.5, 150)]
+)
+def test_a_budget_alone_is_enough(budget, ratio, cap) -> None:
+    """64 tokens, and half of 300: close to the budget is retained, whatever the schedule."""
+    model = build("llama")
+    prompt = [[2 + i % 90 for i in range(300)]]
+    with QuireCache(model, "h2o", budget, compression_ratio=ratio) as cache:
+        generate(model, padded(prompt), past_key_values=cache)
+        kept = all_kept(cache, 0)
+
+    assert all(7 * cap // 8 <= len(head) <= cap for layer in kept for head in layer)
+
+
 @pytest.mark.parametrize("rule", ["h2o", "snapkv"])
 def test_pads_and_companions_change_nothing(rule) -> None:
     model = build("llama")

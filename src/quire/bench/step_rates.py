@@ -24,12 +24,7 @@ from quire.plan.step_rates import DecodeRates, StepRates
 from quire.policies.base import EvictionPolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
-from quire.spec.eviction import (
-    DECODE,
-    DEFAULT_EVERY_TOKENS,
-    PREFILL_AND_DECODE,
-    parse_policy,
-)
+from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
 
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
@@ -225,7 +220,7 @@ def _with_caps(evict: str, cap: int) -> Iterator[str]:
         yield evict
         return
     cap = max(cap, policy.least_cap + 1)
-    every = max(1, min(DEFAULT_EVERY_TOKENS, cap // 4, cap - policy.least_cap))
+    every = max(1, min(default_every(cap), cap - policy.least_cap))
     yield with_numbers(evict, cap=cap, every=every, when=PREFILL_AND_DECODE)
     yield with_numbers(evict, cap=cap, every=1, when=DECODE)
 

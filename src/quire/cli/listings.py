@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quire.cli.common import AsJson
-from quire.spec.eviction import DEFAULT_EVERY_TOKENS
+from quire.spec.eviction import MOST_DEFAULT_EVERY
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
@@ -80,7 +80,7 @@ def policies(*, as_json: AsJson = False) -> None:
         _print_block(budget, {"looks": budget.looks, "total": total})
     typer.echo(
         f"Every policy but full also takes cap=TOKENS (must be given; or 25%, 2MiB), "
-        f"every={DEFAULT_EVERY_TOKENS}, when=, budget=, granularity=:\n"
+        f"every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, budget=, granularity=:\n"
         "--evict 'recent:cap=512,sinks=4'"
     )
 

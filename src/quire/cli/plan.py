@@ -89,7 +89,8 @@ def plan(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="Its cap: tokens of a lane, 25% of the prompt, or 2MiB.")
     ] = None,
     every: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that leave at a time. Default: 64.")
+        int | None,
+        typer.Option(min=1, help="Tokens that leave at a time. Default: cap / 8, at most 64."),
     ] = None,
     measure: Annotated[
         bool,

@@ -194,7 +194,7 @@ class EvictionRules:
             self._storing,
             by_page=rule.granularity == PAGE,
             scores=isinstance(rule.policy, ScorePolicy),
-            every=0 if rule.when == PREFILL_END else rule.every,
+            every=0 if rule.when == PREFILL_END else rule.most_every,
         )
 
     def _require_storing(self, rule: EvictionRule) -> None:
@@ -240,9 +240,9 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    if rule.evicts and rule.when == PREFILL_AND_DECODE and rule.every > schedule.step_tokens:
+    if rule.evicts and rule.when == PREFILL_AND_DECODE and rule.most_every > schedule.step_tokens:
         raise ConfigError(
             f"a step of {schedule.step_tokens} tokens has no room for a chunk of every="
-            f"{rule.every} tokens, which an evicting prompt reads at once; raise "
+            f"{rule.most_every} tokens, which an evicting prompt reads at once; raise "
             "--step-tokens or lower every"
         )

@@ -41,7 +41,10 @@ class QuireCache(CacheWithoutLayers, Answering):
             bytes of a sequence such as "2MiB".
         when: prefill_and_decode (the default), prefill_end, decode or pressure; see
             `quire.spec.eviction`.
-        every: tokens that leave at a time.
+        every: tokens that leave at a time; None: an eighth of the budget, at most 64.
+        compression_ratio: in place of `budget`, the fraction of the prompt's tokens to remove, as
+            in kvpress: 0.75 is the budget "25%". 0 keeps everything. kvpress evicts once, after the
+            prompt, which is when="prefill_end".
         memory: of all rows, in bytes or as "64MiB"; None: what the batch can need under its budget,
             at most nine tenths of what is free.
         max_tokens: of the longest sequence, prompt and answer; None: the model's context. Models
@@ -64,6 +67,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         *,
         when: str | None = None,
         every: int | None = None,
+        compression_ratio: float | None = None,
         memory: int | str | None = None,
         max_tokens: int | None = None,
         page_tokens: int = 16,
@@ -71,7 +75,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         verify: bool = True,
     ) -> None:
         super().__init__()
-        self._rule = make_rule(policy, budget, when, every)
+        self._rule = make_rule(policy, budget, when, every, compression_ratio)
         refuse_renumbering(self._rule)
         self._decoder = borrow(model, verify=verify)
         self._closing = weakref.finalize(self, self._decoder.leave)

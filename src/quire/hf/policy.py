@@ -3,10 +3,15 @@
 from quire.errors import ConfigError, UnsoundCombination
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
+from quire.spec.eviction import parse_policy
 
 
 def make_rule(
-    policy: object, budget: int | str | None, when: str | None, every: int | None
+    policy: object,
+    budget: int | str | None,
+    when: str | None,
+    every: int | None,
+    compression_ratio: float | None = None,
 ) -> EvictionRule:
     """Put the parts together and check them.
 
@@ -15,6 +20,8 @@ def make_rule(
         budget: of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
         when: a schedule.
         every: tokens that leave at a time.
+        compression_ratio: in place of `budget`, the fraction of the prompt that is removed; 0
+            keeps everything.
 
     Raises:
         ConfigError: a part given twice or missing, an unknown name, a budget below what the rule
@@ -22,6 +29,9 @@ def make_rule(
     """
     if not isinstance(policy, str):
         raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
+    if compression_ratio is not None:
+        ratio = _checked_ratio(compression_ratio, policy, budget)
+        return _of_ratio(policy, ratio, when, every)
     if policy.strip() == FULL and budget is None:
         raise_for = {"when": when, "every": every}
         given = [name for name, value in raise_for.items() if value is not None]
@@ -34,6 +44,36 @@ def make_rule(
         return make_eviction(policy)
     separator = "," if ":" in policy else ":"
     return make_eviction(policy + separator + ",".join(options))
+
+
+def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
+    if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        raise ConfigError(
+            "expected compression_ratio to be the fraction of the prompt to remove, at least 0 and "
+            f"below 1, got {ratio!r}"
+        )
+    if budget is not None or "cap" in parse_policy(policy).options:
+        raise ConfigError(
+            f"expected one of budget={budget!r}, cap= in policy={policy!r} and compression_ratio="
+            f"{ratio!r}: each says how many tokens stay; remove all but one"
+        )
+    return ratio
+
+
+def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) -> EvictionRule:
+    """The rule that removes this fraction of the prompt."""
+    if policy.strip() == FULL:
+        if ratio:
+            raise ConfigError(
+                f"'full' keeps everything, got compression_ratio={ratio}; name an eviction policy "
+                "such as 'snapkv'"
+            )
+        return make_rule(policy, None, when, every)
+    if not ratio:
+        make_rule(policy, "100%", when, every)  # refuses what it would refuse at any ratio
+        return make_eviction(FULL)
+    retained = f"{100 * (1 - ratio):.9f}".rstrip("0").rstrip(".")
+    return make_rule(policy, f"{retained}%", when, every)
 
 
 def refuse_renumbering(rule: EvictionRule) -> None:

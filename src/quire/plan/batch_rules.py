@@ -12,20 +12,26 @@ Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (t
 from quire.errors import ConfigError
 from quire.plan.batch_verdict import DECODE_ONLY, EXTREME, FULL
 from quire.plan.batch_verdict import PREFILL_AND_DECODE as BLOCKS
-from quire.spec.eviction import DECODE, DEFAULT_EVERY_TOKENS, PREFILL_AND_DECODE, parse_policy
+from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, parse_policy
 
 DEFAULT_RULE = "average"
 EXTREME_RULE = f"recent:cap=2,every=1,when={DECODE}"
 
 
-def with_numbers(evict: str, *, cap: int | str, every: int | str, when: str) -> str:
+def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: str) -> str:
     """A rule with another cap and schedule; what else it says stays.
+
+    Args:
+        evict: the rule.
+        cap: in its place.
+        every: in its place; None: as the rule says.
+        when: in its place.
 
     Raises:
         ConfigError: it is no rule.
     """
     parsed = parse_policy(evict)
-    numbers = {"cap": str(cap), "every": str(every), "when": when}
+    numbers = {"cap": str(cap)} | ({} if every is None else {"every": str(every)}) | {"when": when}
     options = ",".join(f"{k}={v}" for k, v in (dict(parsed.options) | numbers).items())
     return f"{parsed.name}:{options}"
 
@@ -38,7 +44,7 @@ def arm_rules(
     Args:
         evict: the rule asked about; None: Batch-Max's own.
         cap: in its place, as `--evict` takes it.
-        every: tokens that leave at a time; None: as the rule says, else 64.
+        every: tokens that leave at a time; None: as the rule says, else the default for the cap.
 
     Raises:
         ConfigError: no cap, neither in the rule nor beside it, or a rule that keeps everything.
@@ -49,11 +55,10 @@ def arm_rules(
     found = cap or parsed.options.get("cap")
     if found is None:
         raise ConfigError("say how much may stay: --cap 896, or --evict average:cap=896")
-    step = parsed.options.get("every", DEFAULT_EVERY_TOKENS) if every is None else every
     text = evict or DEFAULT_RULE
     return {
         FULL: FULL,
-        DECODE_ONLY: with_numbers(text, cap=found, every=step, when=DECODE),
+        DECODE_ONLY: with_numbers(text, cap=found, every=every, when=DECODE),
         EXTREME: EXTREME_RULE,
-        BLOCKS: with_numbers(text, cap=found, every=step, when=PREFILL_AND_DECODE),
+        BLOCKS: with_numbers(text, cap=found, every=every, when=PREFILL_AND_DECODE),
     }

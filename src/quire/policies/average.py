@@ -46,3 +46,9 @@ class Average(SinksAndRecent):
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return view.remembered(self.statistics[0]) / view.looks
+
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        del score
+        return view.remembered(self.statistics[0])

@@ -129,6 +129,18 @@ class ScorePolicy(EvictionPolicy):
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         """Importance of each slot, finite where live; higher stays."""
 
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        """The score before it is divided by the number of queries that have seen each slot.
+
+        Args:
+            view: that was scored.
+            score: what it scored.
+        """
+        del view
+        return score
+
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         """Slots that stay whatever they score, given how many may; see `least_cap`."""
         del keep

@@ -189,7 +189,16 @@ class Asked:
     @cached_property
     def mean_score(self) -> Floats:
         """[layer, column] the mean of the scores over the query heads of a layer."""
-        mean: Floats = on_host(self.score[:, :, self.units.columns].mean(dim=1))
+        return self._mean(self.score)
+
+    @property
+    def mean_accumulated(self) -> Floats:
+        """[layer, column] the same before division by the queries that have seen each slot."""
+        flat = self.base.accumulated(self.heads, self.score.flatten(0, 1))
+        return self._mean(self.heads.by_layer(flat))
+
+    def _mean(self, numbers: Float[Tensor, "layer head slot"]) -> Floats:
+        mean: Floats = on_host(numbers[:, :, self.units.columns].mean(dim=1))
         return mean
 
     @cached_property

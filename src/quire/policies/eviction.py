@@ -21,11 +21,12 @@ from quire.policies.unsound import Parts, refuse_unsound
 from quire.policies.view import KVView
 from quire.spec.cap import MOST, Cap
 from quire.spec.eviction import (
-    DEFAULT_EVERY_TOKENS,
+    MOST_DEFAULT_EVERY,
     PREFILL_AND_DECODE,
     PREFILL_END,
     SCHEDULES,
     EvictionSpec,
+    default_every,
     parse_policy,
 )
 from quire.spec.statistics import Statistic
@@ -109,7 +110,8 @@ class EvictionRule:
         policy: None keeps everything.
         budget: how the cap is divided.
         cap: None where everything is kept.
-        every, when: see `quire.spec.eviction`.
+        every: tokens that leave at a time; None: `default_every` of the cap in tokens.
+        when: see `quire.spec.eviction`.
         granularity: one of GRANULARITIES.
         chunk_tokens: of a chunk.
     """
@@ -118,7 +120,7 @@ class EvictionRule:
     policy: EvictionPolicy | None = None
     budget: Budget = field(default_factory=Uniform)
     cap: Cap | None = None
-    every: int = DEFAULT_EVERY_TOKENS
+    every: int | None = None
     when: str = PREFILL_AND_DECODE
     granularity: str = TOKEN
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
@@ -144,24 +146,25 @@ class EvictionRule:
             return Eviction()
         pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
         cap = self._tokens(self.cap, prompt_tokens, lanes)
+        every, leaving = self.every_under(cap), self.leaving_under(cap)
         if self.cap.num_bytes is None:  # a cap in bytes is all there is
-            cap += self.policy.added_tokens(cap - self.leaving, pieces)
-        shape = self._shape(cap, prompt_tokens, lanes, pieces)
+            cap += self.policy.added_tokens(cap - leaving, pieces)
+        shape = self._shape(cap, leaving, prompt_tokens, lanes, pieces)
         lane_caps = self.budget.lane_caps(shape)
         least_cap = min(cap, *lane_caps) if lane_caps else cap
-        _check_leaving(self, least_cap)
+        _check_leaving(self, least_cap, leaving)
         if least_cap < shape.least:
             raise ConfigError(
-                f"{self.text!r} leaves {least_cap - self.leaving} tokens in a lane after an "
-                f"eviction (cap {least_cap}, {self.leaving} leave), but the rule needs "
-                f"{shape.least - self.leaving}; {self.policy.more_room}"
+                f"{self.text!r} leaves {least_cap - leaving} tokens in a lane after an "
+                f"eviction (cap {least_cap}, {leaving} leave), but the rule needs "
+                f"{shape.least - leaving}; {self.policy.more_room}"
             )
         return Eviction(
             policy=self.policy,
             budget=self.budget,
             spec=EvictionSpec(
                 cap=cap,
-                every=self.every,
+                every=every,
                 when=self.when,
                 lane_caps=lane_caps,
                 ragged=self.budget.ragged,
@@ -189,22 +192,34 @@ class EvictionRule:
             )
         return tokens
 
-    def _shape(self, cap: int, prompt_tokens: int, lanes: LaneShape, pieces: int) -> Shape:
+    def _shape(
+        self, cap: int, leaving: int, prompt_tokens: int, lanes: LaneShape, pieces: int
+    ) -> Shape:
         assert self.policy is not None, "asked for rules that evict"
         return Shape(
             cap=cap,
-            leaving=self.leaving,
+            leaving=leaving,
             num_layers=lanes.num_layers,
             heads=lanes.heads,
             prompt_tokens=prompt_tokens,
-            least=self.policy.least_kept(pieces) + self.leaving,
+            least=self.policy.least_kept(pieces) + leaving,
             piece_tokens=pieces,
         )
 
+    def every_under(self, cap: int) -> int:
+        """Tokens that leave at a time under a cap of so many tokens."""
+        return default_every(cap) if self.every is None else self.every
+
+    def leaving_under(self, cap: int) -> int:
+        """Tokens by which a lane is under such a cap after an eviction."""
+        return 0 if self.when == PREFILL_END else self.every_under(cap)
+
     @property
-    def leaving(self) -> int:
-        """Tokens by which a lane is under its cap after an eviction."""
-        return 0 if self.when == PREFILL_END else self.every
+    def most_every(self) -> int:
+        """Most tokens that leave at a time in any request."""
+        if self.every is None and self.cap is not None and self.cap.tokens is not None:
+            return default_every(self.cap.tokens)
+        return MOST_DEFAULT_EVERY if self.every is None else self.every
 
     def settle(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
         """Divide the cap of a request whose whole prompt is in the cache.
@@ -215,7 +230,8 @@ class EvictionRule:
         if not self.budget.needs_prompt or eviction.spec.cap is None:
             return eviction
         assert isinstance(self.policy, ScorePolicy), "checked when the rule was made"
-        shape = self._shape(eviction.spec.cap, view.prompt_tokens, lanes, eviction.piece_tokens)
+        spec, pieces = eviction.spec, eviction.piece_tokens
+        shape = self._shape(eviction.spec.cap, spec.leaving, view.prompt_tokens, lanes, pieces)
         caps = self.budget.settle(view, self.policy, shape)
         return replace(eviction, spec=replace(eviction.spec, lane_caps=caps))
 
@@ -250,7 +266,7 @@ def make_eviction(text: str) -> EvictionRule:
         policy=policy,
         budget=make_budget(without_parentheses(options.get("budget", "uniform"))),
         cap=Cap.parse(options["cap"]),
-        every=_integer("every", options, DEFAULT_EVERY_TOKENS),
+        every=_integer("every", options, 0) if "every" in options else None,
         when=when,
         granularity=granularity,
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
@@ -262,25 +278,27 @@ def make_eviction(text: str) -> EvictionRule:
             "granularity=page"
         )
     if rule.cap is not None and rule.cap.tokens is not None:
-        added = policy.added_tokens(rule.cap.tokens - rule.leaving)
-        _check_cap(rule, rule.cap.tokens + added, policy)
+        leaving = rule.leaving_under(rule.cap.tokens)
+        added = policy.added_tokens(rule.cap.tokens - leaving)
+        _check_cap(rule, rule.cap.tokens + added, leaving)
     return rule
 
 
-def _check_leaving(rule: EvictionRule, cap: int) -> None:
-    if rule.leaving >= cap:
+def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:
+    if leaving >= cap:
         raise ConfigError(
-            f"{rule.text!r}: expected 1 <= every < cap, got every={rule.every}, cap={cap}; `every` "
+            f"{rule.text!r}: expected 1 <= every < cap, got every={leaving}, cap={cap}; `every` "
             "tokens leave a lane at a time and some must stay: raise cap or say a smaller every="
         )
 
 
-def _check_cap(rule: EvictionRule, cap: int, policy: EvictionPolicy) -> None:
-    _check_leaving(rule, cap)
-    if cap - rule.leaving < policy.least_cap:
+def _check_cap(rule: EvictionRule, cap: int, leaving: int) -> None:
+    _check_leaving(rule, cap, leaving)
+    policy = rule.policy
+    if policy is not None and cap - leaving < policy.least_cap:
         raise ConfigError(
-            f"{rule.text!r} leaves {cap - rule.leaving} tokens after an eviction (cap {cap}, "
-            f"{rule.leaving} leave), but the rule needs {policy.least_cap}; {policy.more_room}"
+            f"{rule.text!r} leaves {cap - leaving} tokens after an eviction (cap {cap}, "
+            f"{leaving} leave), but the rule needs {policy.least_cap}; {policy.more_room}"
         )
 
 

@@ -1,7 +1,9 @@
 """KVCrush as OpenVINO GenAI ships it: pages, and one bit for each of their tokens.
 
-1. A token's bit: is it in the better half of all tokens that may leave, by the layer's score, all
-   query heads together? The bits of a page's tokens are its signature: no bit of any head.
+1. A token's bit: is it in the better half of all tokens that may leave, by the attention that the
+   layer's query heads have accumulated for it? The base rule may divide that attention by the
+   number of queries that have seen the token (`average`, `roco`); the bits use it undivided. The
+   bits of a page's tokens are its signature: no bit of any head.
 2. The base rule chooses the pages that leave. They are sorted by the Hamming distance to one
    anchor, and every (n // blocks)-th of the n stays after all.
 3. Their room comes on top of the cap that is written.
@@ -10,9 +12,10 @@ Source: OpenVINO GenAI, `kvcrush` of its cache eviction (pull requests 2211, 252
 its description. KVCrush (Jha et al. 2025) is the rule `kvcrush`.
 
 Differs from the paper: see above; it shares with it the name, the anchor and the spread over
-distances. Differs from OpenVINO: scores are the base rule's, without its maximum over seven
-neighbours; equal distances keep the lower position; the random anchor is drawn once for each layer
-and not at each call.
+distances. Differs from OpenVINO: scores and accumulated attention are the base rule's, without
+its maximum over seven neighbours; a base that accumulates no attention (`expected_attention`,
+`keydiff`) gives its score for the bits; equal distances keep the lower position; the random anchor
+is drawn once for each layer and not at each call.
 """
 
 from dataclasses import dataclass
@@ -85,10 +88,10 @@ class KVCrushOpenVINO(Crushed):
 
 
 def _better_half(asked: Asked) -> Marks:
-    """[layer, column] the better half of what may leave, by the mean over query heads."""
+    """[layer, column] the better half of what may leave, by the accumulated attention."""
     units = asked.units
     may = units.slots(units.free)
-    return best_of(asked.mean_score, may, count_of(may) // 2)
+    return best_of(asked.mean_accumulated, may, count_of(may) // 2)
 
 
 def _evenly_spaced(distance: NDArray[np.int64], grouped: Marks, count: NDArray[np.int64]) -> Marks:

@@ -49,6 +49,12 @@ class RoCo(SinksAndRecent):
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return view.remembered(self.statistics[0]) / view.looks
 
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        del score
+        return view.remembered(self.statistics[0])
+
     def choose(
         self,
         view: KVView,

@@ -50,3 +50,9 @@ class Scissorhands(SinksAndRecent):
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         low = view.remembered(self.statistics[0])
         return -low / view.looks if self.share else -low
+
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        del score
+        return -view.remembered(self.statistics[0])

@@ -3,8 +3,10 @@
 score(token) = reduce over the group of pool(sum over the window's queries of the weight)
 
 Differs from the paper: the paper cuts once, when the prompt is read, which is `when=prefill_end`;
-with other schedules the window is the last queries before each eviction, kept in a ring. The paper
-keeps tokens for each query head; here query heads that share a KV head are reduced after pooling.
+with other schedules the window is the last queries before each eviction, kept in a ring. The rows
+of the window are computed at an eviction over the tokens cached now: a softmax does not count
+tokens that an earlier eviction removed, although the query attended to them. The paper keeps tokens
+for each query head; here query heads that share a KV head are reduced after pooling.
 """
 
 from dataclasses import dataclass

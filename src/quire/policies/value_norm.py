@@ -75,7 +75,19 @@ class ValueNorm(ScorePolicy):
         return self.base.least_cap
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        score = self._base.checked_score(view)
+        return self._weighted(view, self._base.checked_score(view))
+
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        base = self._base
+        if type(base).accumulated is ScorePolicy.accumulated:
+            return score
+        return self._weighted(view, base.accumulated(view, score))
+
+    def _weighted(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
         if bool((score[view.live] < 0).any()):
             raise PolicyError(
                 f"value_norm multiplies scores, and {type(self.base).__name__} gives negative "

@@ -9,7 +9,8 @@ TOML, in a request body and in Python:
     snapkv:cap=2MiB,budget=(pyramid:beta=20)      bytes of a sequence, more for the first layers
 
 `cap`, `every`, `when`, `budget` and `granularity` say how much stays and when the rule runs; all
-else belongs to the rule.
+else belongs to the rule. `every` defaults to `default_every(cap)`: an eighth of the cap, 64 at
+most.
 
 when                  prompt                                  answer
 prefill_and_decode    first block up to the cap, then `every` tokens leave before `every` are read
@@ -27,8 +28,16 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.spec.statistics import Statistic
 
-DEFAULT_EVERY_TOKENS = 64
+MOST_DEFAULT_EVERY = 64
+OF_CAP = -1
+"""`EvictionSpec.every` where it is `default_every(cap)`."""
+
 MOST_CHARACTERS = 1000  # requests carry these texts
+
+
+def default_every(cap: int) -> int:
+    """Tokens that leave at a time under a cap of so many tokens, unless `every` is set."""
+    return max(1, min(MOST_DEFAULT_EVERY, cap // 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,7 @@ class EvictionSpec:
 
     Attributes:
         cap: most tokens of a lane on average, everything counted; None keeps all (no eviction).
-        every: tokens that leave at a time, p in the paper.
+        every: tokens that leave at a time, p in the paper. Default: `default_every(cap)`.
         when: one of SCHEDULES.
         lane_caps: the cap of each lane (layer-major, then KV head) where a budget splits the total
             unequally and knows how before anything is read; None: `cap` for each.
@@ -104,7 +113,7 @@ class EvictionSpec:
     """
 
     cap: int | None = None
-    every: int = DEFAULT_EVERY_TOKENS
+    every: int = OF_CAP
     when: str = PREFILL_AND_DECODE
     lane_caps: tuple[int, ...] | None = None
     ragged: bool = False
@@ -113,6 +122,9 @@ class EvictionSpec:
     def __post_init__(self) -> None:
         if self.when not in SCHEDULES:
             raise UnknownName("eviction schedule", self.when, SCHEDULES)
+        if self.every == OF_CAP:
+            every = MOST_DEFAULT_EVERY if self.cap is None else default_every(self.cap)
+            object.__setattr__(self, "every", every)
         if self.cap is None:
             return
         if self.when != PREFILL_END and not 1 <= self.every < self.least_cap:

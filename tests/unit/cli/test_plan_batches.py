@@ -163,7 +163,7 @@ def test_rules_stand_whole_in_a_narrow_terminal(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "80")
     text = quire_plan(*asked(folder, "--evict", "tova")).output
 
-    assert "\nprefill and decode: --evict 'tova:cap=896,every=64,when=prefill_and_decode'\n" in text
+    assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
 
 
 def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
@@ -211,7 +211,16 @@ def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("nothing should be timed")
 
     monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
-    arguments = ("--maximize-batch", "200,20", "--kv-memory", "8MiB", "--cap", "64")
+    arguments = (
+        "--maximize-batch",
+        "200,20",
+        "--kv-memory",
+        "8MiB",
+        "--cap",
+        "64",
+        "--every",
+        "64",
+    )
     result = quire_plan("quire-tiny", *arguments, "--measure")
 
     assert result.exit_code == 2
@@ -225,7 +234,7 @@ def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
         (("--maximize-batch", "0,1"), "3584,512"),
         (("--maximize-batch", "8000,512"), "context of 8,192"),
         (("--cap", "many"), "expected a cap"),
-        (("--cap", "64"), "every < cap"),
+        (("--cap", "64", "--every", "64"), "every < cap"),
         (("--evict", "h3o"), "h2o"),
         (("--evict", "full"), "keeps everything"),
         (("--kv-memory", "1KiB"), "hold"),

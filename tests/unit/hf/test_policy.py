@@ -20,6 +20,49 @@ def test_the_parts_become_options(given, text) -> None:
     assert make_rule(*given).text == text
 
 
+@pytest.mark.parametrize(
+    ("policy", "ratio", "text"),
+    [
+        ("snapkv", 0.5, "snapkv:cap=50%"),
+        ("h2o:recent=4", 0.9, "h2o:recent=4,cap=10%"),
+        ("recent", 1 / 3, "recent:cap=66.666666667%"),
+        ("recent", 0.99999, "recent:cap=0.001%"),
+        ("recent", 0.0, "full"),
+        ("full", 0.0, "full"),
+    ],
+)
+def test_a_compression_ratio_is_the_fraction_of_the_prompt_that_is_removed(
+    policy, ratio, text
+) -> None:
+    assert make_rule(policy, None, None, None, ratio).text == text
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7, 0.9])
+def test_a_compression_ratio_does_not_round_a_whole_number_of_tokens_down(ratio) -> None:
+    cap = make_rule("recent", None, None, None, ratio).cap
+    sizes = {"page_tokens": 16, "page_bytes": 1, "fixed_bytes": 0}
+
+    assert cap.resolve(300, **sizes) == round(300 * (1 - ratio))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (("recent", None, None, None, 1.0), ConfigError, "at least 0 and below 1, got 1.0"),
+        (("recent", None, None, None, -0.1), ConfigError, "below 1, got -0.1"),
+        (("recent", None, None, None, float("nan")), ConfigError, "below 1, got nan"),
+        (("recent", 64, None, None, 0.5), ConfigError, "remove all but one"),
+        (("recent:cap=64", None, None, None, 0.0), ConfigError, "remove all but one"),
+        (("full", None, None, None, 0.5), ConfigError, "name an eviction policy"),
+        (("full", None, "decode", None, 0.0), ConfigError, "when would change nothing"),
+        (("recnt", None, None, None, 0.0), UnknownName, "did you mean recent"),
+    ],
+)
+def test_a_wrong_compression_ratio_is_refused(given, error, says) -> None:
+    with pytest.raises(error, match=says):
+        make_rule(*given)
+
+
 def test_full_needs_no_budget() -> None:
     assert not make_rule("full", None, None, None).evicts
 
@@ -34,8 +77,8 @@ def test_full_needs_no_budget() -> None:
         (("recent", None, None, None), ConfigError, "needs a cap"),
         (("full", 512, None, None), ConfigError, "full"),
         (("full", None, "decode", None), ConfigError, "when would change nothing"),
-        (("recent:sinks=70", 134, None, None), ConfigError, "needs 71"),
-        (("recent", 64, None, None), ConfigError, "1 <= every < cap"),
+        (("recent:sinks=70", 80, None, None), ConfigError, "needs 71"),
+        (("recent", 64, None, 64), ConfigError, "1 <= every < cap"),
         ((7, 64, None, None), ConfigError, "expected policy to be a text such as"),
     ],
 )

@@ -78,7 +78,7 @@ def test_rules_are_the_asked_one_under_two_schedules_between_full_and_the_extrem
 
 
 def test_a_cap_alone_is_batch_max_and_beside_a_rule_it_takes_the_place_of_its_own():
-    assert arm_rules(cap="25%")["decode"] == "average:cap=25%,every=64,when=decode"
+    assert arm_rules(cap="25%")["decode"] == "average:cap=25%,when=decode"
     assert arm_rules("tova:cap=9,every=2", cap="7", every=3)["decode"] == (
         "tova:cap=7,every=3,when=decode"
     )

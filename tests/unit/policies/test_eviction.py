@@ -19,7 +19,7 @@ from quire.policies.recent import Recent
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
 from quire.spec.cap import MOST, Cap
-from quire.spec.eviction import MOST_CHARACTERS
+from quire.spec.eviction import MOST_CHARACTERS, EvictionSpec
 from quire.spec.statistics import AttentionShift, AttentionSum
 
 LANES = LaneShape(num_layers=4, heads=2, page_tokens=16, page_bytes=16 * 1024)
@@ -72,7 +72,7 @@ def test_what_is_not_said_has_a_default() -> None:
 
     assert rule.policy == H2O()
     assert rule.budget == Uniform()
-    assert (rule.every, rule.when, rule.granularity) == (64, "prefill_and_decode", "token")
+    assert (rule.every, rule.when, rule.granularity) == (None, "prefill_and_decode", "token")
 
 
 def test_full_evicts_nothing() -> None:
@@ -124,8 +124,8 @@ def test_full_evicts_nothing() -> None:
         ("recent:cap=infMiB", ConfigError, "expected a cap such as 512"),
         ("recent:cap=nanMiB", ConfigError, "expected a cap such as 512"),
         ("recent:cap=lots", ConfigError, "expected a cap such as 512"),
-        ("recent:cap=64", ConfigError, "expected 1 <= every < cap, got every=64, cap=64"),
-        ("recent:cap=68,sinks=4", ConfigError, "leaves 4 tokens after an eviction (cap 68, 64"),
+        ("recent:cap=1", ConfigError, "expected 1 <= every < cap, got every=1, cap=1"),
+        ("recent:cap=5,sinks=4", ConfigError, "leaves 4 tokens after an eviction (cap 5, 1"),
         ("recent:cap=4,sinks=4,when=prefill_end", ConfigError, "but the rule needs 5"),
         ("value_norm:base=(h2oo),cap=99", UnknownName, "did you mean h2o"),
         (
@@ -188,7 +188,7 @@ def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) 
         "h2o:cap=99,budget=ada,when=pressure,granularity=page",
         "value_norm:cap=99,base=h2o_sinks",
         "value_norm:cap=99,base=(value_norm:base=(h2o:recent=8),power=2)",
-        "recent:cap=65",
+        "recent:cap=2",
         "recent:cap=5,sinks=4,when=prefill_end,every=64",
     ],
 )
@@ -230,11 +230,11 @@ def test_a_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
 def test_a_relative_cap_is_checked_when_the_prompt_is_known() -> None:
     assert make_eviction("recent:cap=25%,sinks=4").for_request(276, LANES).spec.cap == 69
 
-    assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%", 200))
+    assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%,every=64", 200))
     assert (
-        "'recent:cap=25%,sinks=4' leaves 4 tokens in a lane after an eviction (cap 68, 64 leave), "
-        "but the rule needs 5; raise cap or lower every"
-    ) in str(refusal("recent:cap=25%,sinks=4", 275))
+        "'recent:cap=25%,sinks=4,every=64' leaves 4 tokens in a lane after an eviction (cap 68, 64 "
+        "leave), but the rule needs 5; raise cap or lower every"
+    ) in str(refusal("recent:cap=25%,sinks=4,every=64", 275))
     assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1%,sinks=1,when=prefill_end", 9))
 
 
@@ -251,6 +251,37 @@ def test_a_cap_in_bytes_counts_what_a_rule_remembers_of_any_sequence() -> None:
         "20,480 B for what it remembers of any sequence, got a cap of 35,840 B; raise cap, or give "
         "it in tokens"
     )
+
+
+@pytest.mark.parametrize(
+    ("cap", "prompt", "every"),
+    [
+        ("2", 9, 1),
+        ("64", 9, 8),
+        ("511", 9, 63),
+        ("512", 9, 64),
+        ("4000", 9, 64),
+        ("50%", 300, 18),
+        ("1%", 300, 1),
+        ("96KiB", 9, 12),  # 1 KiB a token
+    ],
+)
+def test_every_defaults_to_an_eighth_of_the_cap_and_64_at_most(
+    cap: str, prompt: int, every: int
+) -> None:
+    rule = make_eviction(f"recent:cap={cap}")
+    spec = rule.for_request(prompt, LANES).spec
+
+    assert (spec.every, spec.leaving) == (every, every)
+    assert EvictionSpec(cap=spec.cap) == EvictionSpec(cap=spec.cap, every=every)
+    assert rule.most_every == (every if cap.isdecimal() else 64)
+
+
+def test_what_a_rule_adds_to_its_cap_does_not_change_the_default_of_every() -> None:
+    rule = make_eviction("kvcrush_openvino:cap=320,blocks=2,granularity=page")
+    spec = rule.for_request(900, LANES).spec
+
+    assert (spec.cap, spec.every) == (320 + 2 * LANES.page_tokens, 40)
 
 
 def test_prefill_end_leaves_the_cap_and_ignores_every() -> None:
@@ -325,7 +356,7 @@ def test_pieces_are_chunks_or_pages() -> None:
 
 def test_pieces_need_room_for_their_edges() -> None:
     """One slot, 64 that leave, and a piece of 16 at each end: 97."""
-    text = "recent:cap={},granularity=page"
+    text = "recent:cap={},every=64,granularity=page"
 
     assert make_eviction(text.format(97)).for_request(500, LANES).spec.cap == 97
     assert "but the rule needs 33" in str(refusal(text.format(96), 500))

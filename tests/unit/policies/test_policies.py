@@ -194,9 +194,9 @@ def test_a_name_is_given_once():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("recent:cap=10", "expected 1 <= every < cap, got every=64, cap=10"),
-        ("recent:cap=64", "expected 1 <= every < cap, got every=64, cap=64"),
-        ("recent:cap=68,sinks=4", "leaves 4 tokens after an eviction (cap 68, 64 leave)"),
+        ("recent:cap=10,every=64", "expected 1 <= every < cap, got every=64, cap=10"),
+        ("recent:cap=64,every=64", "expected 1 <= every < cap, got every=64, cap=64"),
+        ("recent:cap=68,sinks=4,every=64", "leaves 4 tokens after an eviction (cap 68, 64 leave)"),
         ("recent:cap=-1", "expected a cap from 1 to"),
     ],
 )

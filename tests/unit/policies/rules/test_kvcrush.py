@@ -1,5 +1,6 @@
 """KVCrush and its relatives against plain ones: lists, sets and sums, token by token."""
 
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.policies.average import Average
 from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.kvcrush import KVCrush
@@ -14,11 +16,13 @@ from quire.policies.kvcrush_openvino import KVCrushOpenVINO
 from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.roco import RoCo
+from quire.policies.scissorhands import Scissorhands
 from quire.policies.signatures import anchors, bits
 from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
+from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum
+from quire.spec.statistics import AttentionSum, LowLooks
 from unit.policies.histories import best, changed, kept_positions, make_history
 from unit.policies.plain_kvcrush import (
     history_of,
@@ -359,6 +363,67 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
         kept = policy.select(view, torch.full((len(view.positions),), keep), piece)
 
         assert kept_positions(view, kept) == expected
+
+
+def view_of_sums(sums):
+    """One layer, one query head, tokens at positions 0, 1, ... with these accumulated weights."""
+    apart = AttentionSum().each()
+    return KVView(
+        torch.arange(len(sums))[None],
+        len(sums),
+        statistics={apart.name: torch.tensor([sums]), AttentionSum().name: torch.tensor([sums])},
+    )
+
+
+def test_openvinos_bits_are_of_accumulated_attention_which_the_base_rule_divides():
+    """Pages of 2, 4 tokens stay: the best page and the one nearest to all zeros.
+
+    token        0     1     2     3     4     5     6     7     8     9
+    queries     10     9     8     7     6     5     4     3     2     1
+    average      1     1    .5    .5   1.5   1.2     2     2     5     5      best page: 8, 9
+    sum         10     9     4   3.5     9     6     8     6    10     5
+    bits         1     1     0     0     1     0     1     0     1     0      nearest: 2, 3
+    of average   0     0     0     0     1     0     1     1     1     1      nearest: 0, 1
+    """
+    view = view_of_sums([10.0, 9.0, 4.0, 3.5, 9.0, 6.0, 8.0, 6.0, 10.0, 5.0])
+    policy = KVCrushOpenVINO(base=Average(), blocks=1, anchor=anchors.ZEROS)
+
+    kept = policy.select(view, torch.tensor([4]), 2)
+
+    assert kept_positions(view, kept) == [[2, 3, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted"),
+    [
+        (Average(), [6.0, 4.0, 1.0]),
+        (H2O(), [6.0, 4.0, 1.0]),
+        (ValueNorm(base=Average(), power=2.0), [24.0, 16.0, 4.0]),
+    ],
+)
+def test_what_a_rule_accumulates_is_its_score_before_division(base, wanted):
+    view = replace(view_of_sums([6.0, 4.0, 1.0]), slots=Twos(), head_dim=1)
+
+    assert base.accumulated(view, base.score(view)).tolist() == [wanted]
+
+
+def test_rules_that_divide_other_statistics_accumulate_them_undivided():
+    numbers = torch.tensor([[6.0, 4.0, 1.0]])
+    low = LowLooks()
+    view = KVView(torch.arange(3)[None], 3, statistics={low.name: numbers})
+
+    assert Scissorhands(share=True).accumulated(view, numbers).tolist() == [[-6.0, -4.0, -1.0]]
+    sums = KVView(torch.arange(3)[None], 3, statistics={AttentionSum().name: numbers})
+    assert RoCo().accumulated(sums, numbers / 2).tolist() == numbers.tolist()
+
+
+class Twos:
+    """Every key and value is 2."""
+
+    def keys(self):
+        return torch.full((1, 3, 1), 2.0)
+
+    values = keys
 
 
 # ---- bad input ---------------------------------------------------------------------------------
