@@ -13,12 +13,14 @@ import pytest
 from engines import greedy, load
 from exact_products import use_exact_products
 from quire.engine.core import Engine
+from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.carrier import ThreadCarrier
 from quire.kv.config import KVConfig
 from quire.kv.hosted import HostedFronts
+from quire.models.loader import load_model
 from quire.offload.schedule.work import Speeds
 from quire.plan.rates import CopyRate
 from reference.test_eviction import Recorder, largest_difference
@@ -284,6 +286,39 @@ def test_a_request_that_never_fits_runs_with_its_front_on_the_host():
 
     assert engine.stats().kv_peak_bytes <= memory
     assert largest_difference(logits, whole("qwen3")) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "parts"),
+    [
+        ("qwen3", 0.6, {}),
+        ("llama_mha", 0.3, {"stream_recompute": "0.5"}),
+        ("gemma2", 0.75, {}),
+        pytest.param("llama", 0.3, {"stream_host_attention": "0.5"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_prefill_chunk_shrinks_to_what_the_memory_holds(name, rows, parts):
+    """By default a chunk is longer than these prompts; 0.3 has no room for two staging slots."""
+    schedule = {"chunk_tokens": 2048, "step_tokens": 2048}
+    engine, logits, _ = run(name, rows, schedule=schedule, **parts)
+
+    assert hosted(engine)
+    assert set(logits) == set(PROMPTS)
+    assert largest_difference(logits, whole(name)) <= 1e-4
+    assert not engine.pool.fronts.fronts.pool.used_bytes
+
+
+def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
+    """Two layers of the prompt's KV in float32 are 3 MiB: one staging slot has to do."""
+    model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
+    prompt = [3 + i * i % 200 for i in range(1500)]
+    answers = []
+    for memory, offload in (("32MiB", "0"), ("2MiB", "64MiB")):
+        llm = LLM(model, kv=KVConfig(memory=memory, stream_memory=offload))
+        answers.append(llm.generate([prompt], greedy(8))[0].token_ids)
+        llm.engine.check()
+
+    assert answers[0] == answers[1]
 
 
 def test_a_host_too_small_refuses_what_it_could_not_hold():

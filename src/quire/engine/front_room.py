@@ -44,7 +44,8 @@ class FrontRoom:
         self._holders = 2 if cached else 1
         groups = [group for group in memory.layout.groups if can_have_front(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
-        self._token_bytes = sum(g.num_lanes * g.page_class.slot_bytes for g in groups)
+        per_token = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
+        self._token_bytes = sum(-(-num_bytes // tokens) for num_bytes, tokens in per_token)
         self._running: Sequence[Request] = ()
         self.rows: FrontRows | None = None
         self.num_returned = 0
@@ -102,6 +103,10 @@ class FrontRoom:
                 if not self.move_some(but=request):
                     raise
         self.num_returned += 1
+
+    def halve_staging(self, request: Request) -> None:
+        """Leave a request one staging slot for its offloaded pages."""
+        self._fronts.halve_staging(request.row)
 
     def _movable(self) -> list[Request]:
         return [

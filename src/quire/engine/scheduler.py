@@ -282,13 +282,14 @@ class Scheduler:
         self._serve(plan, first)
         while not plan.requests:
             victim = self.preempter.victim(self.running, first, even_returned=True)
-            if victim is not None:
-                self._preempt(victim, "nobody could move")
-            else:
-                self.preempter.pack(first)
-            self._serve(plan, first)
             if victim is None:
                 break
+            self._preempt(victim, "nobody could move")
+            self._serve(plan, first)
+        for make_room in (self.preempter.pack, self.preempter.halve_staging):
+            if not plan.requests:
+                make_room(first)
+                self._serve(plan, first)
 
     def _serve(self, plan: StepPlan, first: Request) -> None:
         """Plan what a request, or the first of its group that can move, has left to do."""

@@ -4,6 +4,8 @@
     table   a b|p q  c d|r s  a b|t u  c d|v w     a b c d: staging, two slots in turns
     host    A0 B0    A1 B1    A2 B2    A3 B3       the bytes of the front, a layer in one piece
 
+Where memory is short one slot is left: a layer's bytes are copied when the one before attended.
+
 Every layer finds its lanes complete: the front's table entries name staging pages, which all layers
 of a slot share, and the bytes of a layer are brought there before it attends (see `streaming`). So
 whoever reads pages in a step reads these too, whatever codec, backend or statistics there are, and
@@ -14,7 +16,7 @@ Bookkeeping, and the copies that it asks of a `PageBytes`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +51,11 @@ class HostedPiece:
     def columns(self) -> int:
         """Pages of a lane."""
         return int(self.staging.shape[2])
+
+    @property
+    def slots(self) -> int:
+        """Layers whose pages the staging holds at a time."""
+        return len(self.staging)
 
 
 class HostedFronts:
@@ -131,7 +138,8 @@ class HostedFronts:
     def _forget(self, row: int) -> None:
         """Let go of the bytes of a sequence."""
         for piece in self._pieces.pop(row, ()):
-            self._memory.tables[piece.group].staged[row] = 0
+            table = self._memory.tables[piece.group]
+            table.staged[row] = table.repeated[row] = 0
             for space in piece.layers:
                 self.pool.release(space)
 
@@ -145,7 +153,7 @@ class HostedFronts:
         for piece in self.pieces(row):
             table = self._memory.tables[piece.group]
             page_class = table.group.page_class
-            pages = piece.columns * table.group.num_lanes - _staged_pages(table, piece.columns)
+            pages = piece.columns * table.group.num_lanes - piece.staging.size
             needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
@@ -153,6 +161,17 @@ class HostedFronts:
         for piece in self.pieces(row):
             self._bring_back(row, piece)
         self._forget(row)
+
+    def halve_staging(self, row: int) -> int:
+        """Leave one slot of a sequence's staging and free the other; return the bytes freed.
+
+        From then on a layer's bytes are copied when the layer before it has attended.
+        """
+        before = self._memory.row_bytes(row)
+        if any(piece.slots > 1 for piece in self.pieces(row)):
+            self.settle()
+            self._pieces[row] = [self._halved(row, piece) for piece in self.pieces(row)]
+        return before - self._memory.row_bytes(row)
 
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
         """Logical positions of slots of a front, in a layer's first lane.
@@ -205,15 +224,31 @@ class HostedFronts:
                 pool.retain(pages.reshape(-1))
         _name(table, row, first, staging[slot].reshape(group.num_lanes, columns))
         table.staged[row] = first + columns
+        table.repeated[row] += group.num_lanes * columns - staging.size
         piece = HostedPiece(group.name, first, layers, staging, positions)
         self._pieces.setdefault(row, []).append(piece)
         return piece
+
+    def _halved(self, row: int, piece: HostedPiece) -> HostedPiece:
+        """A piece of one staging slot, which the entries of all layers name."""
+        table = self._memory.tables[piece.group]
+        group, pool = table.group, self._memory.pools[table.group.page_class]
+        columns = slice(piece.first, piece.first + piece.columns)
+        old = table.pages[row, :, columns].reshape(len(group.layers), -1)
+        first = piece.staging[:1]
+        moved = (old != old[0]).any(axis=1)  # layers of the other slots
+        for _ in range(int(moved.sum())):
+            pool.retain(first.reshape(-1))
+        pool.release(old[moved].reshape(-1))
+        _name(table, row, piece.first, np.tile(first[0], (len(group.layers), 1)))
+        table.repeated[row] += piece.staging.size - first.size
+        return replace(piece, staging=first)
 
     def _bring_back(self, row: int, piece: HostedPiece) -> None:
         memory, table = self._memory, self._memory.tables[piece.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)
-        staged = SLOTS * group.lanes_per_layer  # lanes, whose pages the staging becomes
+        staged = piece.slots * group.lanes_per_layer  # lanes, whose pages the staging becomes
         old = table.pages[row, staged:, columns].reshape(-1).copy()
         fresh = np.concatenate([piece.staging.reshape(-1), pool.allocate(old.size)])
         for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):

@@ -3,11 +3,12 @@
     carrier   | layer 0 | layer 1 | wait | layer 2 | wait | layer 3 |
     layers              | layer 0 | ...... layer 1 | ...... layer 2 |
 
-A layer's bytes go to its slot of the staging, which the layer two before it has left. One carrier
-does all copies, in the order in which layers run; of each layer what keys and values are made of
-comes first (see `remaking`).
+A layer's bytes go to its slot of the staging, which the layer two before it has left, or the layer
+before it where the staging has one slot. One carrier does all copies, in the order in which layers
+run; of each layer what keys and values are made of comes first (see `remaking`).
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -70,12 +71,12 @@ class FrontStream:
             for row in shares
             for piece in fronts.pieces(row)
         ) // max(1, len(self._groups))
-        self._coming: dict[tuple[str, int], Arrival] = {}
+        self._coming: dict[tuple[str, int], list[Arrival]] = {}
         self._left: object | None = None
         self._ready: object | None = None
         for layer, name in self._in_order():
-            if layer < SLOTS:
-                self._bring(name, layer)
+            for slots in range(layer + 1, SLOTS + 1):
+                self._bring(name, layer, slots)
 
     def arriving(self, group: LaneGroup, layer: int) -> None:
         """A layer, counted inside its group, is about to wait for its front."""
@@ -89,17 +90,17 @@ class FrontStream:
         Raises:
             Exception: what the copy raised.
         """
-        coming = self._coming.pop((group.name, layer), None)
-        if coming is not None:
+        for coming in self._coming.pop((group.name, layer), ()):
             coming.result()
         self._ready = self._log.marks.now()
 
     def leave(self, group: LaneGroup, layer: int) -> None:
-        """A layer has attended: its slot is free for the one two behind it."""
+        """A layer has attended: its slots are free for the layers that come into them next."""
         if group.name not in self._groups:
             return
-        if layer + SLOTS < len(group.layers):
-            self._bring(group.name, layer + SLOTS)
+        for slots in range(1, SLOTS + 1):
+            if layer + slots < len(group.layers):
+                self._bring(group.name, layer + slots, slots)
         self._left = self._log.marks.now()
         if self._ready is not None:
             tokens = self._tokens
@@ -107,7 +108,7 @@ class FrontStream:
 
     def settle(self) -> None:
         """Return when no copy is under way, also where a step has ended early."""
-        for coming in self._coming.values():
+        for coming in itertools.chain.from_iterable(self._coming.values()):
             coming.exception()
         for part in self._parts.values():
             for arrival in part.unfinished():
@@ -122,9 +123,11 @@ class FrontStream:
         ]
         return [(index, name) for _, index, name in sorted(of_model)]
 
-    def _bring(self, name: str, layer: int) -> None:
-        group, runs, slot = self._groups[name], self._runs[name], layer % SLOTS
-        if name in self._parts:
+    def _bring(self, name: str, layer: int, slots: int) -> None:
+        """Begin to copy a layer of the pieces whose staging has so many slots."""
+        group, slot = self._groups[name], layer % slots
+        runs = [run for run in self._runs[name] if len(run.pages) == slots]
+        if name in self._parts and slots == SLOTS:
             self._parts[name].bring(layer, self._submit)
         pages = sum(run.pages[slot].size for run in runs)
         if not pages:
@@ -137,9 +140,8 @@ class FrontStream:
 
         tokens = pages // group.lanes_per_layer * group.page_class.tokens
         num_bytes = pages * group.page_class.page_bytes
-        self._coming[name, layer] = self._submit(
-            KV_IN, group.layers[layer], tokens, num_bytes, copy
-        )
+        coming = self._submit(KV_IN, group.layers[layer], tokens, num_bytes, copy)
+        self._coming.setdefault((name, layer), []).append(coming)
 
     def _submit(
         self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]

@@ -32,6 +32,7 @@ class LaneTable:
             private groups can be left out.
         staged: int32 [rows], first pages of each lane that hold their bytes only while their layer
             runs (see `hosted`): never lent, moved, swapped or cut.
+        repeated: int32 [rows], entries of a row that name pages which other entries of it name.
         version: grows when the arrays move to larger memory; holders of views look again.
     """
 
@@ -44,6 +45,7 @@ class LaneTable:
         self.num_slots = np.zeros(shape[:2], dtype=np.int32)
         self.active = np.ones(max_rows, dtype=bool)
         self.staged = np.zeros(max_rows, dtype=np.int32)
+        self.repeated = np.zeros(max_rows, dtype=np.int32)
         self.version = 0
         self._track_changes = track_changes
         self._changed: list[NDArray[np.int64]] = []
@@ -156,7 +158,7 @@ class LaneTable:
         self.pages[rows] = NO_PAGE
         self.num_pages[rows] = 0
         self.num_slots[rows] = 0
-        self.staged[rows] = 0
+        self.staged[rows] = self.repeated[rows] = 0
         return pages
 
     def row_pages(self, row: int) -> PageNumbers:
@@ -174,10 +176,8 @@ class LaneTable:
 
     def pages_held(self, rows: Rows) -> NDArray[np.int64]:
         """Pages that rows name, each once: [rows]. A front's staging serves several layers."""
-        group = self.group
-        once = SLOTS * group.lanes_per_layer - group.num_lanes
         held: NDArray[np.int64] = self.num_pages[rows].sum(axis=1, dtype=np.int64)
-        return held + self.staged[rows] * once
+        return held - self.repeated[rows]
 
     def require_in_place(self, row: int, columns: int | None = None) -> None:
         """Refuse what would read or move pages whose bytes are elsewhere.

@@ -160,6 +160,11 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
             assert page_bytes(hosted) == before - gain
         elif row in fronts.rows:
             fronts.bring_back(row)
+        row = int(rng.choice(rows))
+        if rng.random() < 0.3:
+            before = page_bytes(hosted)
+            freed = fronts.halve_staging(row)
+            assert page_bytes(hosted) == before - freed
         hosted.memory.check()
     hosted.memory.release(rows)
     hosted.memory.check()
@@ -183,6 +188,34 @@ def test_of_a_front_the_arena_holds_two_layers():
     assert moved == kv.hosting.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
     assert page_bytes(kv) == before - gain
     assert kv.hosting.fronts.host(row, 24) == 0
+    kv.memory.check()
+
+
+def test_one_staging_slot_holds_one_layer_at_a_time():
+    """24 tokens are 6 pages in each of 5 layers; 6 of them stay in the arena."""
+    kv, whole = make(carrier=SlowCarrier()), make()
+    rows = [one.memory.start() for one in (kv, whole)]
+    for one, row in zip((kv, whole), rows, strict=True):
+        step(one, {row: 24}, 0)
+    each = kv.memory.tables["full"].group.page_class.page_bytes
+    before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
+    kv.hosting.fronts.host(rows[0], 24)
+
+    freed = kv.hosting.fronts.halve_staging(rows[0])
+
+    assert freed == (SLOTS - 1) * 6 * each
+    assert page_bytes(kv) == before - (FULL_LAYERS - 1) * 6 * each
+    assert kv.memory.row_bytes(rows[0]) == held - (FULL_LAYERS - 1) * 6 * each
+    assert kv.hosting.fronts.halve_staging(rows[0]) == 0
+    kv.memory.check()
+    for number in range(2):
+        poison(kv)
+        found, expected = (
+            step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
+        )
+        assert torch.equal(found, expected)
+    kv.hosting.fronts.bring_back(rows[0])
+    assert page_bytes(kv) == page_bytes(whole)
     kv.memory.check()
 
 

@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from quire.engine.admission.lane_peaks import UNBOUNDED, evicting_pages
 from quire.engine.admission.need import Alike, Need, alike, need_of
+from quire.engine.admission.shapes import StepShape, step_shapes
+from quire.engine.admission.ways_out import ways_out
 from quire.engine.group import num_rows
 from quire.engine.request import Request
 from quire.errors import NeverFits
 from quire.kv.hosted import can_have_front
 from quire.kv.memory import KVMemory
-from quire.kv.tables import SLOTS
-from quire.spec.eviction import PRESSURE, EvictionSpec
+from quire.spec.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.spec.layout import statistics_used
 from quire.spec.pages import LaneGroup, PageClass
 from quire.spec.statistics import Statistic
@@ -32,26 +33,46 @@ class Peaks:
 
     Attributes:
         page_classes: what the last axis of every array of counts stands for.
+        front_tokens: of one sequence that offload memory holds; 0 without any.
     """
 
     def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
         self.memory = memory
-        self._chunk_tokens = chunk_tokens
+        self._shapes = step_shapes(chunk_tokens)
+        self._windows = any(group.window is not None for group in memory.layout.groups)
         self.page_classes = memory.layout.page_classes
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
-        self.front_tokens = 0  # of one sequence that can be on the host while it runs
+        self.front_tokens = 0
         self.arriving: Callable[[Request], Mapping[PageClass, int]] = lambda request: {}
 
     def counts(self, needs: Sequence[Need]) -> Counts:
-        """Pages [sequences, page classes] that sequences hold at their peaks."""
+        """Pages [sequences, page classes] that sequences hold at their peaks.
+
+        A sequence that fits alone only where steps are smaller is counted with these.
+        """
+        counts = self._counts(needs, self._shapes[0])
+        for shape in self._shapes[1:]:
+            too_large = np.flatnonzero(self._shrinkable(needs) & ~self._fit(counts)).tolist()
+            if not too_large:
+                break
+            counts[too_large] = self._counts([needs[i] for i in too_large], shape)
+        return counts
+
+    def _counts(self, needs: Sequence[Need], shape: StepShape) -> Counts:
         counts = np.zeros((len(needs), len(self.page_classes)), dtype=np.int64)
         for sequences in alike(needs):
             for group in self._groups_of(sequences.eviction):
                 place = self._place[group.page_class]
-                counts[sequences.index, place] += self._group_pages(group, sequences)
+                counts[sequences.index, place] += self._group_pages(group, sequences, shape)
         return counts
+
+    def _shrinkable(self, needs: Sequence[Need]) -> NDArray[np.bool_]:
+        """Whether each of the sequences holds fewer pages where steps are smaller."""
+        if self._windows:
+            return np.ones(len(needs), dtype=bool)
+        return np.array([need.streams and self.front_tokens > 0 for need in needs], dtype=bool)
 
     def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
         """The groups that sequences use: all but the statistics they do without."""
@@ -65,11 +86,11 @@ class Peaks:
             ]
         return self._used[eviction.statistics]
 
-    def _group_pages(self, group: LaneGroup, sequences: Alike) -> Counts:
+    def _group_pages(self, group: LaneGroup, sequences: Alike, shape: StepShape) -> Counts:
         placement, eviction = self.memory.placement, sequences.eviction
         if group.fixed_slots is None and not group.ordered:
             return evicting_pages(placement, group, sequences)
-        slots, chunk = sequences.tokens, self._chunk_tokens
+        slots, chunk = sequences.tokens, shape.chunk_tokens
         if group.fixed_slots is not None:
             slots = np.minimum(slots, 1) * group.fixed_slots
         if eviction.cap is not None:  # over it a prompt is read `every` tokens at once
@@ -77,15 +98,15 @@ class Peaks:
         most = group.slots_at_most(UNBOUNDED, chunk)
         pages: Counts = placement.peak_pages(group, slots, most)
         if sequences.streams and self.front_tokens and can_have_front(group):
-            return self._streamed_pages(group, pages)
+            return self._streamed_pages(group, pages, shape)
         return pages * group.num_lanes
 
-    def _streamed_pages(self, group: LaneGroup, pages: Counts) -> Counts:
-        """What is left in the arena of lanes whose first pages are on the host."""
+    def _streamed_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
+        """What is left in the arena of lanes whose first pages are in offload memory."""
         page_tokens = group.page_class.tokens
-        rest = 1 + -(-self._chunk_tokens // page_tokens)
+        rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
         front = np.clip(pages - rest, 0, self.front_tokens // page_tokens)
-        staged: Counts = front * SLOTS * group.lanes_per_layer
+        staged: Counts = front * shape.staging_slots * group.lanes_per_layer
         return staged + (pages - front) * group.num_lanes
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
@@ -98,7 +119,7 @@ class Peaks:
         for group in self.memory.layout.groups:
             if not group.private and (group.ordered or not need.evicts):
                 place = self._place[group.page_class]
-                counts[place] += int(self._group_pages(group, cached)[0])
+                counts[place] += int(self._group_pages(group, cached, self._shapes[0])[0])
         return counts
 
     def forked_counts(self, shared_tokens: int, needs: Sequence[Need]) -> Counts:
@@ -112,10 +133,18 @@ class Peaks:
             shared_tokens: length of what all have in common.
             needs: of each; they evict alike.
         """
+        counts = self._forked(shared_tokens, needs, self._shapes[0])
+        for shape in self._shapes[1:] if self._windows else ():
+            if self.fit_alone(counts):
+                break
+            counts = self._forked(shared_tokens, needs, shape)
+        return counts
+
+    def _forked(self, shared_tokens: int, needs: Sequence[Need], shape: StepShape) -> Counts:
         [sequences] = alike(needs)
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(sequences.eviction):
-            alone = self._group_pages(group, replace(sequences, streams=False))
+            alone = self._group_pages(group, replace(sequences, streams=False), shape)
             own, shared = alone, 0
             if group.window is not None:
                 # decoding, a window lane holds less than while a prompt is read in chunks
@@ -131,7 +160,7 @@ class Peaks:
         """Whether lanes of a sequence come to hold other tokens than all, or nobody shares them."""
         if group.private or (need.evicts and not group.ordered):
             return True
-        return need.tokens > group.slots_at_most(UNBOUNDED, self._chunk_tokens)
+        return need.tokens > group.slots_at_most(UNBOUNDED, self._shapes[0].chunk_tokens)
 
     def shared_tokens(self, request: Request) -> int:
         """Tokens whose pages the members of a group will share to the end."""
@@ -183,9 +212,13 @@ class Peaks:
 
     def fit_alone(self, counts: Counts) -> bool:
         """Whether the whole pool holds so many pages of each class."""
-        per_slab = (self.memory.pools[c].pages_per_slab for c in self.page_classes)
-        slabs = sum(-(-int(n) // pages) for n, pages in zip(counts, per_slab, strict=True))
-        return slabs <= self.memory.arena.num_slabs
+        return bool(self._fit(counts))
+
+    def _fit(self, counts: Counts) -> NDArray[np.bool_]:
+        """The same for any number of counts."""
+        per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
+        slabs = (-(-counts // per_slab)).sum(axis=-1)
+        return np.asarray(slabs <= self.memory.arena.num_slabs)
 
     def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
         """Tokens of the longest prompt that fits alone, up to the model's context."""
@@ -205,18 +238,33 @@ class Peaks:
         The bound is the prompt once and, for each sequence, all that it may generate; of those that
         lose tokens under pressure only, nothing is counted as lost.
         """
-        return self.fit_alone(self._whole_counts(request))
-
-    def _whole_counts(self, request: Request) -> Counts:
-        width = num_rows(request)
-        if width == 1:
-            alone: Counts = self.counts([need_of(request, request.final_tokens)])[0]
-            return alone
         need = need_of(request, request.final_tokens)
-        if request.eviction.when == PRESSURE:
+        return self.fit_alone(self.whole_counts(need, num_rows(request)))
+
+    def whole_counts(self, need: Need, width: int) -> Counts:
+        """Pages [page classes] of so many sequences that share a prompt, at their peak.
+
+        Args:
+            need: of each, with the tokens of the prompt.
+            width: sequences.
+        """
+        if width == 1:
+            alone: Counts = self.counts([need])[0]
+            return alone
+        if need.eviction.when == PRESSURE:
             # lanes that members share are not relieved: that takes pages before it frees any
             need = replace(need, eviction=replace(need.eviction, cap=None, lane_caps=None))
-        return self.forked_counts(len(request.prompt_token_ids), [need] * width)
+        prompt_tokens = need.tokens if need.prompt_tokens is None else need.prompt_tokens
+        return self.forked_counts(prompt_tokens, [need] * width)
+
+    def capped_counts(self, tokens: int) -> Counts:
+        """Fewest pages [page classes] of a sequence that evicts: window lanes, a page elsewhere."""
+        counts = np.zeros(len(self.page_classes), dtype=np.int64)
+        for group in self._groups_of(KEEP_ALL):
+            [sequence] = alike([Need(1 if group.window is None else tokens)])
+            pages = self._group_pages(group, sequence, self._shapes[-1])
+            counts[self._place[group.page_class]] += int(pages[0])
+        return counts
 
     def refuse_if_never(self, request: Request) -> None:
         """Refuse a request that could not run even alone.
@@ -231,14 +279,11 @@ class Peaks:
                 "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
             )
         if not self.fit_whole(request):
-            width, counts = num_rows(request), self._whole_counts(request)
-            times, fewer = (f" in {width} beams", "ask for fewer beams, ") * (width > 1) or ("", "")
-            if width > 1 and request.eviction.when == PRESSURE:
-                fewer += "let them evict with when=prefill_and_decode, "
+            need, width = need_of(request, request.final_tokens), num_rows(request)
+            beams = f" in {width} beams" if width > 1 else ""
             raise NeverFits(
                 f"{len(request.prompt_token_ids)} prompt tokens and "
-                f"{request.params.max_tokens} to generate{times} "
-                f"need {self.num_bytes(counts):,} B of KV, the whole pool has "
-                f"{self.memory.total_bytes:,} B; {fewer}shorten the prompt, lower max_tokens, "
-                "raise --kv-memory or --stream-kv-memory, or cap it with --evict"
+                f"{request.params.max_tokens} to generate{beams} "
+                f"need {self.num_bytes(self.whole_counts(need, width)):,} B of KV, the whole pool "
+                f"has {self.memory.total_bytes:,} B; {ways_out(self, need, width)}"
             )

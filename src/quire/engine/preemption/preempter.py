@@ -235,3 +235,8 @@ class Preempter:
         self._residency.drop_cached()
         for member in members:
             repack(self._memory, member.row)
+
+    def halve_staging(self, request: Request) -> None:
+        """Leave a request that is alone one staging slot for its offloaded pages."""
+        if self._residency.front_room is not None:
+            self._residency.front_room.halve_staging(request)

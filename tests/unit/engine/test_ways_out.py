@@ -1,0 +1,132 @@
+"""What a request that never fits is told to change: only what would let it run."""
+
+import pytest
+
+from quire.engine.admission.need import Need
+from quire.engine.admission.peaks import Peaks
+from quire.engine.admission.ways_out import ways_out
+from quire.kv.memory import KVMemory
+from quire.kv.stores.registry import placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.spec.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
+from quire.spec.layout import layout_for
+from quire.spec.model import LayerSpec, ModelSpec
+
+FULL, WINDOW = None, 24
+PAGE_TOKENS, CHUNK = 4, 64
+COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # of a layer: keys and values of two heads of 8 numbers
+
+
+def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=False):
+    """Of a memory that holds so many pages of one layer."""
+    model = ModelSpec(
+        architecture="x",
+        num_layers=len(windows),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=100,
+        max_positions=1000,
+        tied_embeddings=True,
+        gated_mlp=True,
+        layers=tuple(LayerSpec(window=window) for window in windows),
+    )
+    layout = layout_for(model, codec="float32", page_tokens=PAGE_TOKENS, evicting=evicting)
+    limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
+    placement = placement_maker(store, limits)
+    peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4, placement=placement), CHUNK)
+    peaks.front_tokens = offload_tokens
+    return peaks
+
+
+def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
+    return Need(prompt + generated, prompt, eviction, streams)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "asked", "says"),
+    [
+        pytest.param(
+            peaks_of(FULL, FULL),
+            need(100, 100),
+            "shorten the prompt and lower max_tokens, raise --kv-memory or cap it with --evict "
+            "RULE:cap=TOKENS",
+            id="two layers cannot be offloaded, and half of it is too much",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL]),
+            need(100, 1),
+            "shorten the prompt, raise --kv-memory, give --stream-kv-memory SIZE or cap it with "
+            "--evict RULE:cap=TOKENS",
+            id="offload would do",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], offload_tokens=8),
+            need(20, 60),
+            "lower max_tokens, raise --kv-memory, raise --stream-kv-memory or cap it with "
+            "--evict RULE:cap=TOKENS",
+            id="more offload would do",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], offload_tokens=1000),
+            need(40, 300),
+            "lower max_tokens, raise --kv-memory or cap it with --evict RULE:cap=TOKENS",
+            id="staging alone is too large",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], store="ring"),
+            need(100, 1),
+            "shorten the prompt, raise --kv-memory or cap it with --evict RULE:cap=TOKENS",
+            id="a ring store has no offload",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], evicting=True),
+            need(100, 1, EvictionSpec(cap=80, every=4)),
+            "shorten the prompt, raise --kv-memory or lower the cap of its eviction rule",
+            id="a lower cap would do",
+        ),
+        pytest.param(
+            peaks_of(*4 * [FULL], evicting=True),
+            need(100, 1, EvictionSpec(cap=8, every=4, when=DECODE)),
+            "shorten the prompt, raise --kv-memory or let it evict with when=prefill_and_decode "
+            "and a lower cap",
+            id="a prompt that is read whole",
+        ),
+    ],
+)
+def test_only_what_would_let_a_request_run_is_recommended(peaks, asked, says):
+    assert not peaks.fits_alone(asked)
+    assert ways_out(peaks, asked, 1) == says
+
+
+def test_windows_are_not_capped_and_hold_shorter_chunks():
+    """24 tokens and a chunk of 64 are more than 32 pages of 4 layers; shorter chunks fit."""
+    peaks, small = peaks_of(*4 * [WINDOW]), peaks_of(*4 * [WINDOW], columns=24)
+
+    assert peaks.fits_alone(need(100, 1))
+    assert peaks.counts([need(100, 1)]).sum() <= 32
+    assert not small.fits_alone(need(100, 1))
+    assert ways_out(small, need(100, 1), 1) == "shorten the prompt or raise --kv-memory"
+
+
+def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
+    peaks = peaks_of(FULL, FULL, evicting=True)
+    spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
+
+    assert ways_out(peaks, need(20, 40, spec, streams=False), 2) == (
+        "ask for fewer beams, lower max_tokens, raise --kv-memory or let it evict with "
+        "when=prefill_and_decode"
+    )
+
+
+def test_what_never_fits_in_large_chunks_is_counted_in_those_that_fit():
+    """4 layers of 25 pages: 2 staging slots hold 24 of them in 48 pages, one in 24."""
+    for columns, slots in ((56, 2), (30, 1)):
+        peaks = peaks_of(*4 * [FULL], columns=columns, offload_tokens=1000)
+
+        [pages] = peaks.counts([need(100, 1)])[0].tolist()
+
+        assert slots * 24 < pages <= columns
+    assert not peaks_of(*4 * [FULL], columns=27, offload_tokens=1000).fits_alone(need(100, 1))
