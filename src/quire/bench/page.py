@@ -27,6 +27,8 @@ _CSS = (
     "tr.total td{font-weight:bold}svg{max-width:100%;height:auto}"
 )
 
+_NO_CLAIMS = "<p>None: a <code>--quick</code> run has small shapes.</p>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
@@ -35,7 +37,7 @@ class Roofline:
     Attributes:
         measures: kinds of steps.
         read_bytes_per_s, flops_per_s: the ceilings, medians of the run.
-        claims: of the run.
+        claims: of the run; empty for a `--quick` run.
         about: hardware, versions and workload, in words.
     """
 
@@ -54,11 +56,12 @@ def roofline_from(run: Mapping[str, Any]) -> Roofline:
     """
     try:
         claims, work = run["claims"], run["config"]["workload"]
+        figures = claims or run["quick_figures"]
         hardware, versions = run["hardware"], run["versions"]
         return Roofline(
             measures=tuple(StepMeasure.from_json(part) for part in run["arms"]["parts"]),
-            read_bytes_per_s=claims["read_bytes_per_s"],
-            flops_per_s=claims["product_flops_per_s"],
+            read_bytes_per_s=figures["read_bytes_per_s"],
+            flops_per_s=figures["product_flops_per_s"],
             claims=claims,
             about=(
                 f"{work['prompts']} prompts of {work['prompt_tokens']} tokens, "
@@ -91,7 +94,8 @@ def page(roofline: Roofline) -> str:
         f"<title>Quire: roofline</title><style>{_CSS}</style></head><body>"
         f"<h1>Where the time of a step goes</h1><p>{html.escape(roofline.about)}.</p>"
         f"<p>{html.escape(ceiling_words(roofline))}</p>{svg(roofline)}{tables}"
-        f"<h2>Claims</h2>{_table(('name', 'value'), claims)}</body></html>\n"
+        f"<h2>Claims</h2>{_table(('name', 'value'), claims) if claims else _NO_CLAIMS}"
+        "</body></html>\n"
     )
 
 

@@ -13,6 +13,7 @@ from quire.cli.bench_eviction import eviction
 from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
 from quire.cli.bench_offload import offload
+from quire.cli.bench_parts import QUICK_NOTE
 from quire.cli.bench_prefill import prefill
 from quire.cli.bench_quant import quant
 from quire.cli.bench_rebatch import rebatch
@@ -43,7 +44,9 @@ def overhead(
     *,
     rows: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
-    quick: Annotated[bool, typer.Option("--quick", help="An eighth of rows and lengths.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="An eighth of rows and lengths. No claims.")
+    ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +68,9 @@ def overhead(
         )
     claims = summarise(results)
     typer.echo(f"bookkeeping takes {claims['bookkeeping_share']:.2%} of a step (median)")
+    if quick:
+        typer.echo(QUICK_NOTE)
     if as_json:
         arms = {"overhead": results}
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench overhead", claims, arms, used)))
+        typer.echo(json.dumps(envelope("bench overhead", claims, arms, used, quick=quick)))

@@ -76,7 +76,10 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A quarter of all lengths, one KV memory, one round.")
+        bool,
+        typer.Option(
+            "--quick", help="A quarter of all lengths, one KV memory, one round. No claims."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +115,9 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
             config = replace(config, speed=replace(config.speed, continuous_prompts=0))
         found, used = _standard(settings, parts, config), asdict(config)
     results, claims = show_parts(found)
-    run = finish("batch-max", results, claims, used | settings.as_dict() | _threads(), out)
+    run = finish(
+        "batch-max", results, claims, used | settings.as_dict() | _threads(), out, quick=quick
+    )
     if as_json:
         typer.echo(json.dumps(run))
 

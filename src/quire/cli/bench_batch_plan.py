@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.bench_parts import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
 from quire.cli.report import envelope
 
@@ -43,7 +44,9 @@ def batch_plan(
     *,
     model: Annotated[str, typer.Option(help="Shape: 125m, small or tiny.")] = "125m",
     pool: Annotated[int, typer.Option(min=1, help="KV memory, in rows of full KV.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A quarter of all lengths.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A quarter of all lengths. No claims.")
+    ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -68,10 +71,12 @@ def batch_plan(
     report = _predict(loaded, config)
     measured = _run(loaded, report)
     claims = _compare(report, measured)
+    if quick:
+        typer.echo(QUICK_NOTE)
     if as_json:
         arms = report.details() | {"measured": {k: asdict(v) for k, v in measured.items()}}
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench batch-plan", claims, arms, used)))
+        typer.echo(json.dumps(envelope("bench batch-plan", claims, arms, used, quick=quick)))
 
 
 def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":

@@ -46,7 +46,10 @@ def device(  # noqa: PLR0913 - one parameter an option
         Path | None, typer.Option(help="Folder for tables, pictures and the result as JSON.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Toy models and small copies: tries it out on a CPU.")
+        bool,
+        typer.Option(
+            "--quick", help="Toy models and small copies: tries it out on a CPU. No claims."
+        ),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
@@ -77,7 +80,9 @@ def device(  # noqa: PLR0913 - one parameter an option
     use_threads(threads)
     results, claims = show_parts(run_named(names, PARTS, bench))
     used = asdict(replace(config, folder=Path(folder).name)) | {"threads": torch.get_num_threads()}
-    run = finish("device", results, claims, used | {"machine_facts": bench.facts()}, out)
+    run = finish(
+        "device", results, claims, used | {"machine_facts": bench.facts()}, out, quick=quick
+    )
     if as_json:
         typer.echo(json.dumps(run))
 

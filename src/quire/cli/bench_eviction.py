@@ -60,7 +60,10 @@ def eviction(  # noqa: PLR0913 - one parameter per option
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few short prompts and texts, a small model for cost.")
+        bool,
+        typer.Option(
+            "--quick", help="Few short prompts and texts, a small model for cost. No claims."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +81,7 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     settings.set_threads()
     made = make_parts(material_of(settings, text, out))
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
-    run = finish("eviction", results, claims, _used(config, settings), out)
+    run = finish("eviction", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
         typer.echo(json.dumps(run))
 

@@ -75,7 +75,10 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few short prompts and texts, a small model for time.")
+        bool,
+        typer.Option(
+            "--quick", help="Few short prompts and texts, a small model for time. No claims."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -113,7 +116,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     if not parts.strip() and not files:
         names = tuple(name for name in names if name != "prompts")
     results, claims = show_parts(run_named(names, made, config))
-    run = finish("kvcrush", results, claims, _used(config, settings), out)
+    run = finish("kvcrush", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
         typer.echo(json.dumps(run))
 

@@ -40,7 +40,8 @@ def memory(
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few requests and short prompts: tries it out.")
+        bool,
+        typer.Option("--quick", help="Few requests and short prompts: tries it out. No claims."),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
@@ -61,7 +62,9 @@ def memory(
     use_threads(threads)
     config = _config(trace, prefix_trace, quick=quick)
     results, claims = show_parts(run_parts(names, config))
-    run = finish("memory", results, claims, _used(config, torch.get_num_threads()), out)
+    run = finish(
+        "memory", results, claims, _used(config, torch.get_num_threads()), out, quick=quick
+    )
     if as_json:
         typer.echo(json.dumps(run))
 

@@ -40,7 +40,7 @@ def offload(
         typer.Option(help="Folder for tables, pictures, a Chrome trace and the result as JSON."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer tokens, layers, rounds and cells.")
+        bool, typer.Option("--quick", help="Fewer tokens, layers, rounds and cells. No claims.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +64,7 @@ def offload(
     use_threads(1)
     results, claims = show_parts(run_named(names, PARTS, config))
     trace = _take_trace(results)
-    run = finish("offload", results, claims, asdict(config) | {"threads": 1}, out)
+    run = finish("offload", results, claims, asdict(config) | {"threads": 1}, out, quick=quick)
     if out is not None and trace is not None:
         write_files(out, {"offload-trace.json": json.dumps(trace).encode()})
     if as_json:

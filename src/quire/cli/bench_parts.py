@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ from quire.cli.report import envelope
 
 if TYPE_CHECKING:
     from quire.bench.result import PartResult
+
+QUICK_NOTE = (
+    "--quick ran small shapes: the command works, and its figures support no claim about full ones."
+)
 
 
 def show_parts(
@@ -40,6 +45,8 @@ def finish(
     claims: Mapping[str, int | float],
     config: Mapping[str, object],
     out: Path | None,
+    *,
+    quick: bool = False,
 ) -> dict[str, object]:
     """Wrap the results, and write them where that was asked for.
 
@@ -49,12 +56,16 @@ def finish(
         claims: of all parts.
         config: every option as resolved.
         out: folder, or None.
+        quick: whether small shapes were run, which support no claims.
 
     Returns:
         The run, for the last line of the output.
     """
+    if quick:
+        results = {name: replace(result, claims={}) for name, result in results.items()}
+        typer.echo(QUICK_NOTE)
     arms = {name: result.to_json() for name, result in results.items()}
-    run = envelope(f"bench {bench}", claims, arms, config)
+    run = envelope(f"bench {bench}", claims, arms, config, quick=quick)
     if out is not None:
         write_files(out, part_files(bench, results, run))
         typer.echo(f"written: {out}")

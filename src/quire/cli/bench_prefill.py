@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.bench_parts import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope
 
@@ -16,7 +17,9 @@ def prefill(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
     attention: Attention = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, two budgets.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model, two budgets. No claims.")
+    ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -40,6 +43,10 @@ def prefill(
     for budget in config.budgets:
         over = claims[f"over_best_{budget}"]
         typer.echo(f"{budget:6d}   {claims[f'prefill_s_{budget}']:8.3f}   {over:9.2f}")
+    if quick:
+        typer.echo(QUICK_NOTE)
     if as_json:
         used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench prefill", claims, {"rounds": rounds}, used)))
+        typer.echo(
+            json.dumps(envelope("bench prefill", claims, {"rounds": rounds}, used, quick=quick))
+        )

@@ -53,7 +53,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small shapes, few short prompts and texts.")
+        bool, typer.Option("--quick", help="Small shapes, few short prompts and texts. No claims.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -68,7 +68,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
     settings.set_threads()
     made = make_parts(material_of(settings, text, out))
     results, claims = show_parts(run_named(names_of(parts, made), made, config))
-    run = finish("quant", results, claims, _used(config, settings), out)
+    run = finish("quant", results, claims, _used(config, settings), out, quick=quick)
     if as_json:
         typer.echo(json.dumps(run))
 

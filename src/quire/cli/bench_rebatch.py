@@ -33,7 +33,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few short queries, a tiny model, one round.")
+        bool, typer.Option("--quick", help="Few short queries, a tiny model, one round. No claims.")
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
@@ -69,6 +69,6 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     )
     results, claims = show_parts(run_named(names, PARTS, config))
     used = asdict(config) | {"threads": torch.get_num_threads()}
-    run = finish("rebatch", results, claims, used, out)
+    run = finish("rebatch", results, claims, used, out, quick=quick)
     if as_json:
         typer.echo(json.dumps(run))

@@ -28,7 +28,8 @@ def stack(
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few short requests, a tiny model, one round.")
+        bool,
+        typer.Option("--quick", help="Few short requests, a tiny model, one round. No claims."),
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
@@ -58,6 +59,6 @@ def stack(
     config = replace(config, load=load, repeats=repeats or config.repeats)
     results, claims = show_parts(run_named(("stack",), {"stack": run_stack}, config))
     used = asdict(config) | {"threads": torch.get_num_threads()}
-    run = finish("stack", results, claims, used, out)
+    run = finish("stack", results, claims, used, out, quick=quick)
     if as_json:
         typer.echo(json.dumps(run))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.bench_parts import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
 from quire.cli.report import envelope
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
@@ -16,7 +17,9 @@ from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
     from quire.bench.throughput import Round, ThroughputConfig
+    from quire.bench.workload import Workload
 
+PEER_SHAPE = (32, 512, 64)
 PEER_NOTE = (
     "For orientation: vLLM's CPU build took 3.98 s for this work (32 x (512 + 64), November 2026), "
     "on another processor, a Sapphire Rapids with AMX; absolute times do not compare with it."
@@ -38,7 +41,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
         Path | None, typer.Option(help="Write the roofline page, one HTML file, here.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model and few tokens: tries it out.")
+        bool, typer.Option("--quick", help="A tiny model and few tokens: tries it out. No claims.")
     ] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
@@ -56,14 +59,14 @@ def throughput(  # noqa: PLR0913 - one parameter per option
         _refuse_page(page)
     work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
-    run = _measured(replace(config, attention=attention, peers=peers_of(peers)))
+    run = _measured(replace(config, attention=attention, peers=peers_of(peers)), quick=quick)
     if page is not None:
         _write_page(page, run)
     if as_json:
         typer.echo(json.dumps(run))
 
 
-def _measured(config: "ThroughputConfig") -> dict[str, object]:
+def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     """Run the bench, and show each round and what came of all; the object for JSON."""
     import torch
 
@@ -77,12 +80,14 @@ def _measured(config: "ThroughputConfig") -> dict[str, object]:
     claims = summarise(config, bench.spec, rounds, bench.regrets(rounds[-1]))
     parts = measure_parts(config.workload, repeats=config.repeats, attention=config.attention)
     _show_claims(claims, config)
+    typer.echo(QUICK_NOTE if quick else peer_note(config.workload))
     _show_stored(torch.get_num_threads())
     return envelope(
         "bench throughput",
         claims,
         {"rounds": [_stored(found) for found in rounds], "parts": [asdict(p) for p in parts]},
         asdict(config) | {"threads": torch.get_num_threads(), "backend": bench.attention},
+        quick=quick,
     )
 
 
@@ -102,7 +107,13 @@ def _show_claims(claims: Mapping[str, int | float], config: "ThroughputConfig") 
         f"mean_regret: how far below the best the chosen tokens' logits lie, read in float32 "
         f"(first {config.judged_prompts} prompts)."
     )
-    typer.echo(PEER_NOTE)
+
+
+def peer_note(work: "Workload") -> str:
+    """What another engine took for this work; that it is not known for other shapes."""
+    if (work.prompts, work.prompt_tokens, work.new_tokens) == PEER_SHAPE:
+        return PEER_NOTE
+    return "No other engine was measured with this number of prompts and these lengths."
 
 
 def _show_stored(threads: int) -> None:

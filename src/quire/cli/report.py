@@ -3,6 +3,8 @@
     {"name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"}
 
 `claims` is flat, name to number; `arms` holds raw results; the rest says how they came about.
+A benchmark with `--quick` runs small shapes, whose numbers say nothing about the full ones: its
+`claims` are empty, and its numbers stand under `quick_figures`.
 """
 
 import os
@@ -28,6 +30,7 @@ def envelope(
     config: Mapping[str, object],
     *,
     seconds: int | float | None = None,
+    quick: bool = False,
 ) -> dict[str, object]:
     """Wrap results with what is needed to repeat them.
 
@@ -37,10 +40,12 @@ def envelope(
         arms: raw results, JSON values.
         config: every option as resolved.
         seconds: how long it took; by default since this process started.
+        quick: whether small shapes were run, which support no claims.
     """
+    figures = {"claims": {}, "quick_figures": dict(claims)} if quick else {"claims": dict(claims)}
     return {
         "name": name,
-        "claims": dict(claims),
+        **figures,
         "arms": dict(arms),
         "config": dict(config),
         "commit": commit(),

@@ -89,7 +89,7 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
     assert run["name"] == "bench batch-max"
     assert {"bm_over_ed_throughput", "bm_over_fkv_throughput", "bm_quality_over_fkv"} <= set(
-        run["claims"]
+        run["quick_figures"]
     )
     assert len(run["arms"]["speed"]["raw"]["rounds"]) == 1
     cells = run["arms"]["quality"]["raw"]["cells"]
@@ -111,7 +111,7 @@ def test_batch_max_runs_the_parts_that_are_asked_for():
     times = run["arms"]["speed"]["raw"]["rounds"][0]
     # 2 layers x 2 heads x 16 numbers x K and V x 4 B = 512 B a token; rows of 56 + 8 tokens
     assert max(time["kv_bytes"] for time in times) == 4 * 64 * 512  # others: whole slabs
-    assert not any(name.startswith("continuous") for name in run["claims"])
+    assert not any(name.startswith("continuous") for name in run["quick_figures"])
 
 
 def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path: Path):
@@ -132,7 +132,7 @@ def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path:
     assert {row["judged"]["samples"] for row in rows[1:]} == {4}
     assert {row["judged"]["new_tokens"] for row in rows[1:]} == {4 * 8}
     assert any(row["arm"].startswith("bm_") for row in rows)
-    assert run["claims"]["ed_batch"] == 2
+    assert run["quick_figures"]["ed_batch"] == 2
     assert run["config"]["input_tokens"] == 96
 
 
@@ -180,7 +180,7 @@ def test_eviction_ends_with_claims_and_goes_on_where_it_was_stopped(tmp_path: Pa
 
     assert list(run["arms"]) == ["quality", "perplexity", "kept", "cost", "ready"]
     assert {"perplexity_recent", "kept_recent_old_half", "eviction_cost_share"} <= set(
-        run["claims"]
+        run["quick_figures"]
     )
     assert len(run["arms"]["quality"]["raw"]["cells"]) == 3  # full, and a rule in two schedules
     assert (out / "eviction-kept.svg").read_text().count("<svg") == 1

@@ -91,12 +91,12 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
         *("quality_gain_mean", "quality_gain_low", "quality_gain_high", "openvino_gain_mean"),
         *("quality_over_full_best", "overhead_fraction", "kmeans_overhead_fraction"),
         *("fidelity_kl_gain_mean", "key_bits_over_signature_bits"),
-    } <= set(run["claims"])
+    } <= set(run["quick_figures"])
     assert {"kvcrush.json", "kvcrush-long.csv", "kvcrush-bases.csv", "kvcrush-shares.svg"} <= {
         path.name for path in out.iterdir()
     }
     assert (out / "cells.jsonl").read_text() == cells
-    assert again["claims"]["quality_gain_mean"] == run["claims"]["quality_gain_mean"]
+    assert again["quick_figures"]["quality_gain_mean"] == run["quick_figures"]["quality_gain_mean"]
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_recorded_examples_and_lengths_are_chosen(tmp_path: Path):
     )
 
     assert {"gsm8k_kl_gain_mean", "gsm8k_kl_gain_one_set_low", "gsm8k_full_score"} <= set(
-        run["claims"]
+        run["quick_figures"]
     )
     for part in ("quality", "sweeps"):
         config = run["config"][part]
@@ -130,7 +130,7 @@ def test_bases_and_types_are_chosen():
     assert run["config"]["quality"]["prompts"] == run["config"]["sweeps"]["prompts"] == 3
     assert run["config"]["quality"]["bases"] == [{"text": "average"}, {"text": "h2o"}]
     assert "base=(average)" in run["arms"]["overhead"]["raw"]["runs"]["kvcrush"]["evict"]
-    assert run["claims"]["key_bits_over_signature_bits"] == 64
+    assert run["quick_figures"]["key_bits_over_signature_bits"] == 64
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def test_the_command_writes_tables_pictures_and_json(tmp_path: Path):
     assert result.exit_code == 0, result.output
     run = json.loads(result.stdout.splitlines()[-1])
     assert run["name"] == "bench memory"
-    assert run["claims"] == {"small": 1, "b": 2}
+    assert run["claims"] == {}
+    assert run["quick_figures"] == {"small": 1, "b": 2}
+    assert [part["claims"] for part in run["arms"].values()] == [{}, {}]
     assert list(run["arms"]) == ["waste", "beam"]
     assert run["config"]["simulated"]["trace"] == "conversations.csv"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {

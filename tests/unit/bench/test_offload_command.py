@@ -33,7 +33,7 @@ def test_a_run_leaves_tables_pictures_and_a_trace(tiny, tmp_path: Path):
     assert run["name"] == "bench offload"
     assert list(run["arms"]) == ["arms", "position"]
     assert run["config"]["ratios"]["recompute"] == 0.4
-    assert "gain_lB_over_prefetch" in run["claims"]
+    assert "gain_lB_over_prefetch" in run["quick_figures"]
     assert "trace" not in run["arms"]["arms"]["raw"]
     names = {path.name for path in out.iterdir()}
     assert {"offload.json", "offload-arms.csv", "offload-timeline.svg"} <= names

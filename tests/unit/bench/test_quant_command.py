@@ -38,18 +38,18 @@ def test_all_parts_end_with_claims_and_a_stopped_run_goes_on(tmp_path: Path):
         *("int8_gain_max_batch", "int4_gain_max_batch", "int8_kl", "int4_kl"),
         *("int8_perplexity_change", "key_over_value_bits_4_2", "outliers_over_none_4"),
         *("int4_gain_same_batch", "int4_predicted_gain", "mixed_over_uniform_50"),
-    } <= set(run["claims"])
-    assert 0 < run["claims"]["int8_kl"] < run["claims"]["int4_kl"]
+    } <= set(run["quick_figures"])
+    assert 0 < run["quick_figures"]["int8_kl"] < run["quick_figures"]["int4_kl"]
     assert {"quant.json", "quant-tasks.csv", "quant-grid.svg"} <= {p.name for p in out.iterdir()}
     assert (out / "cells.jsonl").read_text() == cells
-    assert again["claims"]["int8_tasks"] == run["claims"]["int8_tasks"]
+    assert again["quick_figures"]["int8_tasks"] == run["quick_figures"]["int8_tasks"]
 
 
 def test_codecs_are_chosen():
     run = last_object(quire("--parts", "capacity,attention", "--codecs", "int8/int4"))
 
     assert run["config"]["attention"]["codecs"] == ["int8/int4"]
-    assert "int8_int4_attention_speedup" in run["claims"]
+    assert "int8_int4_attention_speedup" in run["quick_figures"]
 
 
 @pytest.mark.parametrize(

@@ -203,8 +203,8 @@ def test_the_command_ends_with_one_object(tmp_path):
     assert result.exit_code == 0, result.output
     run = json.loads(result.output.strip().splitlines()[-1])
     assert run["name"] == "bench rebatch"
-    assert run["claims"]["w2_batonpd_over_static_b4"] > 0
-    assert run["claims"]["trace_baton_pd_peak_over_memory"] <= 1
+    assert run["quick_figures"]["w2_batonpd_over_static_b4"] > 0
+    assert run["quick_figures"]["trace_baton_pd_peak_over_memory"] <= 1
     names = {path.name for path in tmp_path.iterdir()}
     assert {"rebatch.json", "rebatch_w2_b10.csv", "rebatch_w2_kv.svg", "rebatch_trace.csv"} <= names
 

@@ -99,7 +99,7 @@ def test_the_command_ends_with_one_object(tmp_path):
     assert result.exit_code == 0, result.output
     run = json.loads(result.output.strip().splitlines()[-1])
     assert run["name"] == "bench stack"
-    assert run["claims"]["stack_total_ratio"] > 0
+    assert run["quick_figures"]["stack_total_ratio"] > 0
     assert run["config"]["load"]["requests"] == 4
     assert {"stack.md", "stack.json", "stack.csv", "stack.svg"} <= {
         path.name for path in tmp_path.iterdir()

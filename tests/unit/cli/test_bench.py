@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from quire.bench import ceilings
+from quire.bench.workload import Workload
+from quire.cli.bench_throughput import peer_note
 from quire.cli.main import app
 from quire.plan.ceilings import Ceilings, NotUsable, read_ceilings
 from quire.plan.machine import this_machine
@@ -89,28 +91,38 @@ def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
     result = quire("bench", "throughput", "--quick", "--json", "--page", str(path))
     run = last_line(result)
 
-    assert set(CLAIMS) <= set(run["claims"])
-    assert all(isinstance(value, int | float) for value in run["claims"].values())
+    assert run["claims"] == {}
+    assert set(CLAIMS) <= set(run["quick_figures"])
+    assert all(isinstance(value, int | float) for value in run["quick_figures"].values())
     assert [part["kind"] for part in run["arms"]["parts"]] == ["prefill", "decode"]
     assert len(run["arms"]["rounds"]) == run["config"]["repeats"] == 2
-    assert "3.98 s" in result.output
-    assert "do not compare" in result.output
+    assert "support no claim" in result.output
+    assert "vLLM" not in result.output
     assert "ceilings.json is not there: run `quire profile`" in result.output
-    assert "output projection" in path.read_text(encoding="utf-8")
+    shown = path.read_text(encoding="utf-8")
+    assert "output projection" in shown
+    assert "quire_tokens_per_s" not in shown
+
+
+def test_another_engine_s_time_stands_beside_its_own_shape_only():
+    assert "3.98 s" in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=64))
+    assert "3.98 s" not in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=65))
 
 
 def test_throughput_runs_quire_alone():
     run = last_line(quire("bench", "throughput", "--quick", "--json", "--peers", "none"))
 
-    assert not [name for name in run["claims"] if "hf_" in name]
-    assert run["claims"]["quire_tokens_per_s"] > 0
+    assert not [name for name in run["quick_figures"] if "hf_" in name]
+    assert run["quick_figures"]["quire_tokens_per_s"] > 0
 
 
 def test_prefill_prints_every_budget():
     run = last_line(quire("bench", "prefill", "--quick", "--json"))
 
-    assert run["claims"]["best_step_tokens"] in run["config"]["budgets"]
-    assert run["claims"][f"over_best_{run['claims']['best_step_tokens']}"] == 1
+    figures = run["quick_figures"]
+    assert run["claims"] == {}
+    assert figures["best_step_tokens"] in run["config"]["budgets"]
+    assert figures[f"over_best_{figures['best_step_tokens']}"] == 1
 
 
 @pytest.mark.parametrize(
