@@ -85,17 +85,18 @@ def weights_dense(
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
 ) -> Float[Tensor, "batch num_kv_heads group query token"]:
-    """Attention weights in float32, all at once; arguments as for `attend_dense`."""
+    """Attention weights in float32, or in float64 as queries are; arguments as `attend_dense`."""
     batch, _, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, num_queries, head_dim)
-    logits = (grouped @ key[:, :, None].transpose(-1, -2)).float() * math.scale
+    products = grouped @ key[:, :, None].transpose(-1, -2)
+    logits = products.to(torch.promote_types(products.dtype, torch.float32)) * math.scale
     if math.softcap is not None:
         logits = math.softcap * torch.tanh(logits / math.softcap)
     if seen is not None:
         logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
     if math.sinks is not None:
-        column = math.sinks.float().view(-1, num_kv_heads, logits.shape[2], 1, 1)
+        column = math.sinks.to(logits.dtype).view(-1, num_kv_heads, logits.shape[2], 1, 1)
         logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], dim=-1)
     return torch.softmax(logits, dim=-1)[..., : key.shape[2]]
 
@@ -107,15 +108,17 @@ def column_sums_dense(
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
 ) -> Float[Tensor, "batch num_heads token"]:
-    """Attention weights summed over the queries, in float32, in blocks of queries.
+    """Attention weights summed over the queries, in blocks of queries.
 
-    Arguments as for `attend_dense`; causal batches say so with `seen`.
+    In float32, or in float64 as queries are. Arguments as for `attend_dense`; causal batches say
+    so with `seen`.
     """
     batch, num_heads, num_queries, _ = query.shape
-    sums = torch.zeros(batch, num_heads, key.shape[2], device=query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = torch.zeros(batch, num_heads, key.shape[2], dtype=wide, device=query.device)
     for start in range(0, num_queries, PLAIN_BLOCK_QUERIES):
         part = slice(start, start + PLAIN_BLOCK_QUERIES)
         mask = seen if seen is None or seen.shape[2] == 1 else seen[:, :, part]
-        weights = weights_dense(query[:, :, part].float(), key.float(), math=math, seen=mask)
+        weights = weights_dense(query[:, :, part].to(wide), key.to(wide), math=math, seen=mask)
         sums += weights.sum(dim=3).view(sums.shape)
     return sums
