@@ -1,0 +1,97 @@
+"""One case of the fuzz: a model, an engine's options, requests. Plain JSON values throughout."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCase:
+    """One request.
+
+    Attributes:
+        prompt: token ids.
+        params: arguments of `SamplingParams`.
+        step: the request is submitted before this step.
+        priority, tenant, evict: arguments of `Engine.submit`.
+        cancel_step: the request is cancelled before this step; None: it is not cancelled.
+        cancel_index: only this answer is cancelled; None: all of them.
+    """
+
+    prompt: tuple[int, ...]
+    params: Mapping[str, object]
+    step: int = 0
+    priority: int = 0
+    tenant: str = "default"
+    evict: str | None = None
+    cancel_step: int | None = None
+    cancel_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One engine in little memory, and its requests.
+
+    Attributes:
+        seed: the case was drawn from it.
+        model: an architecture of `zoo`, `*3` behind it for three times its layers, or quire-tiny.
+        exact: products are computed in float64 and rounded once (`exact_products`).
+        poison: memory that is not in use is overwritten after every step.
+        room, host_room, stream_room: KV memory, swap memory and offload memory, in units of the
+            most bytes that one of the requests holds in an ample memory.
+        kv: options of `KVConfig` but for the three memories.
+        schedule: options of `ScheduleConfig`.
+        requests: in the order of their names, r0, r1 and so on.
+    """
+
+    seed: int
+    model: str
+    exact: bool
+    poison: bool
+    room: float
+    host_room: float = 0.0
+    stream_room: float = 0.0
+    kv: Mapping[str, object]
+    schedule: Mapping[str, object]
+    requests: tuple[RequestCase, ...]
+
+    @property
+    def evict_texts(self) -> list[str]:
+        """The eviction rules of its requests."""
+        default = str(self.kv.get("evict", "full"))
+        return [default if r.evict is None else r.evict for r in self.requests]
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether evicted tokens depend on how full the memory is."""
+        return any("when=pressure" in text for text in self.evict_texts)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether KV is stored in codes."""
+        return self.kv.get("codec", "none") != "none"
+
+    @property
+    def approximate(self) -> bool:
+        """Whether options change the mathematics of offloaded KV.
+
+        Activations in codes lose precision. CPU attention rounds its sums differently, and codes
+        of later tokens amplify that.
+        """
+        input_codec = self.kv.get("stream_input_codec", "none") != "none"
+        host = self.kv.get("stream_host_attention", "off") != "off"
+        return input_codec or (host and self.lossy)
+
+    def to_json(self) -> str:
+        """One line of text."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> Case:
+    """The case that `Case.to_json` has written."""
+    values = json.loads(text)
+    requests = tuple(
+        RequestCase(**{**request, "prompt": tuple(request["prompt"])})
+        for request in values.pop("requests")
+    )
+    return Case(**values, requests=requests)

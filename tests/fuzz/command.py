@@ -1,0 +1,64 @@
+"""The command: seeds in shards, resumable."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fuzz import records
+from fuzz.case import from_json
+from fuzz.draw import draw
+from fuzz.run import FAILED, KNOWN, run_case
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run seeds; the exit status is 1 where one failed."""
+    asked = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    if asked.show is not None:
+        print(json.dumps(json.loads(draw(asked.show).to_json()), indent=2))
+        return 0
+    if asked.case is not None:
+        outcome = run_case(from_json(asked.case.read_text()))
+        print(json.dumps(outcome.as_dict(), indent=2))
+        return int(outcome.outcome == FAILED)
+    return _run_seeds(_seeds(asked.seeds, asked.shard), asked.out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seeds", default="0:2000", help="first:end, or one seed")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th seed from the I-th on")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/fuzz.jsonl"), help="seeds in this file are skipped"
+    )
+    parser.add_argument("--show", type=int, metavar="SEED", help="print the case of a seed")
+    parser.add_argument("--case", type=Path, metavar="FILE", help="run one case, written as JSON")
+    return parser
+
+
+def _seeds(text: str, shard: str) -> list[int]:
+    first, colon, end = text.partition(":")
+    seeds = range(int(first), int(end) if colon else int(first) + 1)
+    index, _, count = shard.partition("/")
+    return [seed for seed in seeds if seed % int(count) == int(index)]
+
+
+def _run_seeds(seeds: Sequence[int], out: Path) -> int:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = records.read(out)
+    for seed in seeds:
+        if seed in done:
+            continue
+        case = draw(seed)
+        outcome = run_case(case)
+        done[seed] = records.append(out, outcome, case)
+        if outcome.outcome in (FAILED, KNOWN) or outcome.near_tie:
+            print(f"seed {seed}: {outcome.outcome} {outcome.why}{outcome.near_tie}", flush=True)
+    found = records.summary(done[seed] for seed in seeds)
+    with out.open("a") as lines:
+        lines.write(json.dumps({"summary": found}) + "\n")
+    print(json.dumps(found, indent=2))
+    return int(bool(found["failed_seeds"]))

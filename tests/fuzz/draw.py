@@ -1,0 +1,203 @@
+"""Draws the case of a seed."""
+
+import random
+
+from fuzz.case import Case, RequestCase
+from fuzz.rules import draw_codec, draw_rule
+from quire.spec.eviction import parse_policy
+
+ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
+MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")
+INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
+"""Models whose experts multiply outside of linear layers, or that scale what they multiply."""
+WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss")
+ALL_WINDOWED = ("mistral",)
+VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
+LONGEST_PROMPT, MOST_NEW_TOKENS = 56, 18
+NO_SWAP = ("auto", "recompute")
+TENANTS = ("a", "b")
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed: the same one every time."""
+    rng = random.Random(f"quire {seed}")
+    streams = rng.random() < 0.25
+    page_tokens = rng.choice((2, 4, 4, 4, 8, 16))
+    evict = "full" if rng.random() < 0.4 else draw_rule(rng, page_tokens=page_tokens)
+    codec = draw_codec(rng, evict) if not evict.startswith("streaming") else "none"
+    exact = codec != "none" or (evict != "full" and rng.random() < 0.7)
+    model = _draw_model(rng, exact=exact, streams=streams, evicts=evict != "full")
+    kv = _draw_kv(rng, page_tokens, evict=evict, codec=codec, model=model, streams=streams)
+    if exact:
+        kv["attention"] = "auto" if evict.startswith("streaming") else "gathered"
+    host_room = rng.choice((0, 0, 0.5, 4))
+    schedule = _draw_schedule(rng, swaps=bool(host_room))
+    pressed = "when=pressure" in evict
+    return Case(
+        seed=seed,
+        model=model,
+        exact=exact,
+        poison=rng.random() < 0.5,
+        room=round(rng.uniform(0.3, 1.2) if streams or pressed else rng.uniform(0.6, 1.8), 2),
+        host_room=host_room,
+        stream_room=rng.choice((0.5, 2, 8)) if streams else 0,
+        kv=kv,
+        schedule=schedule,
+        requests=_draw_requests(
+            rng, evict=evict, one_rule=kv.get("store", "ring") != "ring", model=model
+        ),
+    )
+
+
+def _draw_model(rng: random.Random, *, exact: bool, streams: bool, evicts: bool) -> str:
+    if rng.random() < 0.03:
+        return "quire-tiny"
+    choices = [name for name in MODELS if not (evicts and name in ALL_WINDOWED)]
+    if not exact:
+        choices += INEXACT
+    if streams:
+        choices = [name for name in choices if name not in ALL_WINDOWED]
+    return f"{rng.choice(choices)}*3" if streams else rng.choice(choices)
+
+
+def _draw_kv(
+    rng: random.Random, page_tokens: int, *, evict: str, codec: str, model: str, streams: bool
+) -> dict[str, object]:
+    kv: dict[str, object] = {"page_tokens": page_tokens, "evict": evict, "codec": codec}
+    kv["prefix_cache"] = rng.random() < 0.6
+    kv["scratch"] = rng.choice(("64MiB", "64MiB", "16KiB"))
+    if rng.random() < 0.15 and evict == "full":
+        kv["attention"] = rng.choice(("gathered", "reference"))
+    if streams:
+        kv |= _draw_stream(rng)
+    elif rng.random() < 0.15 and "budget" not in evict:
+        kv |= _draw_store(rng, model)
+    return kv
+
+
+def _draw_stream(rng: random.Random) -> dict[str, object]:
+    options: dict[str, object] = {"stream_recompute": rng.choice(("off", "off", "0.5", "1"))}
+    if rng.random() < 0.2:
+        options["stream_host_attention"] = rng.choice(("0.5", "1"))
+    else:
+        options["stream_host_attention"] = "off"
+    if options["stream_recompute"] != "off" and rng.random() < 0.1:
+        options["stream_input_codec"] = "int8"
+    return options
+
+
+def _draw_store(rng: random.Random, model: str) -> dict[str, object]:
+    choices = ["contiguous_max", "contiguous_growing"]
+    if model in WINDOWED:
+        choices += ["ring"] * 2
+    store = rng.choice(choices)
+    longest = LONGEST_PROMPT + MOST_NEW_TOKENS
+    if store == "ring":
+        return {"store": store}
+    return {"store": store, "store_tokens": longest, "prefix_cache": False}
+
+
+def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
+    schedule: dict[str, object] = {
+        "max_running": rng.choice((4, 5, 8, 16)),
+        "step_tokens": rng.choice((24, 40, 64, 256)),
+        "chunk_tokens": rng.choice((5, 8, 16, 64)),
+        "admission": rng.choice(("optimistic", "optimistic", "reserved", "estimated")),
+        "preempt": rng.choice(("auto", "swap", "hybrid", "recompute") if swaps else NO_SWAP),
+    }
+    if rng.random() < 0.4:
+        schedule["batcher"] = _draw_batcher(rng, swaps=swaps)
+    if rng.random() < 0.2:
+        low = round(rng.uniform(0.6, 0.95), 2)
+        schedule |= {"low_watermark": low, "high_watermark": round(rng.uniform(low, 1.0), 2)}
+    if rng.random() < 0.1:
+        schedule["scale_down_at"] = round(rng.uniform(0.6, 1.0), 2)
+    if rng.random() < 0.15:
+        schedule["urgent"] = rng.choice((-1, 0))
+    if rng.random() < 0.15:
+        schedule["tenants"] = "a:weight=2; b"
+    return schedule
+
+
+def _draw_batcher(rng: random.Random, *, swaps: bool) -> str:
+    """A batcher with options."""
+    name = rng.choice(("static", "pd", "orca", "baton_pd", "baton_pd_best_fit"))
+    if name == "pd":
+        return f"pd:ahead={rng.choice((0, 1, 2))},window={rng.choice((4, 64))}"
+    if name.startswith("baton"):
+        prefill, hold = rng.choice(("async", "sync")), "device"
+        if swaps:
+            hold = rng.choice(("device", "host"))
+        return f"{name}:queue={rng.choice((0, 2, 8))},prefill={prefill},hold={hold}"
+    return name
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def _draw_requests(
+    rng: random.Random, *, evict: str, one_rule: bool, model: str
+) -> tuple[RequestCase, ...]:
+    vocab = VOCAB_SIZE if model != "quire-tiny" else TINY_VOCAB_SIZE
+    beginnings = [[], *([rng.randrange(2, vocab) for _ in range(n)] for n in (9, 17, 32))]
+    rules = [None] if one_rule or evict == "full" else [None, None, _other_numbers(rng, evict)]
+    made = []
+    for number in range(rng.randint(2, 7)):
+        prompt = list(rng.choice(beginnings))
+        rest = rng.randint(1, LONGEST_PROMPT - len(prompt))
+        prompt += [rng.randrange(2, vocab) for _ in range(rest)]
+        made.append(_draw_request(rng, prompt, number, rules, beams=not one_rule))
+    return tuple(made)
+
+
+def _other_numbers(rng: random.Random, evict: str) -> str:
+    """The same rule with another cap, or `full`."""
+    if evict == "full" or rng.random() < 0.3:
+        return "full"
+    cap = parse_policy(evict).options["cap"]
+    return evict.replace(f"cap={cap}", f"cap={int(cap) + rng.randint(1, 9)}")
+
+
+def _draw_request(
+    rng: random.Random, prompt: list[int], number: int, rules: list[str | None], *, beams: bool
+) -> RequestCase:
+    cancelled = rng.random() < 0.12
+    params = _draw_params(rng, number, beams=beams)
+    return RequestCase(
+        prompt=tuple(prompt),
+        params=params,
+        step=rng.choice((0, 0, rng.randint(0, 9))),
+        priority=rng.randint(-1, 1),
+        tenant=rng.choice(TENANTS),
+        evict=rng.choice(rules),
+        cancel_step=rng.randint(1, 30) if cancelled else None,
+        cancel_index=rng.choice((None, 0, 1)) if cancelled else None,
+    )
+
+
+def _draw_params(rng: random.Random, number: int, *, beams: bool) -> dict[str, object]:
+    params: dict[str, object] = {
+        "max_tokens": rng.randint(1, MOST_NEW_TOKENS),
+        "ignore_eos": True,
+        "logprobs": rng.choice((0, 1, 2)),
+    }
+    kind = rng.random()
+    if kind < 0.18 and beams:
+        params |= {"use_beam_search": True, "beam_width": rng.choice((2, 3, 4))}
+        params["n"] = rng.randint(1, int(params["beam_width"]))
+        params["early_stopping"] = rng.choice((True, False, "never"))
+        if rng.random() < 0.5:
+            params["stop_token_ids"] = [rng.randrange(2, VOCAB_SIZE) for _ in range(6)]
+        return params
+    params |= {"temperature": rng.choice((0.0, 0.0, 0.8, 1.0)), "seed": number}
+    if kind < 0.45:
+        params["n"] = rng.choice((2, 2, 3, 4))
+        if rng.random() < 0.3 and params["temperature"]:
+            params["best_of"] = int(params["n"]) + 1
+    if rng.random() < 0.2:
+        params["stop_token_ids"] = [rng.randrange(2, VOCAB_SIZE) for _ in range(8)]
+    if rng.random() < 0.1:
+        params["prompt_logprobs"] = rng.choice((0, 2))
+    if rng.random() < 0.1:
+        params |= {"repetition_penalty": 1.2, "presence_penalty": 0.5}
+    return params

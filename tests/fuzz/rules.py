@@ -1,0 +1,106 @@
+"""Draws eviction rules and codecs, with options small enough for short prompts."""
+
+import random
+from dataclasses import fields
+
+from quire.errors import UnsoundCombination
+from quire.policies.crushed_share import CrushedShare
+from quire.policies.eviction import make_eviction
+from quire.policies.registry import registered, registered_budgets
+from quire.spec.eviction import SCHEDULES
+
+SMALL = {
+    "window": 4,
+    "lag": 4,
+    "recent": 3,
+    "last": 4,
+    "beta": 4,
+    "threshold": 0.3,
+    "sinks": 2,
+    "future": 16,
+}
+"""Options of rules and budgets, where these have them."""
+
+GRANULARITIES = ("token", "token", "token", "chunk", "page")
+PIECES_ONLY = ("kvcrush_openvino",)
+PLAIN_CODECS = ("none",)
+TOKEN_CODECS = (
+    "int8",
+    "fp8",
+    "int4",
+    "int8/int4",
+    "int4_outliers",
+    "int4_hadamard",
+    "int2",
+    "int8+sinks=2+residual=8",
+    "int4+residual=8",
+)
+PAGE_CODECS = ("int4_page", "int4_page/int4", "int2_page", "int4_page/int4+sinks=2+residual=12")
+LAYER_CODECS = ("int8+plain_layers=1", "int4+plain_layers=1")
+IMPORTANT = "int2+residual=16+important=4:int8"
+
+
+def draw_codec(rng: random.Random, evict: str) -> str:
+    """A codec; what it excludes is rarely drawn."""
+    if rng.random() < 0.55:
+        return "none"
+    evicts, pages = evict != "full", "granularity=page" in evict
+    choices = list(TOKEN_CODECS)
+    if not evicts or pages or rng.random() < 0.05:
+        choices += PAGE_CODECS
+    if not evicts or rng.random() < 0.05:
+        choices += LAYER_CODECS
+    if evict.startswith(("h2o", "average", "keydiff", "tova")):
+        choices += [IMPORTANT] * 4
+    return rng.choice(choices)
+
+
+def draw_rule(rng: random.Random, *, page_tokens: int) -> str:
+    """An eviction rule with a cap that short prompts exceed; seldom an unsound one."""
+    for _ in range(12):
+        text = _draw_rule(rng, page_tokens)
+        if _is_sound(text) or rng.random() < 0.02:
+            return text
+    return text
+
+
+def _is_sound(text: str) -> bool:
+    try:
+        make_eviction(text)
+    except UnsoundCombination:
+        return False
+    return True
+
+
+def _draw_rule(rng: random.Random, page_tokens: int) -> str:
+    name = rng.choice(sorted(registered()))
+    when = rng.choice((*SCHEDULES, "pressure"))
+    granularity = "page" if name in PIECES_ONLY else rng.choice(GRANULARITIES)
+    every = rng.randint(2, 8)
+    cap = every + rng.randint(8, 24)
+    if granularity == "page":
+        cap += 4 * page_tokens
+    options = [*_own_options(rng, name), f"cap={cap}", f"every={every}", f"when={when}"]
+    if granularity != "token":
+        options += [f"granularity={granularity}", "chunk_tokens=2"]
+    if rng.random() < 0.15 and granularity == "token":
+        options.append(f"budget={_draw_budget(rng, cap)}")
+    return f"{name}:{','.join(options)}"
+
+
+def _own_options(rng: random.Random, name: str) -> list[str]:
+    made = registered()[name]
+    options = [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
+    if "base" in {f.name for f in fields(made)} and rng.random() < 0.5:
+        options.append(f"base=({rng.choice(['h2o:recent=3', 'average', 'h2o:recent=2,sinks=1'])})")
+    if issubclass(made, CrushedShare):
+        options.append("share=0.5")
+    return options
+
+
+def _draw_budget(rng: random.Random, cap: int) -> str:
+    name, made = rng.choice(sorted(registered_budgets().items()))
+    options = [f"{f.name}={SMALL[f.name]}" for f in fields(made) if f.name in SMALL]
+    if "caps" in {f.name for f in fields(made)}:
+        options.append("caps=" + "/".join([str(cap + 3), str(cap - 3)]))
+    return f"({name}:{','.join(options)})" if options else name

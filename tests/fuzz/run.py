@@ -1,0 +1,253 @@
+"""Runs a case in little memory and in ample memory, and compares."""
+
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+
+from fuzz.build import ample_engine, products, scarce_engine, submit, try_options
+from fuzz.case import Case
+from fuzz.replay import worst_against_replay
+from fuzz.watch import SeenLogits, Watched, difference
+from quire.engine.outputs import Answer, Choice
+from quire.errors import ConfigError, InvariantError, NeverFits, OutOfPages, RequestError
+
+OK, REFUSED, FAILED, KNOWN = "ok", "refused", "failed", "known"
+TOLERANCE = 1e-4
+"""Of logits in float32 between two runs, as everywhere in `tests/reference`."""
+
+LOGPROB_TOLERANCE = 1e-3
+FORK_FAULT = "no pages for the statistics of a fork"
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of a seed.
+
+    Attributes:
+        outcome: ok, refused (the options do not go together), failed or known.
+        why: of a refusal or a failure.
+        near_tie: why outputs that differ are not a fault; "" where none do.
+        worst: largest difference of logits.
+        compared, replayed: contexts whose logits were compared with the ample run and a replay.
+        kinds: events of the run in little memory.
+    """
+
+    seed: int
+    outcome: str = OK
+    why: str = ""
+    near_tie: str = ""
+    worst: float = 0.0
+    compared: int = 0
+    replayed: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    kinds: dict[str, int] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON values."""
+        return asdict(self)
+
+
+def run_case(case: Case) -> Outcome:
+    """Run a case and check it; nothing is raised but what interrupts Python."""
+    outcome, started_s = Outcome(seed=case.seed), time.perf_counter()
+    try:
+        with products(case):
+            _run(case, outcome)
+    except Refused as error:
+        outcome.outcome, outcome.why = REFUSED, str(error)
+    except Exception as error:  # noqa: BLE001 - every exception is a finding
+        known = isinstance(error, OutOfPages) and FORK_FAULT in str(error)
+        outcome.outcome = KNOWN if known else FAILED
+        outcome.why = f"{type(error).__name__}: {error}\n{_frames(error)}"
+    outcome.seconds = round(time.perf_counter() - started_s, 3)
+    return outcome
+
+
+def _frames(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-4:]
+    return "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in last)
+
+
+class Refused(Exception):
+    """The options of a case do not go together."""
+
+
+class Differs(AssertionError):
+    """A run in little memory gives another answer."""
+
+
+def _run(case: Case, outcome: Outcome) -> None:
+    ample = _reference(case)
+    unit_bytes = max(answer.usage.kv_peak_bytes for answer in ample.answers.values())
+    scarce = Watched(scarce_engine(case, unit_bytes), poisoned=case.poison)
+    try:
+        drive(case, scarce)
+    finally:
+        outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
+    scarce.require_nothing_held()
+    _require_ends(case, scarce)
+    if case.approximate:
+        return
+    _compare(case, scarce, ample, outcome)
+
+
+def _reference(case: Case) -> Watched:
+    """The answers in ample memory.
+
+    Raises:
+        Refused: the options do not go together, or a request's do not.
+    """
+    try:
+        try_options(case)
+        ample = Watched(ample_engine(case))
+        for number, request in enumerate(case.requests):
+            submit(ample.engine, f"r{number}", request)
+            ample.open(f"r{number}", request.prompt)
+    except NeverFits:
+        raise
+    except (ConfigError, RequestError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    while ample.engine.has_work:
+        ample.step()
+    ample.require_nothing_held()
+    _require_no_errors(ample)
+    return ample
+
+
+def drive(case: Case, watched: Watched) -> None:
+    """Submit and cancel at the case's steps until all has ended."""
+    engine, step = watched.engine, 0
+    waiting = dict(enumerate(case.requests))
+    while waiting or engine.has_work:
+        if waiting and not engine.has_work:
+            step = max(step, min(request.step for request in waiting.values()))
+        for number, request in list(waiting.items()):
+            if request.step <= step:
+                submit(engine, f"r{number}", request)
+                watched.open(f"r{number}", request.prompt)
+                del waiting[number]
+        for number, request in enumerate(case.requests):
+            if request.cancel_step == step:
+                engine.cancel(f"r{number}", request.cancel_index)
+        watched.step()
+        step += 1
+
+
+def _require_ends(case: Case, watched: Watched) -> None:
+    _require_no_errors(watched)
+    for number, request in enumerate(case.requests):
+        answer = watched.answers.get(f"r{number}")
+        if answer is None:
+            raise InvariantError(f"r{number} has not ended")
+        aborted = any(choice.finish_reason == "abort" for choice in answer.choices)
+        if aborted and request.cancel_step is None:
+            raise InvariantError(f"r{number} was cancelled by nobody")
+
+
+def _require_no_errors(watched: Watched) -> None:
+    for name, answer in watched.answers.items():
+        if answer.error is not None:
+            raise InvariantError(f"{name} ended with an error: {answer.error}")
+
+
+# ---- comparing ---------------------------------------------------------------------------------
+
+
+def _compare(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
+    worst, outcome.compared = _worst_in_common(scarce.seen, ample.seen)
+    outcome.worst = max(worst, scarce.seen.worst)
+    if case.under_pressure:
+        replayed, outcome.replayed = worst_against_replay(case, scarce.seen, ample.seen)
+        outcome.worst = max(outcome.worst, replayed)
+    exact_codes = case.exact or not case.lossy
+    if exact_codes and not outcome.worst <= TOLERANCE:
+        raise Differs(f"logits of the same tokens and evictions differ by {outcome.worst:.3g}")
+    if case.under_pressure and scarce.kinds["evicted"]:
+        return
+    differs = first_difference(case, scarce, ample)
+    if differs is not None:
+        outcome.near_tie = _explain(case, ample, differs)
+
+
+def _worst_in_common(ours: SeenLogits, theirs: SeenLogits) -> tuple[float, int]:
+    common = ours.logits.keys() & theirs.logits.keys()
+    found = (difference(ours.logits[c], theirs.logits[c]) for c in common)
+    return max(found, default=0.0), len(common)
+
+
+def first_difference(case: Case, scarce: Watched, ample: Watched) -> str | None:
+    """What differs between the answers of two runs, or None."""
+    for number, request in enumerate(case.requests):
+        name = f"r{number}"
+        ours, theirs = scarce.answers[name], ample.answers[name]
+        for choice in ours.choices:
+            found = _choice_difference(choice, theirs.choices[choice.index])
+            if found is not None and not (request.cancel_step is not None and _ranks(ours)):
+                return f"{name}[{choice.index}]: {found}"
+        if _scores_differ(ours, theirs):
+            return f"{name}: log-probabilities of the prompt"
+    return None
+
+
+def _ranks(answer: Answer) -> bool:
+    """Whether a cancelled answer has no tokens because its choices were to be ranked."""
+    return any(choice.finish_reason == "abort" for choice in answer.choices)
+
+
+def _choice_difference(ours: Choice, theirs: Choice) -> str | None:
+    if ours.finish_reason == "abort":
+        same = theirs.token_ids[: len(ours.token_ids)] == ours.token_ids
+        return None if same else f"{ours.token_ids}, cancelled, expected {theirs.token_ids}"
+    if ours.token_ids != theirs.token_ids:
+        return f"{ours.token_ids}, expected {theirs.token_ids}"
+    if (ours.finish_reason, ours.stop_reason) != (theirs.finish_reason, theirs.stop_reason):
+        return f"{ours.finish_reason}, expected {theirs.finish_reason}"
+    pairs = zip(ours.logprobs or (), theirs.logprobs or (), strict=True)
+    if any(abs(a.logprob - b.logprob) > LOGPROB_TOLERANCE for a, b in pairs):
+        return "log-probabilities"
+    return None
+
+
+def _scores_differ(ours: Answer, theirs: Answer) -> bool:
+    if ours.finish_reason == "abort":
+        return False
+    pairs = zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or (), strict=True)
+    told = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return any(abs(a.logprob - b.logprob) > LOGPROB_TOLERANCE for a, b in told)
+
+
+# ---- near ties ---------------------------------------------------------------------------------
+
+
+def _explain(case: Case, ample: Watched, differs: str) -> str:
+    """Why runs whose logits agree have chosen differently: a choice that rounding decides.
+
+    Raises:
+        Differs: it is not one.
+    """
+    if not case.exact:
+        again = run_case(
+            replace(case, exact=True, kv={**case.kv, "attention": _exact_backend(case)})
+        )
+        if again.outcome == OK and not again.near_tie:
+            return f"with exact products nothing differs; {differs}"
+    for schedule in ({"chunk_tokens": 7, "step_tokens": 40}, {"max_running": 1}):
+        other = Watched(ample_engine(case, **schedule))
+        _answer_all(case, other)
+        if first_difference(case, other, ample) is not None:
+            return f"ample runs differ too ({schedule}); {differs}"
+    raise Differs(differs)
+
+
+def _exact_backend(case: Case) -> str:
+    return "auto" if str(case.kv.get("evict")).startswith("streaming") else "gathered"
+
+
+def _answer_all(case: Case, watched: Watched) -> None:
+    for number, request in enumerate(case.requests):
+        submit(watched.engine, f"r{number}", request)
+        watched.open(f"r{number}", request.prompt)
+    while watched.engine.has_work:
+        watched.step()

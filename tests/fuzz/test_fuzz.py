@@ -1,0 +1,44 @@
+"""A sample of the fuzz; all of it is `python -m tests.fuzz` (see CONTRIBUTING.md)."""
+
+import json
+
+import pytest
+
+from fuzz import records
+from fuzz.case import from_json
+from fuzz.command import main
+from fuzz.draw import draw
+from fuzz.run import FAILED, run_case
+
+SAMPLE = (1, 5, 8, 9, 10, 12, 14, 15, 18, 20, 21, 23, 33, 39, 42, 43, 44, 46, 47, 50, 51, 56, 59)
+"""Small ones: each takes less than a second alone."""
+
+
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_a_case_in_little_memory_answers_as_in_ample_memory(seed):
+    outcome = run_case(draw(seed))
+
+    assert outcome.outcome != FAILED, outcome.why
+
+
+def test_a_seed_draws_one_case_and_its_text_reads_back():
+    for seed in range(200):
+        case = draw(seed)
+
+        assert draw(seed) == case
+        assert from_json(case.to_json()).to_json() == case.to_json()
+
+
+def test_the_command_goes_on_where_it_stopped(tmp_path, capsys):
+    out = tmp_path / "fuzz.jsonl"
+    out.write_text(json.dumps({"seed": 1000, "outcome": "ok", "kinds": {}}) + '\n{"seed": 10')
+    first = records.read(out)
+
+    assert first.keys() == {1000}
+    out.write_text("")
+    assert main(["--seeds", "43:47", "--shard", "0/2", "--out", str(out)]) == 0
+    assert records.read(out).keys() == {44, 46}
+    lines = out.read_text()
+    assert main(["--seeds", "43:47", "--shard", "0/2", "--out", str(out)]) == 0
+    assert out.read_text().splitlines()[:-1] == lines.splitlines()
+    assert json.loads(capsys.readouterr().out.split("\n}\n")[0] + "}")["seeds"] == 2

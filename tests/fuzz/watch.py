@@ -1,0 +1,181 @@
+"""An engine under watch: the logits of every step, and what must hold after it."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from pressure import POISON, poison
+from quire.engine.core import Engine
+from quire.engine.eviction_trace import EvictionEntry
+from quire.engine.outputs import Answer, AnswerBuilder
+from quire.errors import InvariantError, QuireError
+
+Context = tuple[tuple[int, ...], tuple[str, ...], int]
+"""Tokens, digests of the evictions so far, and rotary regime: what logits are a function of."""
+
+STALLED_STEPS, STALLED_S = 300, 20.0
+
+
+class Stalled(QuireError):
+    """The engine takes steps and no request goes on."""
+
+
+@dataclass
+class SeenLogits:
+    """Stands before a runner and keeps the logits of every context.
+
+    Attributes:
+        logits: by context, the first time it was computed.
+        traces: by context, the evictions so far.
+        evict: by context, the request's rule.
+        worst: largest difference between two computations of one context.
+    """
+
+    runner: object
+    logits: dict[Context, torch.Tensor] = field(default_factory=dict)
+    traces: dict[Context, tuple[EvictionEntry, ...]] = field(default_factory=dict)
+    evict: dict[Context, str] = field(default_factory=dict)
+    worst: float = 0.0
+    digests: dict[int, tuple[EvictionEntry, str]] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.runner, name)
+
+    def run(self, plan):
+        results = self.runner.run(plan)
+        tokens = dict(zip(map(id, plan.requests), plan.tokens, strict=True))
+        for result in results:
+            end = result.request.num_computed + tokens[id(result.request)]
+            self._keep(result.request, end - len(result.logits), result.logits)
+        return results
+
+    def _keep(self, request, first: int, rows: torch.Tensor) -> None:
+        entries = tuple(request.trace[: request.replayed])
+        digests = tuple(map(self._digest, entries))
+        known = request.token_ids(0, first + len(rows))
+        for i, row in enumerate(rows):
+            context = tuple(known[: first + i + 1]), digests, request.rope_regime
+            if context in self.logits:
+                self.worst = max(self.worst, difference(row, self.logits[context]))
+                continue
+            self.logits[context], self.traces[context] = row.clone(), entries
+            self.evict[context] = request.evict
+
+    def _digest(self, entry: EvictionEntry) -> str:
+        if id(entry) not in self.digests:
+            self.digests[id(entry)] = entry, entry.digest
+        return self.digests[id(entry)][1]
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference; infinity where one is not a number."""
+    found = float((ours - theirs).abs().max())
+    return found if found == found else float("inf")
+
+
+@dataclass
+class Watched:
+    """An engine whose answers and events are kept.
+
+    Attributes:
+        answers: by request, when it has ended.
+        kinds: how often each kind of event came.
+        steps: so far.
+    """
+
+    engine: Engine
+    poisoned: bool = False
+    answers: dict[str, Answer] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._builders: dict[str, AnswerBuilder] = {}
+        self.seen = self.engine._runner = SeenLogits(self.engine._runner)
+        self.engine.events.subscribe(self._hear)
+        self._generated, self._since, self._since_s = 0, 0, time.monotonic()
+
+    def _hear(self, event) -> None:
+        self.kinds[event.kind] += 1
+
+    def open(self, name: str, prompt: tuple[int, ...]) -> None:
+        """A request has been submitted."""
+        self._builders[name] = AnswerBuilder(name, prompt)
+
+    def step(self) -> None:
+        """One step, and every check behind it.
+
+        Raises:
+            Stalled: no request has gone on for too long.
+        """
+        try:
+            deltas = self.engine.step()
+        finally:
+            self.check()
+        self.steps += 1
+        for delta in deltas:
+            answer = self._builders[delta.request_id].add(delta)
+            if answer is not None:
+                self.answers[delta.request_id] = answer
+        self._require_progress(bool(deltas))
+
+    def _require_progress(self, moved: bool) -> None:
+        generated = self.engine.num_generated_tokens
+        if moved or generated != self._generated:
+            self._generated, self._since = generated, self.steps
+            self._since_s = time.monotonic()
+        waited_s = time.monotonic() - self._since_s
+        if (self.steps - self._since > STALLED_STEPS and waited_s > 2) or waited_s > STALLED_S:
+            raise Stalled(f"no token in {self.steps - self._since} steps, {waited_s:.1f} s")
+
+    def check(self) -> None:
+        """The books add up: used + free is the arena, and every page has its holders.
+
+        Raises:
+            InvariantError: they do not.
+        """
+        engine, memory = self.engine, self.engine.pool.kv.memory
+        if memory.used_bytes + memory.free_bytes != memory.total_bytes:
+            raise InvariantError(f"{memory.used_bytes} + {memory.free_bytes} B are not the arena")
+        engine.check()
+        if engine.pool.host is not None:
+            engine.pool.host.check()
+        if engine.pool.fronts is not None:
+            engine.pool.fronts.check()
+        if self.poisoned:
+            self._poison()
+
+    def _poison(self) -> None:
+        memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
+        layout = memory.layout
+        plain = not any(group.private or group.fixed_slots for group in layout.groups)
+        if plain and self.engine.pool.codec == "float32" and self.engine.pool.store == "paged":
+            poison(memory, store)  # also the slots of a page that are not written yet
+            return
+        in_use = torch.zeros(len(store.arena), dtype=torch.bool)
+        for page_class, pool in memory.pools.items():
+            size = page_class.page_bytes
+            pages = in_use[: len(in_use) // size * size].view(-1, size)
+            pages[torch.from_numpy(pool.ref_counts > 0).nonzero().flatten()] = True
+        store.arena[~in_use] = POISON
+
+    def require_nothing_held(self) -> None:
+        """An engine without work holds cached prefixes and nothing else.
+
+        Raises:
+            InvariantError: it holds something.
+        """
+        scheduler, memory = self.engine.scheduler, self.engine.pool.kv.memory
+        held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []
+        if self.engine.pool.host is not None and self.engine.pool.host.used_bytes:
+            held.append(f"{self.engine.pool.host.used_bytes} B of the host pool")
+        fronts = self.engine.pool.fronts
+        if fronts is not None and fronts.fronts.pool.used_bytes:
+            held.append(f"{fronts.fronts.pool.used_bytes} B of offloaded KV")
+        scheduler.residency.drop_cached()
+        if memory.loans or memory.arena.num_free_slabs != memory.arena.num_slabs:
+            held.append(f"{memory.used_bytes} B of the arena")
+        if held:
+            raise InvariantError(f"an engine without work holds {'; '.join(held)}")
