@@ -169,6 +169,45 @@ def test_rates_decide_how_much_is_read_again(prefill, read, tmp_path):
         assert event.data["tokens"] + event.data["read_tokens"] == 148
         assert bool(event.data["read_tokens"]) == (read == "some")
         assert usages["b"].cached_tokens == event.data["tokens"]
+        [served] = engine.stats().served
+        assert served.cached_tokens == event.data["tokens"]
+    engine.close()
+
+
+def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path):
+    """The first load is cut off before it ends; the second one brings all 148 tokens."""
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    usages = {}
+    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    restoring = engine.scheduler.residency.restoring
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring.tier.carrier, "urgent", lambda work: None)
+        engine.step()
+        [request] = engine.scheduler.running
+        engine.scheduler._preempt(request, "test")
+    while engine.has_work:
+        usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+
+    assert usages["b"].preemptions == 1
+    assert [event.data["tokens"] for event in restored(engine)] == [148]
+    assert usages["b"].cached_tokens == 148
+    assert engine.stats().served[0].cached_tokens == 148
+    engine.close()
+
+
+def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp_path):
+    engine = engine_of("qwen3", **on_disk(tmp_path))
+    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    usages = {}
+    while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 100:
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler.running[0], "test")
+    while engine.has_work:
+        usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+
+    assert engine.stats().cached_tokens
+    assert usages["b"].cached_tokens == 0
     engine.close()
 
 

@@ -155,7 +155,11 @@ class Fairness:
         return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
 
     def charge_reading(self, request: Request, tokens: int) -> None:
-        """Charge a chunk that is planned; what was read before a preemption was charged then."""
+        """Charge a chunk that is planned; what was read before a preemption was charged then.
+
+        Tokens that came from a prefix cache since the last chunk are charged with it.
+        """
+        self._charge_cached(request)
         end = request.num_computed + tokens
         new = end - max(request.charged_tokens, request.num_computed)
         if new > 0:
@@ -170,11 +174,18 @@ class Fairness:
             self.meter.served(tenant, output_tokens=tokens)
 
     def entered(self, request: Request, waited_s: float) -> None:
-        """Note an entry, with what the prefix cache gave for nothing at the first one."""
+        """Note an entry, with the tokens that a prefix cache gave it."""
         self.settle(request)
-        cached_tokens = request.cached_tokens if request.entries == 1 else 0
-        self.waiting.charge(request.tenant, cached_tokens=cached_tokens)
-        self.meter.entered(request.tenant, waited_s, cached_tokens=cached_tokens)
+        self.meter.entered(request.tenant, waited_s)
+        self._charge_cached(request)
+
+    def _charge_cached(self, request: Request) -> None:
+        """Charge tokens of a prompt that came from a prefix cache, once."""
+        new = request.cached_tokens - request.charged_cached_tokens
+        request.charged_cached_tokens = request.cached_tokens
+        if new:
+            self.waiting.charge(request.tenant, cached_tokens=new)
+            self.meter.cached(request.tenant, new)
 
     def preempted(self, requests: Sequence[Request]) -> None:
         """Note that one request, or a group with its first member first, is thrown out."""

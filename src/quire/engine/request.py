@@ -88,7 +88,10 @@ class Request:
         output_token_ids: the answer so far.
         row: its row of the KV memory while it runs.
         num_computed: tokens whose KV has been computed in this run (logical).
-        cached_tokens: tokens of its prompt whose KV was there when it first entered.
+        cached_tokens: tokens of its prompt whose KV came from a prefix cache, in memory or outside,
+            before the request had computed them itself.
+        charged_cached_tokens: of these its tenant has been charged for.
+        furthest_tokens: most that had KV in any of its earlier runs.
         evict: the eviction policy as text.
         eviction: how many of its tokens stay, and when; resolved for its prompt.
         selection: what chooses them, a `quire.policies.eviction.Eviction`; who plans never looks.
@@ -140,6 +143,8 @@ class Request:
     row: int = -1
     num_computed: int = 0
     cached_tokens: int = 0
+    charged_cached_tokens: int = 0
+    furthest_tokens: int = 0
     exact: bool = True
     swapped: Swapped | None = None
     snapshot_ends: tuple[int, ...] = ()
@@ -154,6 +159,14 @@ class Request:
     arrival_s: float = 0.0
     first_token_s: float = 0.0
     finish_s: float = 0.0
+
+    def count_cached(self, first: int, end: int) -> None:
+        """Count tokens from `first` up to `end`, whose KV has come from a prefix cache.
+
+        Tokens of earlier runs do not count: the request has computed or counted them already.
+        """
+        end = min(end, len(self.prompt_token_ids))
+        self.cached_tokens += max(0, end - max(first, self.furthest_tokens))
 
     @property
     def num_tokens(self) -> int:

@@ -141,8 +141,7 @@ class Residency:
         request.snapshot_ends = self._snapshot_ends(request)
         if self.prefix is not None and lease is not None:
             self.prefix.count(request.num_tokens, lease)
-        if not request.entries:
-            request.cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
+        request.count_cached(0, request.num_computed)
         if self.restoring is not None:
             self.restoring.begin(request)
         self.note_entry(request)
@@ -191,6 +190,7 @@ class Residency:
         self.stop_sharing(request)
         if self.restoring is not None:
             self.restoring.forget(request)
+        request.furthest_tokens = max(request.furthest_tokens, request.num_computed)
         request.row, request.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
@@ -279,7 +279,7 @@ class Residency:
         if self.prefix is not None and parent.lease is not None:
             child.lease = self.prefix.share(parent.lease)
         if not child.entries:
-            child.cached_tokens = parent.cached_tokens
+            child.cached_tokens = child.charged_cached_tokens = parent.cached_tokens
         child.state = RequestState.RUNNING
         self.note_entry(child)
 

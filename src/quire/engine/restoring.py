@@ -233,9 +233,7 @@ class Restoring:
         if load.pages.attach(request.row):
             tokens = load.end - at
             request.num_computed = load.end
-            if request.entries == 1:
-                prompt_tokens = len(request.prompt_token_ids)
-                request.cached_tokens += min(load.end, prompt_tokens) - min(at, prompt_tokens)
+            request.count_cached(at, load.end)
             self._num_restores += 1
             self._restored_tokens += tokens
             self.publish(request, load.end)

@@ -88,18 +88,20 @@ class TenantMeter:
         """A request has been queued."""
         self._of(tenant).num_requests += 1
 
-    def entered(self, tenant: str, waited_s: float, *, cached_tokens: int = 0) -> None:
+    def entered(self, tenant: str, waited_s: float) -> None:
         """A request has been let in.
 
         Args:
             tenant: whose.
             waited_s: seconds since it was submitted, or thrown out.
-            cached_tokens: of its prompt, whose KV was there.
         """
         counts = self._of(tenant)
         counts.num_entered += 1
         counts.queue_s += waited_s
-        counts.cached_tokens += cached_tokens
+
+    def cached(self, tenant: str, tokens: int) -> None:
+        """Tokens of a prompt have come from a prefix cache, in memory or outside."""
+        self._of(tenant).cached_tokens += tokens
 
     def served(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Tokens have been read for the first time, or generated."""
