@@ -15,7 +15,10 @@ from quire.spec.codec_names import CODECS
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "quire").rglob("*.py"))
 MOST_LINES, QUESTIONED_LINES = 500, 300
-LONG_FILES = {}
+LONG_FILES = {
+    "src/quire/engine/llm.py": "the public entry: half of it is docstrings",
+    "src/quire/policies/eviction.py": "one class, and what its specification says by default",
+}
 PLACES_OF_ONE_MACHINE = re.compile(r"/work/|/root/|/home/|/tmp/|\.\./shared")
 
 
