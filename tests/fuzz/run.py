@@ -5,6 +5,8 @@ import traceback
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
+
 from fuzz.build import ample_engine, products, scarce_engine, submit, try_options
 from fuzz.case import Case
 from fuzz.replay import worst_against_replay
@@ -30,6 +32,7 @@ class Outcome:
         near_tie: why outputs that differ are not a fault; "" where none do.
         worst: largest difference of logits.
         compared, replayed: contexts whose logits were compared with the ample run and a replay.
+        seconds: of the processor.
         kinds: events of the run in little memory.
     """
 
@@ -51,7 +54,7 @@ class Outcome:
 
 def run_case(case: Case) -> Outcome:
     """Run a case and check it; nothing is raised but what interrupts Python."""
-    outcome, started_s = Outcome(seed=case.seed), time.perf_counter()
+    outcome, started_s = Outcome(seed=case.seed), time.process_time()
     try:
         with products(case):
             _run(case, outcome)
@@ -61,7 +64,7 @@ def run_case(case: Case) -> Outcome:
         known = isinstance(error, OutOfPages) and FORK_FAULT in str(error)
         outcome.outcome = KNOWN if known else FAILED
         outcome.why = f"{type(error).__name__}: {error}\n{_frames(error)}"
-    outcome.seconds = round(time.perf_counter() - started_s, 3)
+    outcome.seconds = round(time.process_time() - started_s, 3)
     return outcome
 
 
@@ -88,6 +91,7 @@ def _run(case: Case, outcome: Outcome) -> None:
         outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
     scarce.require_nothing_held()
     _require_ends(case, scarce)
+    _require_scores(case, scarce)
     if case.approximate:
         return
     _compare(case, scarce, ample, outcome)
@@ -144,6 +148,25 @@ def _require_ends(case: Case, watched: Watched) -> None:
         aborted = any(choice.finish_reason == "abort" for choice in answer.choices)
         if aborted and request.cancel_step is None:
             raise InvariantError(f"r{number} was cancelled by nobody")
+
+
+def _require_scores(case: Case, watched: Watched) -> None:
+    """Every token of a prompt has the score that some computed logits of its prefix give it."""
+    rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for (tokens, _, _), row in watched.seen.logits.items():
+        rows.setdefault(tokens, []).append(row)
+    for number, request in enumerate(case.requests):
+        answer = watched.answers[f"r{number}"]
+        if "prompt_logprobs" not in request.params or answer.finish_reason == "abort":
+            continue
+        scores = answer.prompt_logprobs or ()
+        if len(scores) != len(request.prompt):
+            raise Differs(f"r{number}: {len(scores)} scores of {len(request.prompt)} tokens")
+        for i, score in enumerate(scores):
+            token, found = request.prompt[i], rows.get(request.prompt[:i], [])
+            made = [float(row.log_softmax(dim=-1)[token]) for row in found]
+            if score and not any(abs(score.logprob - m) <= LOGPROB_TOLERANCE for m in made):
+                raise Differs(f"r{number}: token {i} has {score.logprob}, expected one of {made}")
 
 
 def _require_no_errors(watched: Watched) -> None:

@@ -9,6 +9,7 @@ import zoo
 from engines import greedy, load, make_prompts
 from quire.engine.core import Engine
 from quire.engine.llm import LLM
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, RequestError, UnsoundCombination
@@ -149,6 +150,19 @@ def test_it_differs_from_sinks_that_keep_their_positions(llama, prompts, expecte
     kept = run(engine_of(llama, evict=SINKS), prompts)
 
     assert largest_difference(expected, kept) > 100 * TOLERANCE
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_an_engine_that_keeps_all(llama):
+    """In chunks, so that a row's logical position is neither 0 nor its place in the batch."""
+    prompt, scored = [3 + i * i % 60 for i in range(STREAM.cap)], []
+    for evict in (EVICT, "full"):
+        engine = engine_of(llama, evict=evict, chunk_tokens=7)
+        engine.submit(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        deltas = [delta for _ in range(4) for delta in engine.step()]
+        scored.append([score.logprob for score in deltas[-1].prompt_logprobs[1:]])
+
+    assert len(scored[0]) == len(prompt) - 1
+    assert scored[0] == pytest.approx(scored[1], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(

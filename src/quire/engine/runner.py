@@ -112,12 +112,13 @@ class Runner:
     def _prepare(self, rows: list[tuple[Request, int]]) -> _Prepared:
         rows.sort(key=lambda row: row[1] != 1)  # rows of one token first: they decode together
         token_ids: list[int] = []
-        positions: list[int] = []
+        logical: list[int] = []
         for request, tokens in rows:
             start = request.num_computed
             token_ids += request.token_ids(start, start + tokens)
-            # at position 0 nothing turns: keys come as their pages hold them
-            positions += range(start, start + tokens) if self._kv.rotated else [0] * tokens
+            logical += range(start, start + tokens)
+        # RoPE rotates nothing at position 0: keys are computed as their pages store them
+        positions = logical if self._kv.rotated else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
@@ -127,7 +128,7 @@ class Runner:
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
         ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
         batch = Batch(ids, places, samples, StepBridge(attention))
-        return _Prepared(batch, [(r, positions[first], count) for r, first, count in wanted])
+        return _Prepared(batch, [(r, logical[first], count) for r, first, count in wanted])
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._decoder.device)
