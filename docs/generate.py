@@ -6,10 +6,11 @@ Whole files are written to docs/reference; in other documents the text between t
 """
 
 import ast
+import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,7 @@ def documents() -> Iterator[tuple[Path, str]]:
         "add-a-policy.md",
         "eviction.md",
         "quantization.md",
+        "serving.md",
         "stores.md",
     ):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
@@ -69,6 +71,7 @@ def fill(text: str) -> str:
     parts: dict[str, Callable[[], str]] = {
         "modules": modules,
         "torch-free": torch_free,
+        "fields": server_fields,
         "stores": stores,
         "unsound": unsound,
         "excluded": excluded,
@@ -136,6 +139,23 @@ def excluded() -> str:
 
     rows = [(row.codecs, row.beside, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
+
+
+def server_fields() -> str:
+    """Fields of a request that the server ignores, and those that it refuses."""
+    from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED
+
+    rows = [
+        (f"`{name}`", ", ".join(f"`{json.dumps(value)}`" for value in nothing), _instead(INSTEAD, name))
+        for name, nothing in UNSUPPORTED.items()
+    ]
+    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    table = _table(("unsupported field", "values that ask for nothing", "use instead"), rows)
+    return f"Ignored: {ignored}.\n\n{table.rstrip()}"
+
+
+def _instead(names: Mapping[str, str], name: str) -> str:
+    return f"`{names[name]}`" if name in names else ""
 
 
 def stores() -> str:

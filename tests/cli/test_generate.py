@@ -1,6 +1,7 @@
 """`quire generate` and `quire chat` on the packaged model, and what they refuse."""
 
 import json
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import zoo
 from command_line import last_json, read_records
 from quire import LLM, KVConfig, SamplingParams
+from quire.serve.config import ServerConfig
 
 QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
 PROMPT = "<|doc|>The king said"
@@ -194,23 +196,48 @@ def test_a_model_without_a_tokenizer_cannot_chat(quire, zoo_folder: Path):
 def test_serve_hands_the_model_and_the_address_on(quire, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "quire.serve.app.run_server", lambda llm, **options: calls.append((llm.model.name, options))
+        "quire.serve.app.run_server",
+        lambda llm, bound, config, **options: calls.append(
+            (llm.model.name, bound.getsockname()[0], config, options["tenant_keys"])
+        ),
     )
 
     result = quire("serve", "--no-verify", "--kv-memory", "2MiB", "--port", "0", "--host", "::1")
 
     assert result.exit_code == 0
-    [(model, options)] = calls
-    keys = options.pop("tenant_keys")
-    assert (model, options) == (
-        "quire-tiny",
-        {"host": "::1", "port": 0, "served_model_name": None},
-    )
+    [(model, address, config, keys)] = calls
+    assert (model, address) == ("quire-tiny", "::1")
+    assert config == ServerConfig(host="::1", port=0)
     assert not keys.tells_tenants_apart
 
 
-def test_serve_refuses_a_port_that_is_none(quire):
-    assert quire("serve", "--port", "70000").exit_code == 2
+def test_serve_refuses_a_taken_port_before_the_model_is_loaded(quire, monkeypatch):
+    monkeypatch.setattr("quire.cli.settings.Settings.open_llm", lambda _: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = quire("serve", "--port", taken.getsockname()[1])
+
+    assert result.exit_code == 2
+    assert "cannot listen on 127.0.0.1 port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--port", "70000"), "a port from 0 to 65535"),
+        (("--max-body", "0"), "max-body of at least 1 byte"),
+        (("--max-body", "much"), "not a size"),
+        (("--header-timeout", "0"), "header-timeout > 0"),
+        (("--header-timeout", "nan"), "header-timeout > 0"),
+        (("--unknown-fields", "keep"), "refuse or warn"),
+        (("--tokenizer-threads", "0"), "1 to 64 tokenizer-threads"),
+        (("--served-model-name", ""), "served-model-name"),
+    ],
+)
+def test_serve_refuses_options_that_cannot_be(quire, flags, said):
+    result = quire("serve", *flags)
+
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_the_configuration_in_json_can_be_read_back(quire):

@@ -10,6 +10,7 @@ import pytest
 from quire.engine.llm import LLM
 from quire.kv.config import KVConfig
 from quire.serve.app import create_app
+from quire.serve.config import ServerConfig
 
 PATIENCE_S = 30.0
 PROMPT = "<|doc|>Once upon a time"
@@ -90,9 +91,9 @@ def stream(post):
 
 
 @asynccontextmanager
-async def client_of(llm, **options):
+async def client_of(llm, *, tenant_keys=None, **options):
     """A client of an application whose lifespan has started."""
-    app = create_app(llm, **options)
+    app = create_app(llm, ServerConfig(**options), tenant_keys=tenant_keys)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:

@@ -203,11 +203,3 @@ def test_null_means_not_said(complete):
 
     assert complete(**nulls)["choices"] == complete()["choices"]
 
-
-def test_unknown_fields_are_ignored_with_a_line_in_the_debug_log(complete, caplog):
-    caplog.set_level("DEBUG", logger="quire.serve")
-
-    body = complete(user="somebody", tenant="x")
-
-    assert body["choices"] == complete()["choices"]
-    assert "['user', 'tenant']" in caplog.text

@@ -9,6 +9,10 @@ from quire.serve.app import create_app
 
 MAX_TOKENS = 400
 PATIENCE_S = 30.0
+ASKED = {
+    "/v1/completions": {"prompt": "<|doc|>A"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}]},
+}
 
 
 class LeavingClient:
@@ -49,12 +53,10 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_its_requests(llm, path, stream):
-    body = {
-        "prompt": "<|doc|>A",
-        "messages": [{"role": "user", "content": "A"}],
+    body = ASKED[path] | {
         "max_tokens": MAX_TOKENS,
         "ignore_eos": True,
         "n": 2,

@@ -154,14 +154,47 @@ def test_a_large_wrong_request_has_a_small_answer(post):
     error_of(post(CHATS, messages=[{"role": 1}] * 10_000), 400)
 
 
-def test_what_is_no_json_is_refused(serve):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{prompt", "Expecting property name enclosed in double quotes at character 2"),
+        (b'{"prompt":\n "a",}', "(line 2, column 5)"),
+        (b"", "Expecting value at character 1"),
+        (b'{"prompt": "\xff"}', "byte 13 is not utf-8"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"seed": ' + b"9" * 5_000 + b"}", "digits"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_the_position(serve, content, said):
     async def main(client):
         headers = {"content-type": "application/json"}
-        return await client.post(COMPLETIONS, content=b"{prompt", headers=headers)
+        return await client.post(COMPLETIONS, content=content, headers=headers)
 
     error = error_of(serve(main), 400)
-    assert error["message"] == "JSON decode error"
+    assert said in error["message"]
     assert error["param"] is None
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_a_body_that_is_not_announced_as_json_is_refused(serve, path, content_type):
+    headers = {} if content_type is None else {"content-type": content_type}
+
+    response = serve(lambda client: client.post(path, content=b'{"prompt": "a"}', headers=headers))
+
+    error = error_of(response, 415)
+    assert error["type"] == "UnsupportedMediaTypeError"
+    assert "send the header Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/x+JSON"])
+def test_json_is_announced_in_several_ways(serve, content_type):
+    headers = {"content-type": content_type}
+    body = b'{"prompt": "Once", "max_tokens": 1}'
+
+    response = serve(lambda client: client.post(COMPLETIONS, content=body, headers=headers))
+
+    assert response.status_code == 200
 
 
 def test_unknown_paths_and_methods_answer_in_the_same_shape(serve):

@@ -98,6 +98,32 @@ def test_a_tenant_with_a_key_sees_its_own_and_a_stranger_nothing(serve, events):
         assert ask(path, "sk-nobody-000000").status_code == 401
 
 
+def test_a_tenant_with_a_key_sees_no_sums_over_others(serve, llm):
+    keys = TenantKeys({"red": ("sk-red-00000000",), "blue": ("sk-blue-00000000",)})
+
+    async def while_red_is_answered(client):
+        red, blue = ({"authorization": f"Bearer sk-{name}-00000000"} for name in ("red", "blue"))
+        options = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+        answer = asyncio.create_task(client.post("/v1/completions", json=options, headers=red))
+        own = {"requests": []}
+        while not own["requests"]:
+            assert not answer.done()
+            own = (await client.get("/v1/kv/ledger", headers=red)).json()
+        other = (await client.get("/v1/kv/ledger", headers=blue)).json()
+        assert (await answer).status_code == 200
+        return own, other
+
+    own, other = serve(while_red_is_answered, tenant_keys=keys)
+
+    assert set(own) == set(other) == {"axes", "tenants", "requests"}
+    [row] = own["requests"]
+    assert own["axes"]["owner"] == {"requests": row["kv_bytes"]}
+    assert sum(own["axes"]["codec"].values()) == row["kv_bytes"] > 0
+    assert sum(own["axes"]["references"].values()) == row["kv_bytes"]
+    assert other["requests"] == other["tenants"] == []
+    assert not any(sum(axis.values()) for axis in other["axes"].values())
+
+
 @pytest.mark.parametrize(
     ("query", "said"),
     [
@@ -106,6 +132,7 @@ def test_a_tenant_with_a_key_sees_its_own_and_a_stranger_nothing(serve, events):
         ("since=-1", "since"),
         ("since=soon", "since"),
         ("limit=0", "limit"),
+        ("kind=freed", "did you mean `kinds`?"),
     ],
 )
 def test_a_wrong_question_is_refused_in_openais_shape(serve, query, said):

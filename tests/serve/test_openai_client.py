@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 
 from quire.errors import ConfigError
-from quire.serve.app import create_app, run_server
+from quire.serve.app import create_app
+from quire.serve.listen import bind
 
 PROMPT = "<|doc|>Once upon a time"
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
@@ -129,12 +130,12 @@ def test_closing_the_stream_stops_the_request(client, llm):
     assert llm.engine.num_generated_tokens - before < 400
 
 
-def test_a_port_in_use_is_named(llm):
+def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}.*--port"):
-            run_server(llm, host="127.0.0.1", port=port, served_model_name=None)
+            bind("127.0.0.1", port)
 
 
 SERVER = """
@@ -142,9 +143,11 @@ import torch
 from quire.engine.llm import LLM
 from quire.kv.config import KVConfig
 from quire.serve.app import run_server
+from quire.serve.config import ServerConfig
+from quire.serve.listen import bind
 torch.set_num_threads(1)
 llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
-run_server(llm, host="127.0.0.1", port=0, served_model_name="tiny")
+run_server(llm, bind("127.0.0.1", 0), ServerConfig(served_model_name="tiny"))
 """
 
 

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.kv.config import KVConfig
+from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.traces.options import TraceOptions
 from quire.spec.options import OptionInfo, option
@@ -113,7 +114,8 @@ SAMPLING = Section(
 )
 TRACE = Section("trace", "Trace", TraceOptions)
 MACHINE = Section("machine", "Machine", MachineConfig)
-SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE)
+SERVER = Section("server", "Server", ServerConfig)
+SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER)
 
 
 def options_of(

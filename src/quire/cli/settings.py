@@ -16,6 +16,7 @@ from quire.cli.options import (
     SAMPLING,
     SCHEDULE,
     SECTIONS,
+    SERVER,
     TRACE,
     ModelConfig,
     OptionField,
@@ -26,6 +27,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
 from quire.kv.config import KVConfig
+from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.traces.options import TraceOptions
 
@@ -54,6 +56,7 @@ class Settings:
         schedule: its steps and queues.
         sampling: of every request that says nothing else.
         trace, machine: what a simulation runs, and on what.
+        server: its HTTP server.
         verbose: say more on standard error.
     """
 
@@ -64,6 +67,7 @@ class Settings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     trace: TraceOptions = field(default_factory=TraceOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     verbose: bool = False
 
     def as_dict(self) -> dict[str, object]:
@@ -246,6 +250,7 @@ def _resolve(
         sampling=SamplingParams(**parts[SAMPLING.name]),
         trace=TraceOptions(**parts[TRACE.name]),
         machine=MachineConfig(**parts[MACHINE.name]),
+        server=ServerConfig(**parts[SERVER.name]),
         verbose=given["verbose"],
     )
 

@@ -65,6 +65,18 @@ def keep_freed_memory() -> FreedMemory:
     )
 
 
+def return_freed_memory() -> bool:
+    """Have the C library return what is free on its heaps to the system, once.
+
+    For memory that a rare large request took. Without glibc it does nothing.
+
+    Returns:
+        Whether anything was returned.
+    """
+    glibc = _glibc()
+    return glibc is not None and bool(glibc.malloc_trim(0))
+
+
 def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None

@@ -46,17 +46,24 @@ def load_tokenizer(
     return tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself.
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a plain prompt.
+
+    Args:
+        tokenizer: of the model.
+        text: the prompt.
+        add_special_tokens: those that the tokenizer adds by itself.
 
     Raises:
         RequestError: the text has no tokens, or is no Unicode text.
     """
     _check_unicode(text)
-    token_ids = tokenizer(text, verbose=False).input_ids
+    token_ids = _token_ids(tokenizer, text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise RequestError("expected a prompt of at least one token, got an empty text")
-    return [int(token) for token in token_ids]
+    return token_ids
 
 
 def render_chat(
@@ -106,10 +113,33 @@ def encode_chat(
         RequestError: see `render_chat`.
     """
     text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return encode_rendered(tokenizer, text)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a chat that `render_chat` made a text of.
+
+    Raises:
+        RequestError: the text is empty.
+    """
+    token_ids = _token_ids(tokenizer, text, add_special_tokens=False)
     if not token_ids:
         raise RequestError("expected a chat of at least one token, got an empty text")
-    return [int(token) for token in token_ids]
+    return token_ids
+
+
+def _token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
+) -> list[int]:
+    # a mask is as long as the ids, and nothing here reads one
+    encoded = tokenizer(
+        text,
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return [int(token) for token in encoded.input_ids]
 
 
 def _check_unicode(text: str) -> None:

@@ -4,15 +4,20 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
 from quire.engine.llm import LLM
-from quire.errors import ConfigError
+from quire.serve.body_limit import BodyLimit
+from quire.serve.config import ServerConfig
+from quire.serve.connection import TimedConnection
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.key_guard import KeyGuard
 from quire.serve.kv_endpoints import KVEndpoints
+from quire.serve.listen import listen
 from quire.serve.service import Service
 from quire.serve.tenant_keys import TenantKeys
 from quire.version import __version__
@@ -22,16 +27,17 @@ DRAIN_S = 60
 
 
 def create_app(
-    llm: LLM, *, served_model_name: str | None = None, tenant_keys: TenantKeys | None = None
+    llm: LLM, config: ServerConfig | None = None, *, tenant_keys: TenantKeys | None = None
 ) -> FastAPI:
     """The application. Its lifespan starts the engine's thread and ends it.
 
     Args:
         llm: idle, and left to the application while that runs.
-        served_model_name: what clients call the model; None takes its own name.
-        tenant_keys: whose requests are whose; None takes all for the default tenant's.
+        config: options of the server; None takes the defaults.
+        tenant_keys: the API keys of the tenants; None takes all requests for the default tenant's.
     """
-    service = Service(llm, served_model_name, tenant_keys)
+    config = config or ServerConfig()
+    service = Service(llm, config, tenant_keys)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,16 +53,13 @@ def create_app(
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
     install_error_handlers(app)
+    app.add_middleware(BodyLimit, most_bytes=config.max_body_bytes)
+    app.add_middleware(KeyGuard, keys=service.keys)  # the last one added is the first that runs
     return app
 
 
 def run_server(
-    llm: LLM,
-    *,
-    host: str,
-    port: int,
-    served_model_name: str | None,
-    tenant_keys: TenantKeys | None = None,
+    llm: LLM, bound: socket.socket, config: ServerConfig, *, tenant_keys: TenantKeys | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
@@ -64,35 +67,25 @@ def run_server(
 
     Args:
         llm: idle.
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        served_model_name: what clients call the model; None takes its own name.
-        tenant_keys: whose requests are whose; None takes all for the default tenant's.
+        bound: has its address already; see `quire.serve.listen.bind`.
+        config: options of the server.
+        tenant_keys: the API keys of the tenants; None takes all requests for the default tenant's.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: another process has begun to listen there meanwhile.
     """
-    app = create_app(llm, served_model_name=served_model_name, tenant_keys=tenant_keys)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_S)
-    with _listen(host, port) as listener:
-        sys.stdout.write(f"Serving {served_model_name or llm.model.name} at {_url(listener)}\n")
-        sys.stdout.flush()
-        with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
-            uvicorn.Server(config).run(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen before anything is said, so that whoever reads the URL can connect."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or "
-            "--port (0 takes a free port)"
-        ) from error
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    app = create_app(llm, config, tenant_keys=tenant_keys)
+    protocol = partial(TimedConnection, header_timeout_s=config.header_timeout)
+    server = uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]  # uvicorn calls it, as it calls a class
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    # listen before anything is said, so that whoever reads the URL can connect
+    url = listen(bound)
+    sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")
+    sys.stdout.flush()
+    with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
+        uvicorn.Server(server).run(sockets=[bound])

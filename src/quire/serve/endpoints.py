@@ -1,5 +1,6 @@
 """The paths of the server, one method each."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -8,8 +9,12 @@ from fastapi.responses import JSONResponse
 
 from quire.engine.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
-from quire.serve.params import chat_params, completion_params, refuse_unsupported
+from quire.serve.fields import listed, refusal
+from quire.serve.json_route import JsonRoute
+from quire.serve.key_guard import tenant_of
+from quire.serve.params import chat_params, completion_params
 from quire.serve.protocol import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -20,9 +25,11 @@ from quire.serve.protocol import (
 from quire.serve.responses import Envelope
 from quire.serve.service import Caller, Service
 from quire.serve.streaming import Reply
-from quire.serve.text import Prompt
+from quire.serve.text import Prompt, Turn
 from quire.serve.writers import ChatWriter, CompletionWriter, Writer
 from quire.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 class Endpoints:
@@ -38,7 +45,7 @@ class Endpoints:
 
     def router(self) -> APIRouter:
         """All paths."""
-        router = APIRouter()
+        router = APIRouter(route_class=JsonRoute)
         router.add_api_route("/v1/completions", self.completions, methods=["POST"])
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])
@@ -56,11 +63,15 @@ class Endpoints:
         self._check(body, request)
         service, num_choices = self._service, body.n or 1
         params = completion_params(body, service.llm.model.generation.temperature)
+        asked = body.prompts
+        service.check_number(len(asked), params)
         prompts = await service.texts.prompts(
-            body.prompt, add_special_tokens=body.add_special_tokens is not False
+            asked,
+            service.turn(tenant_of(request), body.evict),
+            add_special_tokens=body.add_special_tokens is not False,
+            with_text=bool(body.echo),
         )
-        service.check_number(len(prompts), params)
-        echoes = [service.texts.shown(prompt) if body.echo else None for prompt in prompts]
+        echoes = [prompt.text if body.echo else None for prompt in prompts]
         writers = [
             CompletionWriter(
                 index=index,
@@ -78,7 +89,9 @@ class Endpoints:
         self._check(body, request)
         service = self._service
         prompt = await service.texts.chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt is not False
+            body.messages,
+            service.turn(tenant_of(request), body.evict),
+            add_generation_prompt=body.add_generation_prompt is not False,
         )
         room_tokens = service.room_tokens(len(prompt.token_ids))
         params = chat_params(body, service.llm.model.generation.temperature, room_tokens)
@@ -89,13 +102,17 @@ class Endpoints:
         envelope = Envelope.of_chat(service.model_name)
         return await self._reply(body, request, [prompt], params, writers, envelope)
 
-    def _tenant(self, request: Request) -> str:
-        return self._service.keys.tenant_of(request.headers.get("authorization"))
-
-    def _check(self, body: GenerationBody, request: Request) -> None:
-        self._tenant(request)  # before anything is tokenized for a stranger
+    def _check(self, body: Body, request: Request) -> None:
+        """Refuse another model's name and wrong fields; note the fields that are ignored."""
         self._service.check_model(body.model)
-        refuse_unsupported(body)
+        unknown = body.unknown_fields()
+        if not unknown:
+            return
+        if self._service.config.unknown_fields == "refuse":
+            raise refusal(unknown[0])
+        request.state.ignored_fields = listed(unknown)
+        path = request.url.path
+        logger.warning("%s: ignored unknown fields: %s", path, request.state.ignored_fields)
 
     async def _reply(
         self,
@@ -110,7 +127,7 @@ class Endpoints:
             prompts,
             params,
             caller=Caller(
-                tenant=self._tenant(request),
+                tenant=tenant_of(request),
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
                 deadline_s=body.deadline_s,
@@ -129,35 +146,38 @@ class Endpoints:
 
     # ---- text ----------------------------------------------------------------------------------
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text or a conversation."""
+        self._check(body, request)
         service = self._service
-        service.check_model(body.model)
-        token_ids = (await self._tokenized(body)).token_ids
-        shown = [service.pieces.text(token) for token in token_ids]
+        turn = service.turn(tenant_of(request))
+        token_ids = (await self._tokenized(body, turn)).token_ids
+        wants_texts = bool(body.return_token_strs)
+        shown = await service.texts.pieces(token_ids, turn) if wants_texts else None
         return JSONResponse(
             {
                 "count": len(token_ids),
                 "max_model_len": service.max_tokens,
                 "tokens": token_ids,
-                "token_strs": shown if body.return_token_strs else None,
+                "token_strs": shown,
             }
         )
 
-    async def _tokenized(self, body: TokenizeBody) -> Prompt:
+    async def _tokenized(self, body: TokenizeBody, turn: Turn) -> Prompt:
         texts = self._service.texts
         if body.messages is not None and body.prompt is None:
             wants_opening = body.add_generation_prompt is not False
-            return await texts.chat(body.messages, add_generation_prompt=wants_opening)
+            return await texts.chat(body.messages, turn, add_generation_prompt=wants_opening)
         if body.prompt is None or body.messages is not None:
             raise FieldError("prompt", "expected either `prompt` or `messages`")
         adds_special = body.add_special_tokens is not False
-        return (await texts.prompts(body.prompt, add_special_tokens=adds_special))[0]
+        return (await texts.prompts([body.prompt], turn, add_special_tokens=adds_special))[0]
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
-        self._service.check_model(body.model)
-        return JSONResponse({"prompt": self._service.texts.decode(body.tokens)})
+        self._check(body, request)
+        turn = self._service.turn(tenant_of(request))
+        return JSONResponse({"prompt": await self._service.texts.decoded(body.tokens, turn)})
 
     # ---- the server itself ---------------------------------------------------------------------
 

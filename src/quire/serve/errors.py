@@ -3,6 +3,8 @@
     400 BadRequestError       the request is wrong, or can never fit the KV memory
     401 AuthenticationError   an API key that nobody has, or none where one is needed
     404 NotFoundError         no such model, no such path
+    413 ContentTooLargeError  a body over --max-body
+    415 UnsupportedMediaTypeError   a body that is not announced as JSON
     500 InternalServerError   a bug, or an answer that failed on its way
     503 ServiceUnavailable    the engine has stopped
 
@@ -26,6 +28,7 @@ _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "ContentTooLargeError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
 }
@@ -95,12 +98,13 @@ def _body(status: HTTPStatus, message: str, param: str | None = None) -> dict[st
     return {"error": error}
 
 
-def _response(
+def error_response(
     status: HTTPStatus,
     message: str,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
+    """The response for an error; its message is bounded."""
     return JSONResponse(_body(status, message, param), int(status), headers)
 
 
@@ -119,7 +123,7 @@ async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
     ]
     if len(errors) > len(parts):
         parts.append(f"and {len(errors) - len(parts)} more")
-    return _response(HTTPStatus.BAD_REQUEST, "; ".join(parts), places[0] or None)
+    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), places[0] or None)
 
 
 def _place(location: tuple[object, ...]) -> str:
@@ -135,9 +139,9 @@ def _place(location: tuple[object, ...]) -> str:
 
 async def _answer_http(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return _response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+    return error_response(HTTPStatus(error.status_code), error.detail, headers=error.headers)
 
 
 async def _answer_bug(_: Request, error: Exception) -> JSONResponse:
     message = f"{type(error).__name__} inside the server; its log says where"
-    return _response(HTTPStatus.INTERNAL_SERVER_ERROR, message)
+    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, message)

@@ -7,7 +7,10 @@ from fastapi.responses import JSONResponse
 
 from quire.engine.events import KEPT_EVENTS, KINDS
 from quire.serve.errors import FieldError, bounded
+from quire.serve.fields import nearest, shown_name
+from quire.serve.key_guard import tenant_of
 from quire.serve.service import Service
+from quire.serve.tenant_ledger import ledger_of
 
 DEFAULT_EVENTS = 256
 
@@ -30,19 +33,14 @@ class KVEndpoints:
         return router
 
     async def ledger(self, request: Request) -> JSONResponse:
-        """Who holds every byte, read between two steps; of requests and tenants only one's own."""
+        """Who holds every byte, read between two steps; a tenant with a key sees its own part."""
         tenant = self._only(request)
         found = await self._service.ledger()
-        if tenant is not None:
-            for part in ("requests", "tenants"):
-                found[part] = [row for row in found[part] if row["tenant"] == tenant]
-        return JSONResponse(found)
+        return JSONResponse(found if tenant is None else ledger_of(found, tenant))
 
     def _only(self, request: Request) -> str | None:
         """Whose rows the caller may see; None for all, where no tenant has a key."""
-        keys = self._service.keys
-        tenant = keys.tenant_of(request.headers.get("authorization"))
-        return tenant if keys.tells_tenants_apart else None
+        return tenant_of(request) if self._service.keys.tells_tenants_apart else None
 
     async def events(
         self,
@@ -53,9 +51,19 @@ class KVEndpoints:
     ) -> JSONResponse:
         """The newest events, oldest first; `since` the number of the last one already known."""
         tenant = self._only(request)
+        _refuse_near_misses(request, ("kinds", "since", "limit"))
         events = await self._service.events(_wanted(kinds), since=since, most=KEPT_EVENTS)
         own = [event.as_dict() for event in events if tenant in (None, event.tenant)]
         return JSONResponse({"object": "list", "data": own[-limit:]})
+
+
+def _refuse_near_misses(request: Request, known: tuple[str, ...]) -> None:
+    """Refuse query parameters that nearly spell a known one."""
+    for name in request.query_params:
+        near = None if name in known else nearest(name, known)
+        if near is not None:
+            shown = shown_name(name)
+            raise FieldError(shown, f"unknown parameter `{shown}`: did you mean `{near}`?")
 
 
 def _wanted(kinds: str | None) -> tuple[str, ...]:

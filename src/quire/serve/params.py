@@ -15,44 +15,10 @@ OPENAI_TEMPERATURE = 1.0
 _SHARED = (
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "stop"}
+    | {"bad_token_ids"}
     | {"stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "seed"}
     | {"n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping"}
 )
-
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-}
-"""Fields that would change the answer and are not acted on, with values that ask for nothing."""
-
-
-def refuse_unsupported(body: GenerationBody) -> None:
-    """Refuse what other servers do and this one does not, rather than answer something else.
-
-    Raises:
-        FieldError: the field, by name.
-    """
-    extra = body.model_extra or {}
-    for name, neutral in _UNSUPPORTED.items():
-        if extra.get(name) is not None and extra[name] not in neutral:
-            raise FieldError(name, f"`{name}` is not supported by this server: leave it out")
-    if body.stream_options is not None and not body.stream:
-        raise FieldError("stream_options", "`stream_options` needs `stream` to be true")
 
 
 def completion_params(body: CompletionBody, temperature: float | None) -> SamplingParams:
@@ -65,7 +31,8 @@ def completion_params(body: CompletionBody, temperature: float | None) -> Sampli
     Raises:
         RequestError: an option lies outside its range, or two do not go together.
     """
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    said = _max_tokens(body)
+    max_tokens = COMPLETION_MAX_TOKENS if said is None else said
     if body.echo and body.logprobs is not None and body.stream:
         raise FieldError(
             "echo",
@@ -93,15 +60,20 @@ def chat_params(body: ChatBody, temperature: float | None, room_tokens: int) -> 
     Raises:
         RequestError: an option lies outside its range, or two do not go together.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
-    said = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    said = _max_tokens(body)
     return _params(
         body,
         temperature,
         max_tokens=room_tokens if said is None else said,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+
+
+def _max_tokens(body: GenerationBody) -> int | None:
+    """OpenAI's newer name goes first where both are given."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _params(

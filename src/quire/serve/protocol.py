@@ -3,43 +3,44 @@
 Types are checked here, ranges by `SamplingParams` and the engine. `None` always means "not said".
 """
 
-import logging
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quire.engine.option_checks import MAX_CHOICES
+from quire.errors import RequestError
+from quire.serve.fields import unknown_fields
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens shown beside each token, as in OpenAI's chat API."""
 
-MAX_NAMES_LOGGED = 20
-
-logger = logging.getLogger(__name__)
-
 
 class Body(BaseModel):
-    """A request body. Fields nobody knows are ignored, with a line in the debug log."""
+    """A request body. `quire.serve.fields` says what becomes of fields that it does not declare."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
 
-    @model_validator(mode="after")
-    def _log_unknown(self) -> "Body":
-        if self.model_extra and logger.isEnabledFor(logging.DEBUG):
-            names = [name[:64] for name in list(self.model_extra)[:MAX_NAMES_LOGGED]]
-            logger.debug("ignored fields of a %s: %s", type(self).__name__, names)
-        return self
+    def unknown_fields(self) -> list[str]:
+        """Fields that no list names, such as a client's own, which are not acted on.
+
+        Raises:
+            RequestError: a field that would change the output, or nearly spells a known one.
+        """
+        return unknown_fields(self.model_extra or {}, type(self).model_fields)
 
 
 class StreamOptions(BaseModel):
     """What a stream carries besides its text."""
 
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # pads chunks; ignored
 
 
 class GenerationBody(Body):
@@ -54,6 +55,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -64,6 +66,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_token_ids: list[list[int]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -75,6 +78,16 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     evict: str | None = None
 
+    def unknown_fields(self) -> list[str]:
+        """Those of the body and of its stream options."""
+        found = super().unknown_fields()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")
+        if self.stream_options is not None:
+            extra = self.stream_options.model_extra or {}
+            found += unknown_fields(extra, StreamOptions.model_fields, inside="stream_options.")
+        return found
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
@@ -83,6 +96,14 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs(cls, value: object) -> object:
+        """False, as chat writes it, asks for none; true does not say how many."""
+        if value is True:
+            raise ValueError("expected a number of logprobs, got true; 0 gives the chosen token's")
+        return None if value is False else value
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -94,6 +115,12 @@ class CompletionBody(GenerationBody):
             "expected a text, a list of texts, a list of token ids or a list of such lists, none "
             "of the lists empty"
         )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Its prompts, each a text or token ids, where one may stand without a list around it."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class Message(BaseModel):
@@ -116,10 +143,14 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
+
+    def unknown_fields(self) -> list[str]:
+        """Those of the body; fields of messages are the template's, except near misses."""
+        refuse_misspelled(self.messages)
+        return super().unknown_fields()
 
 
 class TokenizeBody(Body):
@@ -131,11 +162,26 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
+    def unknown_fields(self) -> list[str]:
+        """Those of the body; fields of messages are the template's, except near misses."""
+        refuse_misspelled(self.messages or [])
+        return super().unknown_fields()
+
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[int]
+
+
+def refuse_misspelled(messages: list[Message]) -> None:
+    """Refuse fields of messages that nearly spell `role` or `content`.
+
+    Raises:
+        RequestError: with the name that was probably meant, or too many other fields.
+    """
+    extra = {name: True for message in messages for name in message.model_extra or ()}
+    unknown_fields(extra, ("role", "content"), inside="messages.")
 
 
 def _is_uniform(prompt: list[object]) -> bool:

@@ -11,10 +11,11 @@ from quire.engine.ledger import Snapshot
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
+from quire.serve.config import ServerConfig
 from quire.serve.errors import FieldError, UnknownModel
 from quire.serve.pieces import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
-from quire.serve.text import Prompt, Texts
+from quire.serve.text import Prompt, Texts, Turn
 
 MAX_ANSWERS = 2048
 """Answers one HTTP request may ask for: its prompts times the answers made for each."""
@@ -44,22 +45,22 @@ class Service:
 
     Args:
         llm: idle; its engine runs in a thread between `start` and `stop`.
-        model_name: what clients call it; None takes the model's own name.
+        config: options of the server.
         keys: whose requests are whose; None takes all for the default tenant's.
 
     Attributes:
-        llm: see above.
-        model_name: see above.
+        llm, config: see above.
+        model_name: what clients call the model.
         keys: whose requests are whose.
         texts, pieces: its tokenizer.
     """
 
-    def __init__(self, llm: LLM, model_name: str | None, keys: TenantKeys | None = None) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, config: ServerConfig, keys: TenantKeys | None = None) -> None:
+        self.llm, self.config = llm, config
         self.keys = keys or TenantKeys()
-        self.model_name = model_name or llm.model.name
-        self.texts = Texts(llm.model)
+        self.model_name = config.served_model_name or llm.model.name
         self.pieces = TokenPieces(llm.model.tokenizer)
+        self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
         self._engine: AsyncLLM | None = None
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
             llm.model.spec.max_positions, llm.engine.pool.eviction.spec
@@ -114,6 +115,22 @@ class Service:
         if self.llm.context_tokens(prompt_tokens) > self.llm.model.spec.max_positions:
             return self._max_tokens
         return max(1, self._max_tokens - prompt_tokens)
+
+    def turn(self, tenant: str, evict: str | None = None) -> Turn:
+        """On whose account a prompt is tokenized, and the tokens that it may have.
+
+        Args:
+            tenant: of the request.
+            evict: its eviction rule; None takes the engine's.
+
+        Raises:
+            RequestError: a rule that this engine does not serve.
+        """
+        context = self.llm.model.spec.max_positions
+        longest = self.llm.context_tokens(context, evict)
+        if longest > context:
+            return Turn(tenant, None)
+        return Turn(tenant, self._max_tokens if evict is None else longest)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; None is any.

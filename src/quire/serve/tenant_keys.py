@@ -36,7 +36,6 @@ class TenantKeys:
         self, keys: Mapping[str, tuple[str, ...]] | None = None, specs: tuple[TenantSpec, ...] = ()
     ) -> None:
         known = {spec.name for spec in specs}
-        self._takes_anybody = not known or DEFAULT_TENANT in known
         self._tenants: dict[bytes, str] = {}
         for tenant, own in (keys or {}).items():
             check_tenant_name(tenant)
@@ -44,6 +43,7 @@ class TenantKeys:
                 raise UnknownName("tenant with an API key", tenant, known)
             for key in own:
                 self._add(tenant, key)
+        self._takes_anybody = DEFAULT_TENANT in known or not (known or self._tenants)
         if not self._tenants and not self._takes_anybody:
             raise ConfigError(
                 f"--tenants names {', '.join(sorted(known))}, and no API key says who is who: "
@@ -67,7 +67,10 @@ class TenantKeys:
         return bool(self._tenants)
 
     def tenant_of(self, authorization: str | None) -> str:
-        """Whose request it is; without keys, the header says nothing.
+        """The tenant of a request; without keys, the header is not read.
+
+        Once tenants have keys, a request without one is refused, unless the tenants of the engine
+        name `default`: that one needs no key.
 
         Args:
             authorization: the header, `Bearer KEY`; None where there is none.

@@ -1,8 +1,6 @@
 """Between text and tokens: prompts and chats in, text out. The engine detokenizes answers."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,8 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel
-from quire.models.tokenizer import encode_chat, encode_prompt
-from quire.serve.protocol import Message, Prompts
+from quire.models.tokenizer import encode_prompt, encode_rendered, render_chat
+from quire.serve.fair_pool import FairPool
+from quire.serve.pieces import TokenPieces
+from quire.serve.protocol import Message
+from quire.serve.text_length import characters_per_token
 
 T = TypeVar("T")
 
@@ -24,54 +25,94 @@ class Prompt:
     token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """On whose account a text is tokenized, and how long it may be.
+
+    Attributes:
+        tenant: of the request.
+        most_tokens: of the longest sequence; None where a sequence may have any length.
+    """
+
+    tenant: str
+    most_tokens: int | None
+
+
 class Texts:
     """A model's tokenizer, for the server.
 
-    Long texts take long to read, so they are read in a thread; in one only, because tokenizers
-    need not bear more.
+    Long texts take long to tokenize, so threads do it, in turns of the tenants.
 
     Args:
         model: its tokenizer may be missing; then prompts are token ids.
+        pieces: texts of its tokens.
+        threads: at most. A tokenizer written in Python gets one, which it may rely on.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-text")
+    def __init__(self, model: LoadedModel, pieces: TokenPieces, threads: int = 1) -> None:
+        self._model, self._pieces = model, pieces
+        tokenizer = model.tokenizer
+        self._width = None if tokenizer is None else characters_per_token(tokenizer)
+        is_fast = tokenizer is not None and tokenizer.is_fast
+        self._pool = FairPool(threads if is_fast else 1, "quire-text")
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the threads."""
+        self._pool.close()
 
-    async def prompts(self, prompts: Prompts, *, add_special_tokens: bool = True) -> list[Prompt]:
-        """Read one prompt or several, as text or as ids.
+    async def prompts(
+        self,
+        prompts: Sequence[str | list[int]],
+        turn: Turn,
+        *,
+        add_special_tokens: bool = True,
+        with_text: bool = False,
+    ) -> list[Prompt]:
+        """Tokenize texts; token ids stay as they are.
+
+        Args:
+            prompts: texts or token ids.
+            turn: of the request.
+            add_special_tokens: those that the tokenizer adds by itself.
+            with_text: decode prompts that came as token ids.
 
         Raises:
-            RequestError: text that has no tokens, or a model without a tokenizer.
+            RequestError: text that has no tokens or cannot fit, or a model without a tokenizer.
         """
-        if isinstance(prompts, str):
-            listed: list[str | list[int]] = [prompts]
-        elif isinstance(prompts[0], int):
-            listed = [prompts]
-        else:
-            listed = prompts  # type: ignore[assignment]
-        return await self._in_thread(
-            lambda: [self._prompt(p, add_special_tokens=add_special_tokens) for p in listed]
-        )
 
-    async def chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> Prompt:
-        """Read a conversation under the model's chat template.
+        def read(prompt: str | list[int]) -> Prompt:
+            if isinstance(prompt, str):
+                return self._prompt(prompt, turn, add_special_tokens=add_special_tokens)
+            return Prompt(self.decode(prompt) if with_text else None, prompt)
+
+        return await self._in_turn(turn, lambda: [read(prompt) for prompt in prompts])
+
+    async def chat(
+        self, messages: list[Message], turn: Turn, *, add_generation_prompt: bool = True
+    ) -> Prompt:
+        """Tokenize a conversation under the model's chat template.
 
         Raises:
-            RequestError: no tokenizer, no template, or a template that refuses the messages.
+            RequestError: no tokenizer, no template, a template that refuses the messages, or text
+                that cannot fit.
         """
         plain = [_plain(message) for message in messages]
         tokenizer = self._tokenizer()
 
         def read() -> Prompt:
-            ids = encode_chat(tokenizer, plain, add_generation_prompt=add_generation_prompt)
-            return Prompt(None, ids)
+            text = render_chat(tokenizer, plain, add_generation_prompt=add_generation_prompt)
+            self._check_length(text, turn, "messages")
+            return Prompt(None, encode_rendered(tokenizer, text))
 
-        return await self._in_thread(read)
+        return await self._in_turn(turn, read)
+
+    async def decoded(self, token_ids: list[int], turn: Turn) -> str:
+        """The text of token ids; see `decode`."""
+        return await self._in_turn(turn, lambda: self.decode(token_ids))
+
+    async def pieces(self, token_ids: list[int], turn: Turn) -> list[str]:
+        """The text of each token."""
+        return await self._in_turn(turn, lambda: [self._pieces.text(i) for i in token_ids])
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included.
@@ -86,25 +127,22 @@ class Texts:
         text = self._tokenizer().decode(token_ids, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
-    def shown(self, prompt: Prompt) -> str:
-        """A prompt as text: as it came, or decoded.
-
-        Raises:
-            RequestError: ids outside the vocabulary, or a model without a tokenizer.
-        """
-        return self.decode(prompt.token_ids) if prompt.text is None else prompt.text
-
-    def _prompt(self, prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
-        if not isinstance(prompt, str):
-            return Prompt(None, prompt)
+    def _prompt(self, text: str, turn: Turn, *, add_special_tokens: bool) -> Prompt:
         tokenizer = self._tokenizer()
-        if add_special_tokens:
-            return Prompt(prompt, encode_prompt(tokenizer, prompt))
-        prompt.encode()  # tokenizers answer what is no Unicode with a TypeError
-        token_ids = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
-        if not token_ids:
-            raise RequestError("expected a prompt of at least one token, got an empty text")
-        return Prompt(prompt, [int(token) for token in token_ids])
+        self._check_length(text, turn, "prompt")
+        return Prompt(text, encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens))
+
+    def _check_length(self, text: str, turn: Turn, param: str) -> None:
+        """Refuse a text that cannot fit, before it is tokenized."""
+        if self._width is None or turn.most_tokens is None:
+            return
+        least = -(-len(text) // self._width)
+        if least > turn.most_tokens:
+            raise RequestError(
+                f"the text has {len(text):,} characters, at least {least:,} tokens; the longest "
+                f"sequence here has {turn.most_tokens:,} tokens: shorten the text",
+                param=param,
+            )
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self._model.tokenizer is None:
@@ -113,9 +151,9 @@ class Texts:
             )
         return self._model.tokenizer
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_turn(self, turn: Turn, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._pool.run(turn.tenant, work)
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is no valid Unicode: {error.reason}") from None
 

@@ -1,0 +1,80 @@
+"""Options of the HTTP server."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from quire.errors import ConfigError
+from quire.plan.sizes import parse_size
+from quire.spec.options import option, require_types
+
+UnknownFields = Literal["refuse", "warn"]
+LARGEST_PORT = 65_535
+MAX_TOKENIZER_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of the HTTP server.
+
+    Attributes are options; see their help.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+
+    host: str = option("127.0.0.1", help="address to listen on")
+    port: int = option(8000, help="port to listen on; 0 takes a free port")
+    served_model_name: str | None = option(
+        None, help="name of the model in requests; unset: the model's own name"
+    )
+    tenant_keys: str | None = option(
+        None,
+        help="TOML file with the API keys of each tenant; once there are keys, every path but "
+        "/health and /ready needs one",
+    )
+    unknown_fields: str = option(
+        "warn",
+        help="what a request with an unknown field gets: refuse (status 400) or warn (a log line "
+        "and the response header X-Ignored-Fields)",
+    )
+    max_body: int | str = option(
+        "8MiB",
+        help="largest request body, in bytes or a size; a larger body gets status 413",
+        unit="bytes",
+    )
+    header_timeout: float = option(
+        20.0,
+        help="seconds that a connection may take to send its request headers, and may pause while "
+        "it sends a body; then it is closed",
+        unit="s",
+    )
+    tokenizer_threads: int = option(
+        2,
+        help="threads that tokenize; with more than one, a tenant uses all but one of them",
+    )
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        if not 0 <= self.port <= LARGEST_PORT:
+            raise ConfigError(f"expected a port from 0 to {LARGEST_PORT}, got {self.port}")
+        if self.served_model_name == "":
+            raise ConfigError("expected a served-model-name that is not empty; leave it out")
+        if self.unknown_fields not in get_args(UnknownFields):
+            raise ConfigError(
+                f"expected unknown-fields refuse or warn, got {self.unknown_fields!r}"
+            )
+        if not self.max_body_bytes:
+            raise ConfigError("expected a max-body of at least 1 byte, got 0")
+        if not 0 < self.header_timeout < math.inf:
+            raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
+        if not 1 <= self.tokenizer_threads <= MAX_TOKENIZER_THREADS:
+            raise ConfigError(
+                f"expected 1 to {MAX_TOKENIZER_THREADS} tokenizer-threads, got "
+                f"{self.tokenizer_threads}"
+            )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body."""
+        return parse_size(self.max_body)

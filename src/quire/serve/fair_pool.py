@@ -1,0 +1,108 @@
+"""A bounded pool of threads in which tenants take turns."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Work of a tenant, and the future that gets its result."""
+
+    tenant: str
+    work: Callable[[], Any]
+    done: "asyncio.Future[Any]"
+
+
+@dataclass(slots=True)
+class _Turns:
+    """The jobs of one tenant: those that wait, oldest first, how many run, and its last turn."""
+
+    waiting: deque[_Job] = field(default_factory=deque)
+    running: int = 0
+    last: int = 0
+
+
+class FairPool:
+    """Runs work in threads. All methods belong to one event loop.
+
+    The tenant with the fewest running jobs is next; among equals, the one whose last turn is
+    longest ago. A tenant uses all threads but one: alone it cannot keep another's job waiting.
+
+    Args:
+        threads: at most; with one, all tenants share it.
+        name: of the threads.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
+        self._free = threads
+        self._most_each = max(1, threads - 1)
+        self._tenants: dict[str, _Turns] = {}
+        self._num_turns = 0
+
+    def close(self) -> None:
+        """End the threads; work that has not begun does not run."""
+        for turns in self._tenants.values():
+            for job in turns.waiting:
+                job.done.cancel()
+            turns.waiting.clear()
+        self._executor.shutdown(cancel_futures=True)
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """The result of `work`, when its turn has come.
+
+        Args:
+            tenant: on whose turn.
+            work: runs in a thread.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._tenants.setdefault(tenant, _Turns()).waiting.append(_Job(tenant, work, done))
+        self._start()
+        return await done
+
+    def _start(self) -> None:
+        while self._free and (tenant := self._next()) is not None:
+            turns = self._tenants[tenant]
+            self._num_turns += 1
+            turns.last = self._num_turns
+            job = turns.waiting.popleft()
+            if job.done.cancelled():
+                self._forget_idle(tenant)
+                continue
+            turns.running += 1
+            self._free -= 1
+            loop = job.done.get_loop()
+            ran = loop.run_in_executor(self._executor, job.work)
+            ran.add_done_callback(partial(self._finish, job))
+
+    def _next(self) -> str | None:
+        ready = {
+            tenant: (turns.running, turns.last)
+            for tenant, turns in self._tenants.items()
+            if turns.waiting and turns.running < self._most_each
+        }
+        return min(ready, key=ready.__getitem__, default=None)
+
+    def _finish(self, job: _Job, ran: "asyncio.Future[Any]") -> None:
+        self._free += 1
+        self._tenants[job.tenant].running -= 1
+        self._forget_idle(job.tenant)
+        if ran.cancelled():
+            job.done.cancel()
+        elif (error := ran.exception()) is not None and not job.done.done():
+            job.done.set_exception(error)
+        elif not job.done.done():
+            job.done.set_result(ran.result())
+        self._start()
+
+    def _forget_idle(self, tenant: str) -> None:
+        turns = self._tenants[tenant]
+        if not turns.waiting and not turns.running:
+            del self._tenants[tenant]

@@ -1,0 +1,68 @@
+"""How few tokens a text can have, by its length: long texts are refused before they are tokenized.
+
+A token stands for the characters of the longest entry of the vocabulary at most, if the tokenizer
+drops and merges nothing else. Where that cannot be shown, there is no bound.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_COMPOSED_CHARACTERS = 4
+"""Characters that Unicode's composed forms make one of, at most: U+1F82 is a letter and 3 marks."""
+
+_SHRINKAGE = {"NFC": _COMPOSED_CHARACTERS, "NFKC": _COMPOSED_CHARACTERS}
+_KEEP_LENGTH = frozenset({"NFD", "NFKD", "Prepend", "ByteLevel"})
+_PROBES = (" ", "\n", "\t", "a", "ab ", "0", "\u00e9", "\u4f60", "\U0001f600", "\u200b")
+_PROBE_CHARACTERS = 4096
+
+
+def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Characters of a text that one token stands for at most; None where there is no bound."""
+    shrinkage = _shrinkage(_normalizer(tokenizer))
+    if shrinkage is None:
+        return None
+    longest = max(map(len, tokenizer.get_vocab()), default=0) * shrinkage
+    return longest if all(_holds(tokenizer, probe, longest) for probe in _PROBES) else None
+
+
+def _holds(tokenizer: PreTrainedTokenizerBase, probe: str, longest: int) -> bool:
+    """Whether a long text of one kind has no fewer tokens than the bound allows.
+
+    It has fewer where unknown characters are merged into one token, or spaces into one.
+    """
+    text = probe * (max(_PROBE_CHARACTERS, 2 * longest) // len(probe))
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return len(token_ids) * longest >= len(text)
+
+
+def _normalizer(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
+    """The normalizer as `tokenizer.json` describes it; an unknown type for slow tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {"type": "unknown"}
+    if backend.normalizer is None:
+        return None
+    described: Mapping[str, Any] = json.loads(backend.normalizer.__getstate__())
+    return described
+
+
+def _shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Characters that a normalizer makes one of, at most; None where it may drop any number."""
+    if normalizer is None:
+        return 1
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        product = 1
+        for part in map(_shrinkage, normalizer["normalizers"]):
+            if part is None:
+                return None
+            product *= part
+        return product
+    if kind == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        is_shorter = replaced is None or len(normalizer["content"]) < len(replaced)
+        return None if is_shorter else 1
+    return 1 if kind in _KEEP_LENGTH else _SHRINKAGE.get(kind)

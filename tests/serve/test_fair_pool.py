@@ -1,0 +1,95 @@
+"""A bounded pool of threads in which tenants take turns."""
+
+import asyncio
+import threading
+
+import pytest
+
+from quire.serve.fair_pool import FairPool
+
+
+def run(main, threads):
+    async def with_pool():
+        pool = FairPool(threads, "test")
+        try:
+            return await main(pool)
+        finally:
+            pool.close()
+
+    return asyncio.run(asyncio.wait_for(with_pool(), 20))
+
+
+def test_work_runs_in_a_thread_and_its_result_comes_back():
+    async def main(pool):
+        return await pool.run("a", lambda: threading.current_thread().name)
+
+    assert run(main, 2).startswith("test")
+
+
+def test_an_error_comes_back_and_the_thread_is_free_again():
+    async def main(pool):
+        with pytest.raises(ZeroDivisionError):
+            await pool.run("a", lambda: 1 / 0)
+        return await pool.run("a", lambda: 3)
+
+    assert run(main, 1) == 3
+
+
+def test_tenants_take_turns_in_one_thread():
+    order = []
+
+    async def main(pool):
+        jobs = [("a", n) for n in range(4)] + [("b", n) for n in range(2)] + [("c", 0)]
+        await asyncio.gather(*(pool.run(t, lambda t=t, n=n: order.append((t, n))) for t, n in jobs))
+
+    run(main, 1)
+
+    expected = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    assert order == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_tenant_leaves_a_thread_for_others(threads):
+    running, most, lock = 0, 0, threading.Lock()
+    pause = threading.Event()
+
+    def work():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        pause.wait(0.01)
+        with lock:
+            running -= 1
+
+    async def main(pool):
+        await asyncio.gather(*(pool.run("a", work) for _ in range(20)))
+
+    run(main, threads)
+
+    assert most == max(1, threads - 1)
+
+
+def test_work_that_is_cancelled_while_it_waits_does_not_run():
+    ran, gate = [], threading.Event()
+
+    async def main(pool):
+        first = asyncio.create_task(pool.run("a", gate.wait))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(pool.run("a", lambda: ran.append(1)))
+        await asyncio.sleep(0)
+        second.cancel()
+        gate.set()
+        await first
+        return await pool.run("a", lambda: "next")
+
+    assert run(main, 1) == "next"
+    assert not ran
+
+
+def test_nothing_is_kept_of_tenants_that_have_gone():
+    async def main(pool):
+        await asyncio.gather(*(pool.run(str(n), int) for n in range(50)))
+        return pool._tenants
+
+    assert run(main, 3) == {}

@@ -1,0 +1,240 @@
+"""Fields that the server does not read: ignored, refused, or unknown."""
+
+import pytest
+
+from quire.errors import RequestError
+from quire.serve.fields import IGNORED, MOST_EXTRA_FIELDS, nearest, unknown_fields
+from quire.serve.protocol import ChatBody, CompletionBody
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ASKED = {
+    COMPLETIONS: {"prompt": "<|doc|>Once", "max_tokens": 2, "temperature": 0},
+    CHATS: {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 2, "temperature": 0},
+}
+
+
+def refused(response, param):
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "meant"),
+    [
+        (COMPLETIONS, "evcit", "evict"),
+        (COMPLETIONS, "temprature", "temperature"),
+        (CHATS, "Temperature", "temperature"),
+        (CHATS, "maxTokens", "max_tokens"),
+        (CHATS, "max-completion-tokens", "max_completion_tokens"),
+        (CHATS, "message", "messages"),
+        (CHATS, "respons_format", "response_format"),
+        (COMPLETIONS, "stops", "stop"),
+    ],
+)
+def test_a_near_miss_is_refused_with_the_name_that_was_meant(post, path, field, meant):
+    message = refused(post(path, **ASKED[path], **{field: 1}), field)
+
+    assert f"did you mean `{meant}`?" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (COMPLETIONS, "no_repeat_ngram_size", 3),
+        (COMPLETIONS, "typical_p", 0.5),
+        (COMPLETIONS, "regex", "a+"),
+        (COMPLETIONS, "grammar", "root ::= 'a'"),
+        (COMPLETIONS, "json_schema", {"type": "object"}),
+        (COMPLETIONS, "top_logprobs", 2),
+        (COMPLETIONS, "return_token_ids", True),
+        (COMPLETIONS, "messages", [{"role": "user", "content": "b"}]),
+        (COMPLETIONS, "bad_words", ["a"]),
+        (CHATS, "modalities", ["text", "audio"]),
+        (CHATS, "reasoning_effort", "high"),
+        (CHATS, "prompt", "a"),
+        (CHATS, "echo", True),
+        (CHATS, "tool_choice", "required"),
+    ],
+)
+def test_a_field_that_would_change_the_output_is_refused(post, path, field, value):
+    assert "not supported" in refused(post(path, **ASKED[path], **{field: value}), field)
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"), [("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty")]
+)
+def test_other_servers_names_are_refused_with_ours(post, field, meant):
+    path = COMPLETIONS
+
+    assert f"use `{meant}`" in refused(post(path, **ASKED[path], **{field: 2}), field)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_values_that_ask_for_nothing_are_accepted(post, path):
+    nothing = {
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "auto",
+        "no_repeat_ngram_size": 0,
+        "typical_p": 1.0,
+        "return_token_ids": False,
+        "regex": None,
+        "evcit": None,
+    }
+
+    response = post(path, **ASKED[path], **nothing)
+
+    assert response.status_code == 200, response.text
+    assert "x-ignored-fields" not in response.headers
+    assert response.json()["choices"] == post(path, **ASKED[path]).json()["choices"]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_documented_fields_are_ignored_without_a_word(post, caplog, path):
+    response = post(path, **ASKED[path], **dict.fromkeys(IGNORED, {"a": 1}))
+
+    assert response.status_code == 200, response.text
+    assert "x-ignored-fields" not in response.headers
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+def test_other_unknown_fields_are_ignored_with_a_log_line_and_a_header(post, caplog, path, stream):
+    unknown = {"background": 1, "x\nüy" * 50: 2}
+
+    response = post(path, **ASKED[path], **unknown, stream=stream)
+
+    assert response.status_code == 200, response.text
+    header = response.headers["x-ignored-fields"]
+    assert header.startswith("background, x")
+    assert len(header) < 100
+    assert f"{path}: ignored unknown fields: {header}" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *ASKED.items(),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_unknown_fields_are_refused_where_the_server_is_told_to(serve, path, body):
+    async def main(client):
+        known = await client.post(path, json=body | {"user": "x"})
+        return known, await client.post(path, json=body | {"background": 1})
+
+    known, unknown = serve(main, unknown_fields="refuse")
+
+    assert known.status_code == 200, known.text
+    assert "unknown field `background`: leave it out" in refused(unknown, "background")
+
+
+def test_fields_of_stream_options_and_messages_are_checked_too(post):
+    options = {"stream": True, "stream_options": {"include_usge": True}}
+    message = {"role": "user", "contnet": "a"}
+
+    in_options = post(CHATS, **ASKED[CHATS], **options)
+    in_message = post(CHATS, messages=[message])
+
+    assert "`include_usage`" in refused(in_options, "stream_options.include_usge")
+    assert "`content`" in refused(in_message, "messages.contnet")
+
+
+def test_many_unknown_fields_are_refused_before_each_is_compared(post):
+    many = {f"field-{number}": 1 for number in range(MOST_EXTRA_FIELDS + 1)}
+
+    assert "65 fields are unknown" in refused(post(COMPLETIONS, prompt="a", **many), None)
+
+
+def test_bad_token_ids_are_never_generated(complete, llm):
+    greedy = {"temperature": 0, "max_tokens": 1}
+    first = complete(**greedy)["choices"][0]["text"]
+    [token] = llm.model.tokenizer(first).input_ids
+
+    banned = complete(**greedy, bad_token_ids=[[token]])
+
+    assert banned["choices"][0]["text"] != first
+
+
+def test_max_completion_tokens_is_read_by_completions(complete):
+    assert complete(max_completion_tokens=2, max_tokens=None)["usage"]["completion_tokens"] == 2
+    assert complete(max_completion_tokens=2, max_tokens=9)["usage"]["completion_tokens"] == 2
+
+
+def test_logprobs_false_asks_for_none_in_a_completion(complete, post):
+    assert complete(logprobs=False)["choices"][0]["logprobs"] is None
+    assert "true" in refused(post(COMPLETIONS, prompt="a", logprobs=True), "logprobs")
+
+
+OPEN_WEBUI = {
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 2,
+    "temperature": 0,
+    "top_p": 0.9,
+    "seed": 1,
+    "stop": ["###"],
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "metadata": {"user_id": "u", "chat_id": "c", "message_id": "m", "session_id": "s"},
+    "user": {"name": "u", "id": "1", "email": "u@example.org", "role": "user"},
+}
+OPEN_WEBUI_TITLE = {"stream": False, "max_completion_tokens": 8, "metadata": {"task": "title"}}
+LITELLM = {
+    "model": "quire-tiny",
+    "max_tokens": 2,
+    "n": 1,
+    "stream": False,
+    "user": "u",
+    "logprobs": None,
+    "top_logprobs": None,
+    "tools": None,
+    "tool_choice": None,
+    "functions": [],
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "service_tier": "auto",
+    "store": False,
+    "metadata": {"trace_id": "t"},
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "extra_headers": None,
+    "timeout": None,
+    "litellm_trace_id": "t",
+}
+
+
+@pytest.mark.parametrize("options", [OPEN_WEBUI, OPEN_WEBUI_TITLE, LITELLM])
+def test_what_open_webui_and_litellm_send_is_answered(serve, options):
+    body = {"messages": ASKED[CHATS]["messages"]} | options
+
+    response = serve(lambda client: client.post(CHATS, json=body))
+
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("id", "title", "chat_type", "features", "background_tasks", "variables", "filter_ids"),
+        *("keep_alive", "num_ctx", "cache_control", "provider", "plugins", "extra_body", "timeout"),
+        *("litellm_metadata", "litellm_call_id", "litellm_trace_id", "options", "think", "system"),
+    ],
+)
+def test_a_clients_own_field_is_no_near_miss(name):
+    for body in (ChatBody, CompletionBody):
+        assert unknown_fields({name: 1}, body.model_fields) == [name]
+
+
+def test_a_long_name_is_near_nothing():
+    assert nearest("temperature" * 10_000, ("temperature",)) is None
+    with pytest.raises(RequestError, match="temperature"):
+        unknown_fields({"temperture": 1}, ("temperature",))
