@@ -146,7 +146,11 @@ def server_fields() -> str:
     from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED
 
     rows = [
-        (f"`{name}`", ", ".join(f"`{json.dumps(value)}`" for value in nothing), _instead(INSTEAD, name))
+        (
+            f"`{name}`",
+            ", ".join(f"`{json.dumps(value)}`" for value in nothing),
+            _instead(INSTEAD, name),
+        )
         for name, nothing in UNSUPPORTED.items()
     ]
     ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))

@@ -202,4 +202,3 @@ def test_null_means_not_said(complete):
     )
 
     assert complete(**nulls)["choices"] == complete()["choices"]
-

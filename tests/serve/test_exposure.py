@@ -35,7 +35,9 @@ def error_of(response, status):
 def test_every_path_but_the_probes_needs_a_key(serve, llm):
     paths = create_app(llm).openapi()["paths"]
     calls = [(method, path) for path, methods in paths.items() for method in methods]
-    calls += [("get", path) for path in ("/metrics", "/openapi.json", "/docs", "/v2/new", "/health/")]
+    calls += [
+        ("get", path) for path in ("/metrics", "/openapi.json", "/docs", "/v2/new", "/health/")
+    ]
 
     async def main(client):
         bodies = {path: BODIES.get(path) for _, path in calls}

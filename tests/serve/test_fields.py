@@ -94,7 +94,7 @@ def test_values_that_ask_for_nothing_are_accepted(post, path):
 
 @pytest.mark.parametrize("path", ASKED)
 def test_documented_fields_are_ignored_without_a_word(post, caplog, path):
-    response = post(path, **ASKED[path], **dict.fromkeys(IGNORED, {"a": 1}))
+    response = post(path, **ASKED[path], **{name: {"a": 1} for name in IGNORED})
 
     assert response.status_code == 200, response.text
     assert "x-ignored-fields" not in response.headers

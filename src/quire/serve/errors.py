@@ -118,8 +118,7 @@ async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
     errors = error.errors()
     places = [_place(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
     parts = [
-        f"{place}: {part['msg']}" if place else str(part["msg"])
-        for place, part in zip(places, errors, strict=False)
+        f"{place or 'body'}: {part['msg']}" for place, part in zip(places, errors, strict=False)
     ]
     if len(errors) > len(parts):
         parts.append(f"and {len(errors) - len(parts)} more")
@@ -127,12 +126,7 @@ async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
 
 
 def _place(location: tuple[object, ...]) -> str:
-    """Where in the body, such as messages.0.content; bounded, for keys are the client's own.
-
-    Nowhere for a body that is not JSON: its place is a lone number, a character's.
-    """
-    if all(isinstance(name, int) for name in location[1:]):
-        return ""
+    """Where in the body, such as messages.0.content; bounded, for keys are the client's own."""
     names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's word for a key
     return bounded(".".join(names), 100)
 
