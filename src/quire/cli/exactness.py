@@ -51,11 +51,12 @@ def compare_with_generate(model_path: str, answers: "Sequence[Answer]") -> Exact
     from transformers import AutoConfig
 
     from quire.models.source import find_model
+    from quire.models.stored import read_headers
     from quire.models.weights import read_model
 
     folder, _ = find_model(model_path)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = read_model(folder, config, dtype=torch.float32)  # in eval mode
+    model = read_model(folder, config, read_headers(folder), dtype=torch.float32)  # in eval mode
     verdicts = [_verdict(model, folder, answer) for answer in answers]
     return Exactness(
         checked=len(verdicts), equal=verdicts.count("equal"), ties=verdicts.count("tie")

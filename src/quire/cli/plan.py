@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ _PACKAGED = "quire-tiny"
 
 def plan(  # noqa: PLR0913 - one parameter per option
     model: Annotated[
-        str, typer.Argument(help="A model folder, or quire-tiny (inside this package).")
+        str, typer.Argument(help="A model folder, a hub name, or quire-tiny (inside this package).")
     ] = _PACKAGED,
     *,
     memory: Annotated[
@@ -119,12 +118,13 @@ def plan(  # noqa: PLR0913 - one parameter per option
             if weights_memory == ALL_WEIGHTS
             else parse_size(weights_memory),
         )
-        report = plan_report(_folder(model), options)
+        folder, name = _find(model, with_weights=measure)
+        report = plan_report(folder, options, name=name)
         asked = MaximizeOptions.of(
             maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
         )
         if asked is not None:
-            answer = maximize(_folder(model), report, asked, page_tokens=page_tokens)
+            answer = maximize(folder, report, asked, page_tokens=page_tokens)
             show(report, answer, as_json=as_json)
             return
     except QuireError as error:
@@ -154,11 +154,10 @@ def _size(text: str | None) -> int | None:
     return None if text is None else parse_size(text)
 
 
-def _folder(model: str) -> Path:
-    folder = Path(model)
-    if model == _PACKAGED and not folder.is_dir():
-        return Path(str(resources.files("quire") / "assets" / _PACKAGED))
-    return folder
+def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
+    from quire.models.source import CONFIG_ONLY, WHOLE_MODEL, find_model
+
+    return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
 
 
 def _show(report: PlanReport) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError
 from quire.plan.capacity import Capacity, bytes_per_value, capacity, token_bytes
 from quire.plan.memory import (
     DEFAULT_HEADROOM_SHARE,
@@ -17,7 +17,7 @@ from quire.plan.memory import (
 from quire.plan.offload.resident import WeightsPlace, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
-from quire.spec.config import ConfigReader, read_config
+from quire.spec.config import ConfigReader, check_sizes, read_config
 from quire.spec.dtypes import dtype_bytes
 from quire.spec.kv_format import fill_plain, read_format
 from quire.spec.layout import layout_for
@@ -70,7 +70,7 @@ class PlanReport:
     """The answer of `quire plan`.
 
     Attributes:
-        model_name: name of the folder.
+        model_name: name of the folder or on the hub.
         model: its shape.
         dtype: resolved format of the weights.
         kv_codec: resolved format of the KV.
@@ -140,12 +140,15 @@ class PlanReport:
         }
 
 
-def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanReport:
+def plan_report(
+    model_folder: Path, options: PlanOptions | None = None, *, name: str | None = None
+) -> PlanReport:
     """Plan a model's memory from its config.json alone.
 
     Args:
         model_folder: in Hugging Face format; no weights are read.
         options: see `PlanOptions`.
+        name: of the model in the report; None: the folder's.
 
     Raises:
         ModelError: no config.json, or one that cannot be read.
@@ -157,6 +160,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         raise ConfigError(f"step_tokens={options.step_tokens}: expected 1 or more")
     config = read_config(model_folder)
     refuse_model_type(str(config.get("model_type")))
+    check_sizes(config)
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
     kv_codec = fill_plain(options.kv_codec or dtype, dtype)
@@ -177,7 +181,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
         model, memory.kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
     )
     return PlanReport(
-        model_name=model_folder.resolve().name,
+        model_name=name or model_folder.resolve().name,
         model=model,
         dtype=dtype,
         kv_codec=kv_codec,
@@ -206,11 +210,7 @@ def plan_report(model_folder: Path, options: PlanOptions | None = None) -> PlanR
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
     if dtype == "auto":
-        reader = ConfigReader(config)
-        found = reader.outer("dtype") or reader.outer("torch_dtype") or "float32"
-        if not isinstance(found, str):
-            raise ModelError(f"config.json: 'dtype' is {found!r}, expected the name of a dtype")
-        dtype = found.removeprefix("torch.")
+        dtype = ConfigReader(config).dtype() or "float32"
     dtype_bytes(dtype)
     return dtype
 

@@ -1,11 +1,13 @@
 """What a model's generation_config.json says: where to stop, and how its authors sample."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ModelError
+from quire.spec.config import read_json_object, shown
+
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ def read_generation_defaults(folder: Path, config: Mapping[str, object]) -> Gene
     Raises:
         ModelError: the file is not a JSON object, or a value has the wrong type.
     """
-    values = _read(folder / "generation_config.json")
+    path = folder / "generation_config.json"
+    values = read_json_object(path) if path.is_file() else {}
     eos = values.get("eos_token_id", config.get("eos_token_id"))
     return GenerationDefaults(
         eos_token_ids=_token_ids(eos),
@@ -68,24 +71,12 @@ def _when_sampling(values: Mapping[str, object], name: str, *, neutral: float) -
     return _meaningful(values, name, neutral=neutral) if values.get("do_sample") else None
 
 
-def _read(path: Path) -> Mapping[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} holds a {type(values).__name__}, expected a JSON object")
-    return values
-
-
 def _token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"eos_token_id is {value!r}, expected a token id or a list of them")
+        raise ModelError(f"eos_token_id is {shown(value)}, expected a token id or a list of them")
     return tuple(ids)
 
 
@@ -93,9 +84,12 @@ def _number(values: Mapping[str, object], name: str) -> float | None:
     value = values.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"generation_config.json: {name} is {value!r}, expected a number")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
+        return float(value)
+    raise ModelError(
+        f"generation_config.json: {name!r} is {shown(value)}, expected a number of at most "
+        f"{_LARGEST:.0e}"
+    )
 
 
 def _meaningful(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
@@ -17,32 +16,26 @@ from transformers import __version__ as transformers_version
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
+from quire.models.foreign import foreign_code
 from quire.models.generation import GenerationDefaults, read_generation_defaults
+from quire.models.matching import check_finite
+from quire.models.shapes import check_shapes
 from quire.models.source import find_model
+from quire.models.stored import read_headers
 from quire.models.streamed.place import check_budget, stream_weights
 from quire.models.streamed.stream import WeightStream
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
-from quire.models.weights import check_weights, read_model, weight_bytes
+from quire.models.weights import read_model, weight_bytes
 from quire.plan.offload.resident import WeightsPlace
 from quire.plan.sizes import parse_size
-from quire.spec.config import read_config
+from quire.spec.config import check_sizes, read_config
 from quire.spec.model import ModelSpec
 from quire.spec.refusals import refuse_model_type
 
 ALL_WEIGHTS = "all"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What Transformers raises for a config it cannot build from.
-_CONFIG_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    StrictDataclassError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +81,8 @@ def load_model(
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (CUDA where there is one, else the CPU), or a device of torch.
         trust_remote_code: run Python code that the model folder brings.
-        verify: compare a short prompt with Transformers' own attention (one more forward).
+        verify: check that weights are finite, and compare a short prompt with Transformers' own
+            attention (one more forward).
         weights_memory: bytes of the device for weights, or a size such as "4GiB": layers beyond it
             are brought in every pass (see `quire.models.streamed`); "all" keeps all there.
 
@@ -105,12 +99,15 @@ def load_model(
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
     generation = read_generation_defaults(folder, raw)
-    check_weights(folder)
+    headers = read_headers(folder)
+    check_shapes(config, headers, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if budget_bytes is not None:
         trusted = {"trust_remote_code": trust_remote_code}
         check_budget(config, budget_bytes, dtype=wanted_dtype, **trusted)
-    model = read_model(folder, config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
+    model = read_model(
+        folder, config, headers, dtype=wanted_dtype, trust_remote_code=trust_remote_code
+    )
     if model.dtype not in _DTYPES.values():
         stored = str(model.dtype).removeprefix("torch.")
         raise UnsupportedModel(
@@ -120,11 +117,14 @@ def load_model(
     weights, place = None, None
     if budget_bytes is None:
         nn.Module.to(model, target)
-    else:
-        place, weights = stream_weights(model, budget_bytes, target)
-    decoder = TransformersDecoder(model, weights)
     if verify:
-        compare_with_transformers(decoder)
+        check_finite(model)
+    if budget_bytes is not None:
+        place, weights = stream_weights(model, budget_bytes, target)
+    with foreign_code(f"{name} cannot run with its config.json"):
+        decoder = TransformersDecoder(model, weights)
+        if verify:
+            compare_with_transformers(decoder)
     return LoadedModel(
         decoder=decoder,
         tokenizer=tokenizer,
@@ -148,13 +148,12 @@ def _config(
     refuse_model_type(model_type)
     if model_type not in CONFIG_MAPPING:
         _refuse_unknown(model_type, raw, trust_remote_code=trust_remote_code)
-    try:
+    check_sizes(raw)
+    with foreign_code(f"{folder / 'config.json'} cannot be read"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except _CONFIG_ERRORS as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    refuse_config(config)
+        refuse_config(config)
     _refuse_without_class(config, has_code="auto_map" in raw and trust_remote_code)
     return config
 

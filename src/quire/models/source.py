@@ -1,25 +1,30 @@
 """Where a model's files are: inside the package, in a local folder, or on the hub."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from quire.errors import ModelError
+from quire.spec.config import shown
 
 PACKAGED = "quire-tiny"
 _PACKAGED_FOLDER = Path(__file__).parents[1] / "assets" / PACKAGED
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+WHOLE_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+CONFIG_ONLY = ("config.json",)
+"""What a plan needs of a model on the hub."""
 
 
-def find_model(path: str | Path) -> tuple[Path, str]:
+def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tuple[Path, str]:
     """Resolve what a user calls a model.
 
     Args:
         path: "quire-tiny" (exactly this text), a local folder, or a name on the hub. A local folder
             wins over the hub; "./quire-tiny" is a local folder.
+        wanted: patterns of the files to fetch from the hub.
 
     Returns:
         The folder, and a short name for people.
@@ -29,23 +34,32 @@ def find_model(path: str | Path) -> tuple[Path, str]:
     """
     if path == PACKAGED:
         return _PACKAGED_FOLDER, PACKAGED
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = _local_folder(path)
+    if folder is not None:
         return folder, folder.resolve().name
     if isinstance(path, Path) or not _HUB_NAME.fullmatch(path) or path.startswith("."):
         raise ModelError(
-            f"expected a model folder, got {str(path)!r}: there is no such folder; give a local "
-            f"folder, a hub name such as organisation/model, or {PACKAGED!r}"
+            f"expected a model folder, got {shown(str(path))}: there is no such folder; give a "
+            f"local folder, a hub name such as organisation/model, or {PACKAGED!r}"
         )
-    return _download(path), path
+    return _download(path, wanted), path
 
 
-def _download(name: str) -> Path:
+def _local_folder(path: str | Path) -> Path | None:
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, or no path at all
+        return None
+
+
+def _download(name: str, wanted: Sequence[str]) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(wanted)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"there is no folder {name!r} here, and the hub did not give such a model ({reason}); "
-            f"download it where there is a network and give its folder, or use {PACKAGED!r}"
+            f"there is no folder {shown(name)} here, and the hub did not give such a model "
+            f"({reason}); download it where there is a network and give its folder, or use "
+            f"{PACKAGED!r}"
         ) from error

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from quire.errors import ModelError, RequestError
+from quire.models.foreign import foreign_code
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,12 +36,10 @@ def load_tokenizer(
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    try:
+    with foreign_code(f"the tokenizer in {folder} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(f"the tokenizer in {folder} is a {type(tokenizer).__name__}")
     return tokenizer

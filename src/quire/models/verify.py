@@ -7,7 +7,7 @@ once as the engine will: two ragged sequences in one flat batch, in two chunks, 
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModel
+from quire.errors import ModelError, UnsupportedModel
 from quire.models.base import AttentionCall, Comparable, PagedAttention
 from quire.models.dense import DenseAttention
 from quire.spec.model import ModelSpec
@@ -27,6 +27,7 @@ def compare_with_transformers(decoder: Comparable) -> None:
 
     Raises:
         UnsupportedModel: attention is not asked for as the config promises, or logits differ.
+        ModelError: Transformers' own logits are not finite.
     """
     sequences = _prompts(decoder.spec, decoder.device)
     ours = _flat_logits(decoder, sequences)
@@ -102,7 +103,21 @@ class _Recorder:
             )
 
 
+def _expect_finite(decoder: Comparable, theirs: Tensor) -> None:
+    wrong = ~theirs.isfinite().all(dim=-1)
+    if wrong.any():
+        advice = "check the numbers in config.json"
+        if decoder.dtype == torch.float16:
+            advice = f"load with dtype=bfloat16 or float32, or {advice}"
+        raise ModelError(
+            f"{decoder.spec.architecture}: expected finite logits, got NaN or inf from "
+            f"Transformers itself on {int(wrong.sum())} of {len(wrong)} positions of a test "
+            f"sequence; {advice}"
+        )
+
+
 def _compare(decoder: Comparable, number: int, ours: Tensor, theirs: Tensor) -> None:
+    _expect_finite(decoder, theirs)
     spread = (theirs - theirs.mean(dim=-1, keepdim=True)).norm(dim=-1)
     distance = (ours - theirs).norm(dim=-1) / spread.clamp_min(torch.finfo(torch.float32).tiny)
     tolerance, share = _TOLERANCE[decoder.dtype], _TOLERATED_SHARE[decoder.dtype]

@@ -4,13 +4,32 @@ The reader knows keys and types. What the values mean lives in `model`, `windows
 """
 
 import json
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from quire.errors import ModelError
 from quire.spec.families import DEFAULTS
 
 _NESTED = ("text_config", "language_config", "llm_config")
+LARGEST_INTEGER = 2**31 - 1
+"""Of any size in a config.json: indices of kernels are 32 bits wide."""
+
+SIZES = (
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("num_key_value_heads", "num_kv_heads"),
+    ("head_dim",),
+    ("vocab_size",),
+    ("intermediate_size", "ffn_dim", "n_inner"),
+    ("max_position_embeddings", "n_positions"),
+    ("word_embed_proj_dim",),
+)
+"""Keys of sizes that are 1 or more in every model, with their aliases."""
+
+MOST_LAYERS = 10_000
+"""Of one model; far above the deepest that exist."""
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -27,13 +46,41 @@ def read_config(folder: Path) -> dict[str, object]:
         raise ModelError(f"expected a model folder, got {str(folder)!r}: there is no such folder")
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: give a folder in Hugging Face format")
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file of a model folder.
+
+    Raises:
+        ModelError: the file cannot be read, is not JSON, is nested too deeply, or holds no object.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ModelError(
+            f"{path} is not valid JSON: objects or lists are nested too deeply; expected one object"
+        ) from error
+    except ValueError as error:  # bad JSON, bad UTF-8, or an integer of too many digits
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, expected a JSON object")
-    return config
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def check_sizes(config: Mapping[str, object]) -> None:
+    """Refuse sizes and types that no model can have, whoever reads the rest of the config.
+
+    Raises:
+        ModelError: a size is not a positive integer, or the dtype has no name; says which.
+    """
+    reader = ConfigReader(config)
+    for names in SIZES:
+        reader.positive_integer(*names)
+    reader.num_layers()
+    reader.dtype()
 
 
 class ConfigReader:
@@ -47,7 +94,8 @@ class ConfigReader:
         inner = next((config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), None)
         self._outer = config
         self._config: Mapping[str, object] = inner if isinstance(inner, Mapping) else config
-        self.model_type = str(self._config.get("model_type") or config.get("model_type") or "")
+        model_type = self._config.get("model_type") or config.get("model_type")
+        self.model_type = model_type if isinstance(model_type, str) else ""
         if not self.model_type:
             raise ModelError("config.json has no 'model_type': add the key (for example \"llama\")")
         self._defaults = DEFAULTS.get(self.model_type, {})
@@ -65,12 +113,15 @@ class ConfigReader:
 
     def find(self, *names: str) -> object:
         """The first value that is not null, or None; a dot steps into a nested object."""
+        return self._named(*names)[1]
+
+    def _named(self, *names: str) -> tuple[str, object]:
         for source in (self._config, self._defaults):
             for name in names:
                 value = _step(source, name)
                 if value is not None:
-                    return value
-        return None
+                    return name, value
+        return names[0], None
 
     def outer(self, name: str) -> object:
         """Like `find`, then the same key of the enclosing configuration."""
@@ -83,11 +134,32 @@ class ConfigReader:
         Raises:
             ModelError: the key is missing, or its value is not a positive integer.
         """
-        value = self.optional_integer(*names)
+        value = self.positive_integer(*names)
         if value is None:
             raise self.missing(*names)
-        if value == 0:
-            raise ModelError(f"config.json: {names[0]!r} is 0, expected a positive integer")
+        return value
+
+    def positive_integer(self, *names: str) -> int | None:
+        """An integer of 1 or more, or None when the key is missing or null.
+
+        Raises:
+            ModelError: the value is 0 or of another kind.
+        """
+        return self._integer(names, at_least=1)
+
+    def num_layers(self) -> int | None:
+        """The number of layers, or None when the key is missing or null.
+
+        Raises:
+            ModelError: not a positive integer, or more than `MOST_LAYERS`.
+        """
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        value = self.positive_integer(*names)
+        if value is not None and value > MOST_LAYERS:
+            raise ModelError(
+                f"config.json: {self._named(*names)[0]!r} is {value}, expected {MOST_LAYERS} at "
+                "most"
+            )
         return value
 
     def optional_integer(self, *names: str) -> int | None:
@@ -96,12 +168,60 @@ class ConfigReader:
         Raises:
             ModelError: the value is of another kind.
         """
-        value = self.find(*names)
+        return self._integer(names, at_least=0)
+
+    def sequence(self, *names: str) -> list[object] | None:
+        """A list, or None when the key is missing or null.
+
+        Raises:
+            ModelError: the value is of another kind.
+        """
+        name, value = self._named(*names)
+        if value is not None and not isinstance(value, list | tuple):
+            raise ModelError(f"config.json: {name!r} is {shown(value)}, expected a list")
+        return None if value is None else list(value)
+
+    def integers(self, name: str) -> Collection[int]:
+        """A list of integers; empty when the key is missing or null.
+
+        Raises:
+            ModelError: the value is of another kind.
+        """
+        value = self.find(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(_is_integer(item) for item in value):
+            raise ModelError(
+                f"config.json: {name!r} is {shown(value)}, expected a list of integers"
+            )
+        return value
+
+    def _integer(self, names: tuple[str, ...], *, at_least: int) -> int | None:
+        name, value = self._named(*names)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"config.json: {names[0]!r} is {value!r}, expected a positive integer")
+        if not _is_integer(value) or not at_least <= value <= LARGEST_INTEGER:
+            raise ModelError(
+                f"config.json: {name!r} is {shown(value)}, expected an integer from {at_least} to "
+                f"{LARGEST_INTEGER}"
+            )
         return value
+
+    def dtype(self) -> str | None:
+        """The name of the weights' dtype, also from the enclosing configuration.
+
+        Raises:
+            ModelError: the value is no name.
+        """
+        for name in ("dtype", "torch_dtype"):
+            value = self.outer(name)
+            if isinstance(value, str) and value:
+                return value.removeprefix("torch.")
+            if value is not None:
+                raise ModelError(
+                    f"config.json: {name!r} is {shown(value)}, expected the name of a dtype"
+                )
+        return None
 
     def flag(self, name: str, *, default: bool) -> bool:
         """A boolean, also from the enclosing configuration.
@@ -113,8 +233,18 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {name!r} is {value!r}, expected true or false")
+            raise ModelError(f"config.json: {name!r} is {shown(value)}, expected true or false")
         return value
+
+
+def shown(value: object) -> str:
+    """A value of a config in a message, at most 60 characters."""
+    text = reprlib.repr(value) if isinstance(value, dict | list) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _step(source: Mapping[str, object], name: str) -> object:

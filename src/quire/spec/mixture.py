@@ -63,9 +63,8 @@ def _shared_size(reader: ConfigReader, expert_size: int) -> int:
 
 def _expert_layers(reader: ConfigReader, num_layers: int) -> int:
     first = reader.optional_integer("first_k_dense_replace", "moe_layer_start_index") or 0
-    step = reader.optional_integer("decoder_sparse_step") or 1
-    dense = reader.find("mlp_only_layers")
-    dense_layers = dense if isinstance(dense, list) else []
+    step = reader.positive_integer("decoder_sparse_step") or 1
+    dense_layers = reader.integers("mlp_only_layers")
     return sum(
         layer >= first and layer not in dense_layers and (layer + 1) % step == 0
         for layer in range(num_layers)

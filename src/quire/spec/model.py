@@ -12,6 +12,7 @@ from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.spec.config import ConfigReader
 from quire.spec.families import LEARNED_POSITIONS, REFUSED, TIED_BY_DEFAULT, UNGATED
 from quire.spec.mixture import MixtureSpec, read_mixture
+from quire.spec.vectors import PLAIN, VectorSpec, read_vectors
 from quire.spec.windows import read_windows
 
 
@@ -51,6 +52,7 @@ class ModelSpec:
         learned_positions: rows of a table of position embeddings; 0 where positions are rotary.
         embedding_size: width of the embeddings where it is not the hidden size (OPT-350M).
         mixture: the expert layers of a mixture of experts; None for a dense model.
+        vectors: biases, norms and sinks of a layer.
 
     Raises:
         ConfigError: head counts do not divide, or the layers are not `num_layers` many.
@@ -71,6 +73,7 @@ class ModelSpec:
     learned_positions: int = 0
     embedding_size: int | None = None
     mixture: MixtureSpec | None = None
+    vectors: VectorSpec = PLAIN
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -95,7 +98,9 @@ class ModelSpec:
         reader = ConfigReader(config)
         _refuse(reader)
         hidden_size = reader.integer("hidden_size", "n_embd", "n_embed", "d_model")
-        num_layers = reader.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        num_layers = reader.num_layers()
+        if num_layers is None:
+            raise reader.missing("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         num_heads = reader.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
         max_positions = _max_positions(reader)
         kind = reader.model_type
@@ -114,8 +119,9 @@ class ModelSpec:
             gated_mlp=kind not in UNGATED,
             layers=tuple(LayerSpec(window=window) for window in read_windows(reader, num_layers)),
             learned_positions=0 if extra_rows is None else max_positions + extra_rows,
-            embedding_size=reader.optional_integer("word_embed_proj_dim"),
+            embedding_size=reader.positive_integer("word_embed_proj_dim"),
             mixture=read_mixture(reader, num_layers),
+            vectors=read_vectors(reader),
         )
 
     @property
@@ -149,7 +155,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model, experts included; biases are left out (0.2 % at most)."""
+        """Weights of the model, experts, biases and norms included."""
         experts = self.mixture.num_experts if self.mixture else 0
         return self._parameters(experts)
 
@@ -181,7 +187,11 @@ class ModelSpec:
 
     def _parameters(self, experts: int) -> int:
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        norms = 2 * self.hidden_size
+        attention += self.vectors.attention_parameters(
+            self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        attention += self.hidden_size if self.vectors.output_bias else 0
+        norms = self.vectors.layer_norms * self.vectors.norm_parameters(self.hidden_size)
         layers = self.num_layers * (attention + norms) + self._mlp_parameters(experts)
         return layers + self._other_parameters
 
@@ -193,17 +203,23 @@ class ModelSpec:
         if self.embedding_size == self.hidden_size:
             projections = 0
         positions = self.learned_positions * self.hidden_size
-        return embeddings + projections + positions + self.hidden_size
+        head_bias = self.vocab_size if self.vectors.head_bias else 0
+        norm = self.vectors.norm_parameters(self.hidden_size)
+        return embeddings + projections + positions + norm + head_bias
 
     def _mlp_parameters(self, experts: int) -> int:
-        matrices = 3 if self.gated_mlp else 2
         if self.mixture is None:
-            return self.num_layers * matrices * self.hidden_size * self.intermediate_size
-        width = experts * self.mixture.expert_size + self.mixture.shared_size
-        router = self.hidden_size * self.mixture.num_experts
-        dense = (self.num_layers - self.mixture.num_layers) * self.intermediate_size
-        wide = self.mixture.num_layers * width
-        return matrices * self.hidden_size * (wide + dense) + self.mixture.num_layers * router
+            return self.num_layers * self._one_mlp(self.intermediate_size)
+        shared = self._one_mlp(self.mixture.shared_size) if self.mixture.shared_size else 0
+        router = (self.hidden_size + self.vectors.router_bias) * self.mixture.num_experts
+        wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router
+        dense = self.num_layers - self.mixture.num_layers
+        return self.mixture.num_layers * wide + dense * self._one_mlp(self.intermediate_size)
+
+    def _one_mlp(self, width: int) -> int:
+        matrices = 3 if self.gated_mlp else 2
+        biases = (matrices - 1) * width + self.hidden_size if self.vectors.mlp_bias else 0
+        return matrices * self.hidden_size * width + biases
 
 
 def _refuse(reader: ConfigReader) -> None:
@@ -229,7 +245,7 @@ def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
     # Falcon writes num_kv_heads always, but its older architecture takes no notice of it
     regular = not reader.flag("multi_query", default=False)
     if regular or reader.flag("new_decoder_architecture", default=False):
-        given = reader.optional_integer(
+        given = reader.positive_integer(
             "num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads"
         )
         num_kv_heads = given or num_heads
@@ -244,8 +260,8 @@ def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
 
 
 def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
-    head_dim = reader.optional_integer("head_dim")
-    if head_dim:
+    head_dim = reader.positive_integer("head_dim")
+    if head_dim is not None:
         return head_dim
     if hidden_size % num_heads:
         raise ModelError(
@@ -257,8 +273,8 @@ def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
 
 def _intermediate_size(reader: ConfigReader, hidden_size: int) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size")
-    given = reader.optional_integer(*names, "ffn_config.ffn_hidden_size")
-    if given:
+    given = reader.positive_integer(*names, "ffn_config.ffn_hidden_size")
+    if given is not None:
         return given
     if reader.model_type in UNGATED:
         return 4 * hidden_size

@@ -5,10 +5,10 @@ Configurations say it in five ways, read here in this order: `use_sliding_window
 full, and `max_window_layers` below which all are full. Else `sliding_window` is for all layers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.spec.config import ConfigReader
+from quire.spec.config import MOST_LAYERS, ConfigReader, shown
 from quire.spec.families import WINDOW_IGNORED
 
 _KINDS = {
@@ -66,14 +66,26 @@ def _sliding(reader: ConfigReader, num_layers: int, *, windowed: bool) -> Sequen
 
 
 def _kinds(reader: ConfigReader) -> list[object] | None:
-    kinds = reader.find("layer_types", "attention_layers")
-    if isinstance(kinds, list):
+    kinds = reader.sequence("layer_types", "attention_layers")
+    if kinds is not None:
         return kinds
-    pairs = reader.find("attention_types")
-    if not isinstance(pairs, list):
+    pairs = reader.sequence("attention_types")
+    if pairs is None:
         return None
     # GPT-Neo: [[["global", "local"], 12]] repeats the inner list twelve times
-    return [kind for cycle, times in pairs for _ in range(times) for kind in _listed(cycle)]
+    return [kind for pair in pairs for kind in _repeated(pair)]
+
+
+def _repeated(pair: object) -> Iterator[object]:
+    match pair:
+        case [cycle, int(times)] if 0 <= times <= MOST_LAYERS:
+            for _ in range(times):
+                yield from _listed(cycle)
+        case _:
+            raise ModelError(
+                f"config.json: 'attention_types' holds {shown(pair)}, expected pairs of a list of "
+                "layer types and how often it repeats"
+            )
 
 
 def _listed(cycle: object) -> Iterable[object]:

@@ -236,6 +236,35 @@ def test_a_folder_that_is_no_model_ends_likewise(tmp_path: Path):
     assert "has no config.json" in empty.stderr
 
 
+def test_a_hub_name_is_planned_from_its_config_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    fetched: dict[str, list[str]] = {}
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        fetched[name] = allow_patterns
+        return str(folder)
+
+    monkeypatch.setattr("quire.models.source.snapshot_download", download)
+
+    result = quire_plan("org/model", "--memory", "1GiB")
+
+    assert result.exit_code == 0, result.output
+    assert "org/model: " in result.output
+    assert fetched == {"org/model": ["config.json"]}
+
+
+def test_a_hub_that_cannot_be_reached_ends_likewise(monkeypatch: pytest.MonkeyPatch):
+    def offline(*_: object, **__: object) -> str:
+        raise OSError("cannot reach the hub")
+
+    monkeypatch.setattr("quire.models.source.snapshot_download", offline)
+
+    result = quire_plan("org/model", "--memory", "1GiB")
+
+    assert result.exit_code == 2
+    assert "the hub did not give such a model (cannot reach the hub)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_config_without_a_key_ends_with_its_name(folder: Path):
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
 
@@ -245,7 +274,7 @@ def test_a_config_without_a_key_ends_with_its_name(folder: Path):
 def test_a_dtype_that_is_not_a_name_is_refused(folder: Path):
     (folder / "config.json").write_text(json.dumps(TINY | {"torch_dtype": 16}))
 
-    with pytest.raises(ModelError, match="'dtype' is 16"):
+    with pytest.raises(ModelError, match="'torch_dtype' is 16"):
         plan_report(folder)
 
 

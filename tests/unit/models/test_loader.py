@@ -160,9 +160,14 @@ def _edit_config(**changes: object) -> Callable[[Path], None]:
             "no model-1.safetensors",
         ),
         (_pickled, "can run code"),
-        (_edit_config(num_hidden_layers=3), "no weights for model.layers.2"),
-        (_edit_config(intermediate_size=64), "cannot be loaded"),
-        (_edit_config(hidden_size="wide"), "config.json cannot be read"),
+        (_edit_config(num_hidden_layers=3), "no weights of layer 2"),
+        (
+            _edit_config(intermediate_size=64),
+            r"gate_proj.weight of shape \[48, 32\], and config.json asks for \[64, 32\] "
+            r"\(intermediate_size=64\)",
+        ),
+        (_edit_config(hidden_size="wide"), "'hidden_size' is 'wide', expected an integer"),
+        (_edit_config(rms_norm_eps="small"), "config.json cannot be read"),
         (_write("generation_config.json", "[]"), "expected a JSON object"),
         (_write("tokenizer.json", "{"), "tokenizer in .* cannot be read"),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import zoo
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.spec.config import read_config
 from quire.spec.dtypes import dtype_bytes
@@ -262,6 +263,32 @@ def test_known_models_have_their_published_size():
     assert ModelSpec.from_config(mixtral).num_active_parameters == pytest.approx(12.9e9, rel=0.01)
 
 
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_parameter_is_counted_biases_and_norms_too(name: str):
+    model = zoo.build(name)
+
+    spec = ModelSpec.from_config(model.config.to_dict())
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_query_key_and_value_biases_of_qwen2_are_counted():
+    """Qwen2.5-7B: 28 layers of 3584 + 2 * 512 biases. Published: 7,615,616,512 parameters."""
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+    }
+
+    assert ModelSpec.from_config(config).num_parameters == 7_615_616_512
+
+
 def test_experts_in_some_layers_only_are_counted_there():
     """Layers 1, 3 of 4 have 4 experts of width 10 and a shared part of 6; layers 0, 2 are dense.
 
@@ -282,7 +309,7 @@ def test_experts_in_some_layers_only_are_counted_there():
         "max_position_embeddings": 16,
     }
     model = ModelSpec.from_config(config)
-    rest = 4 * (4 * 8 * 8 + 2 * 8) + 2 * 5 * 8 + 8
+    rest = 4 * (4 * 8 * 8 + 2 * 8 + 3 * 8) + 2 * 5 * 8 + 8  # attention, norms, QKV biases
 
     assert model.num_parameters == 3232 + rest
     assert model.num_parameters - model.num_active_parameters == 2 * 2 * (3 * 8 * 10)

@@ -1,0 +1,48 @@
+"""Calls into code that is not Quire's: Transformers, and the Python code of model folders.
+
+What such code raises for an unusual config or a damaged file is not part of its interface, so
+every exception becomes a ModelError of one line. The original exception is its cause.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import StrictDataclassError
+
+from quire.errors import ModelError, QuireError
+
+_LONGEST_REASON = 300  # characters
+_SPEAKING = (
+    OSError,
+    ValueError,
+    ImportError,
+    StrictDataclassError,
+)  # their texts need no name of a class
+
+
+@contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Turn exceptions of the block into a ModelError that begins with `what`.
+
+    Args:
+        what: what failed, as in "config.json cannot be read".
+
+    Raises:
+        ModelError: the block raised something that is not Quire's own.
+    """
+    try:
+        yield
+    except QuireError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{what}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The text of an exception on one line, with its class where the text alone says little."""
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST_REASON:
+        text = f"{text[: _LONGEST_REASON - 3]}..."
+    if text and isinstance(error, _SPEAKING):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

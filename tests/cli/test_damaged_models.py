@@ -1,0 +1,71 @@
+"""`quire generate` and `quire plan` on damaged copies of quire-tiny: exit 2 and one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.models.source import find_model
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(find_model("quire-tiny")[0], tmp_path / "tiny"))
+
+
+def _ends_in_one_line(result, message: str) -> None:
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "of which 5 would be left out"),
+        ({"num_hidden_layers": 1_000_000}, "'num_hidden_layers' is 1000000, expected 10000"),
+        ({"head_dim": 0}, "'head_dim' is 0, expected an integer from 1"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' is 0, expected an integer from 1"),
+        ({"num_key_value_heads": 0}, "'num_key_value_heads' is 0, expected an integer from 1"),
+        ({"vocab_size": -1}, "'vocab_size' is -1, expected an integer from 1"),
+        ({"hidden_act": "nope"}, "'hidden_act' is 'nope', which Transformers does not know"),
+    ],
+)
+def test_a_config_that_cannot_be(quire, tiny: Path, changes: dict, message: str):
+    path = tiny / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    _ends_in_one_line(quire("generate", tiny, "-p", "x"), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_config_of_brackets(quire, tiny: Path, command: str):
+    (tiny / "config.json").write_text("[" * 100_000)
+    prompt = ("-p", "x") if command == "generate" else ()
+
+    _ends_in_one_line(quire(command, tiny, *prompt), "nested too deeply")
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_a_name_of_300_characters(quire, monkeypatch, command: str):
+    def offline(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("quire.models.source.snapshot_download", offline)
+    prompt = ("-p", "x") if command == "generate" else ()
+
+    _ends_in_one_line(quire(command, "a" * 300, *prompt), "there is no folder 'aaa")
+
+
+def test_a_weight_that_is_not_a_number(quire, tiny: Path):
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors = load_file(tiny / "model.safetensors")
+    tensors[name].view(-1)[7] = torch.nan
+    save_file(tensors, tiny / "model.safetensors", metadata={"format": "pt"})
+
+    _ends_in_one_line(quire("generate", tiny, "-p", "x"), f"weights contain NaN in {name}")
