@@ -106,7 +106,7 @@ class _Recorder:
 def _expect_finite(decoder: Comparable, theirs: Tensor) -> None:
     wrong = ~theirs.isfinite().all(dim=-1)
     if wrong.any():
-        advice = "check the numbers in config.json"
+        advice = "check the weights and the numbers in config.json"
         if decoder.dtype == torch.float16:
             advice = f"load with dtype=bfloat16 or float32, or {advice}"
         raise ModelError(

@@ -28,6 +28,9 @@ SIZES = (
 )
 """Keys of sizes that are 1 or more in every model, with their aliases."""
 
+ROTARY_FRACTIONS = ("partial_rotary_factor", "rotary_pct")
+"""Keys of the fraction of a head that RoPE rotates; a table of so many cosines is built from it."""
+
 MOST_LAYERS = 10_000
 """Of one model; far above the deepest that exist."""
 
@@ -81,6 +84,10 @@ def check_sizes(config: Mapping[str, object]) -> None:
         reader.positive_integer(*names)
     reader.num_layers()
     reader.dtype()
+    for key in ("rope_parameters", "rope_scaling"):
+        for name in ROTARY_FRACTIONS:
+            reader.fraction(name)
+            reader.fraction(f"{key}.{name}")
 
 
 class ConfigReader:
@@ -206,6 +213,19 @@ class ConfigReader:
                 f"{LARGEST_INTEGER}"
             )
         return value
+
+    def fraction(self, name: str) -> float | None:
+        """A number from 0 to 1, or None when the key is missing or null.
+
+        Raises:
+            ModelError: the value is of another kind.
+        """
+        value = self.find(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ModelError(f"config.json: {name!r} is {shown(value)}, expected 0 to 1")
+        return float(value)
 
     def dtype(self) -> str | None:
         """The name of the weights' dtype, also from the enclosing configuration.

@@ -154,6 +154,14 @@ def test_a_size_below_one_names_its_field(llama: Path, field: str, value: int) -
             attempt(llama)
 
 
+def test_more_than_a_whole_head_is_not_rotated(tmp_path: Path) -> None:
+    folder = zoo.save("gpt_neox", tmp_path)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+
+    with pytest.raises(ModelError, match=r"'rope_parameters.partial_rotary_factor' is 1000000"):
+        _load(_edit(folder, rope_parameters=rope | {"partial_rotary_factor": 10**6}))
+
+
 def test_deep_brackets_are_not_json_that_is_read(llama: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         (llama / name).write_text("[" * 100_000)
