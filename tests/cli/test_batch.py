@@ -51,6 +51,40 @@ def test_every_line_is_answered_once(batch):
     assert all(record["usage"]["completion_tokens"] <= 6 for record in records)
 
 
+def completion(name: str, prompt: object, **body: object) -> object:
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt, "seed": 3, "temperature": 1.0, "n": 2, **body},
+    }
+
+
+def test_a_line_with_several_prompts_has_one_record_with_all_choices(batch):
+    asked = [[2, 7, 9], [3, 7, 9], [4, 7, 9]]
+    alone = [completion(str(i), prompt) for i, prompt in enumerate(asked)]
+
+    result, target = batch([*alone, completion("all", asked)])
+
+    assert result.exit_code == 0, result.output
+    found = {r["custom_id"]: r["response"]["body"] for r in read_records(target)}
+    *single, several = (found[name] for name in ("0", "1", "2", "all"))
+    texts = [choice["text"] for body in single for choice in body["choices"]]
+    assert [choice["text"] for choice in several["choices"]] == texts
+    assert [choice["index"] for choice in several["choices"]] == list(range(6))
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert several["usage"][count] == sum(body["usage"][count] for body in single)
+
+
+def test_one_refused_prompt_of_several_refuses_the_line(batch):
+    result, target = batch([completion("a", [[1, 2], [1, 999]]), completion("b", [[1]] * 1_025)])
+
+    assert result.exit_code == 1
+    errors = {r["custom_id"]: r["error"]["message"] for r in read_records(target)}
+    assert "token ids" in errors["a"]
+    assert "1025 prompts x 2 answers" in errors["b"]
+
+
 def test_bad_lines_get_an_error_record_and_the_others_run(batch):
     mixed = [line for pair in zip(prompts(len(BAD)), BAD, strict=True) for line in pair]
 

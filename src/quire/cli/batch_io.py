@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from quire.cli.batch_prompts import read_messages, read_prompt, read_prompts, shown
 from quire.engine.sampling_params import SamplingParams
-from quire.errors import QuireError, UnknownName
+from quire.errors import QuireError, RequestError, UnknownName
+from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED
 
 T = TypeVar("T")
 LineKind = Literal["plain", "completions", "chat"]
@@ -24,17 +26,13 @@ _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/comple
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
 _OF_ENGINE = ("evict", "record_evictions", "cache_salt", "priority", "deadline_s")
-_NOTES = frozenset({"model", "user", "metadata", "service_tier", "store"})
-"""Members of a body that say nothing about the answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **UNSUPPORTED,
     "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
+    "stream_options": (),
     "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
 }
-"""Members that are accepted where they ask for nothing."""
+"""Members that are not answered in a batch, with the values that ask for nothing."""
 
 
 class BatchError(QuireError):
@@ -70,7 +68,8 @@ class BatchLine:
 
     Attributes:
         head: which line.
-        prompt: text or token ids; None when there are messages.
+        prompt: text or token ids, the first of several; None when there are messages.
+        more_prompts: those after the first, of a line for /v1/completions.
         messages: a chat; None when there is a prompt.
         sampling: options this line sets, by the names of SamplingParams.
         evict: which of its tokens stay; None where it does not say.
@@ -82,6 +81,7 @@ class BatchLine:
 
     head: LineHead
     prompt: str | list[int] | None = None
+    more_prompts: tuple[str | list[int], ...] = ()
     messages: list[dict[str, str]] | None = None
     evict: str | None = None
     record_evictions: bool | None = None
@@ -89,6 +89,11 @@ class BatchLine:
     cache_salt: str = ""
     priority: int = 0
     deadline_s: float | None = None
+
+    @property
+    def prompts(self) -> tuple[str | list[int] | None, ...]:
+        """All its prompts; one None where it has messages."""
+        return (self.prompt, *self.more_prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +188,15 @@ def _line(
         priority=_typed(body, "priority", int, head) or 0,
         deadline_s=_typed(body, "deadline_s", float, head),
     )
-    if asked == "messages":
-        return replace(line, messages=_messages(body.get(asked), head))
-    return replace(line, prompt=_prompt(body.get(asked), head, form))
+    try:
+        if asked == "messages":
+            return replace(line, messages=read_messages(body.get(asked)))
+        prompt, *more = read_prompts(body.get(asked), form.prefix, several=head.kind != "plain")
+    except RequestError as error:
+        raise BatchError(str(error), head) from None
+    if more and line.record_evictions:
+        raise BatchError("expected one prompt beside record_evictions, got a list of several", head)
+    return replace(line, prompt=prompt, more_prompts=tuple(more))
 
 
 def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> T | None:
@@ -194,29 +205,32 @@ def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> 
         value = float(value)
     if value is None or type(value) is kind:  # True is no number of these
         return value
-    raise BatchError(f"expected {key} to be a {kind.__name__}, got {_short(value)}", head)
+    raise BatchError(f"expected {key} to be a {kind.__name__}, got {shown(value)}", head)
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in body.items():
-        if key == "max_completion_tokens":
-            key = "max_tokens"  # OpenAI's newer name of the same thing
-        if value is None or key in _NOTES or _asks_nothing(key, value):
+        if value is None or key == "model" or key in IGNORED or _asks_nothing(key, value):
             continue
         if key in _NEUTRAL or key in _REPORTS:
-            raise BatchError(f"{key}={value!r} is not answered in a batch: leave it out", head)
-        if key not in SAMPLING_FIELDS:
+            instead = f"use {INSTEAD[key]}" if key in INSTEAD else "leave it out"
+            raise BatchError(f"{key}={shown(value)} is not answered in a batch: {instead}", head)
+        name = "max_tokens" if key == "max_completion_tokens" else key  # OpenAI's newer name
+        if name not in SAMPLING_FIELDS:
             raise BatchError(str(UnknownName("member", key, (*SAMPLING_FIELDS, *_OF_ENGINE))), head)
-        if key in found:
-            raise BatchError("both max_tokens and max_completion_tokens are given", head)
-        found[key] = _token_keys(value) if key == "logit_bias" else value
+        if name == key and name in found:
+            continue  # the newer name goes first where both are given
+        found[name] = _token_keys(value) if key == "logit_bias" else value
     return found
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
     # 0 is not False here: logprobs=0 asks for the chosen token's
-    return any(type(value) is type(idle) and value == idle for idle in _NEUTRAL.get(key, ()))
+    return any(
+        isinstance(value, bool) == isinstance(idle, bool) and value == idle
+        for idle in _NEUTRAL.get(key, ())
+    )
 
 
 def _token_keys(value: Any) -> Any:
@@ -224,44 +238,6 @@ def _token_keys(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {int(k) if k.isdecimal() and k.isascii() else k: v for k, v in value.items()}
-
-
-def _prompt(value: Any, head: LineHead, form: LineFormat) -> str | list[int]:
-    if isinstance(value, str) and (form.prefix or value):
-        return form.prefix + value
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return value
-    raise BatchError(
-        f"expected a prompt, a text or a list of token ids that is not empty, got {_short(value)}",
-        head,
-    )
-
-
-def _messages(value: Any, head: LineHead) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise BatchError(f"expected a list of messages, got {_short(value)}", head)
-    return [_message(message, head) for message in value]
-
-
-def _message(value: Any, head: LineHead) -> dict[str, str]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise BatchError(f"expected a message with a role, got {_short(value)}", head)
-    content = value.get("content")
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BatchError(f"expected text as content of a message, got {_short(content)}", head)
-    return {"role": value["role"], "content": content}
-
-
-def _is_text_part(part: Any) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---- plain lines -------------------------------------------------------------------------------
@@ -273,11 +249,14 @@ def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Batc
         name = str(name)
     head = LineHead(number=number, name=name if isinstance(name, str) else None)
     if name is not None and head.name is None:
-        raise BatchError(f"expected a text or a whole number as id, got {_short(name)}", head)
+        raise BatchError(f"expected a text or a whole number as id, got {shown(name)}", head)
     if form.prompt_key != "prompt":
         if form.prompt_key not in value:
             raise BatchError(f"the line has no {form.prompt_key!r}, which --prompt-key names", head)
-        return BatchLine(head=head, prompt=_prompt(value[form.prompt_key], head, form))
+        try:
+            return BatchLine(head=head, prompt=read_prompt(value[form.prompt_key], form.prefix))
+        except RequestError as error:
+            raise BatchError(str(error), head) from None
     if ("prompt" in value) == ("messages" in value):
         raise BatchError("expected either a prompt or messages in the line", head)
     asked: Literal["messages", "prompt"] = "messages" if "messages" in value else "prompt"

@@ -12,8 +12,9 @@ from quire.cli.batch_output import BatchOutput
 from quire.cli.batch_records import BatchTally, Record, answer_record, error_record
 from quire.cli.drive import Driver, Job
 from quire.engine.llm import LLM
-from quire.engine.outputs import Answer
+from quire.engine.outputs import Answer, merged
 from quire.errors import NeverFits, RequestError
+from quire.serve.config import MAX_ANSWERS
 
 GROUP_RECORDS = 32
 GROUP_S = 0.5
@@ -38,6 +39,7 @@ class BatchRun:
     ) -> None:
         self._llm, self._task, self._output = llm, task, output
         self._lines: dict[int, BatchLine] = {}
+        self._parts: dict[int, dict[int, Answer | RequestError]] = {}
         self._written_s = time.monotonic()
         self.tally = BatchTally()
         self._driver = Driver(
@@ -53,22 +55,31 @@ class BatchRun:
             ConfigError: the output cannot be written any more.
         """
         for job, result in self._driver.run(self._jobs()):
-            line = self._lines.pop(job.key)
-            if isinstance(result, RequestError):
-                self._put(error_record(line.head, _refusal_text(line, result)), None)
-                continue
-            record = answer_record(
-                line,
-                result,
-                model=self._llm.model.name,
-                with_prompt=self._task.with_prompt,
-            )
-            if line.record_evictions:
-                trace = self._llm.engine.eviction_trace(result.request_id)
-                record["evictions"] = [kept.as_dict() for kept in trace]
-            self._put(record, result)
+            line = self._lines[job.key]
+            parts = self._parts.setdefault(job.key, {})
+            parts[job.part] = result
+            if len(parts) == len(line.prompts):
+                del self._lines[job.key], self._parts[job.key]
+                self._answer(line, [parts[number] for number in sorted(parts)])
         self._output.flush()
         return self.tally
+
+    def _answer(self, line: BatchLine, results: list[Answer | RequestError]) -> None:
+        """Write the record of a line whose prompts have all ended."""
+        answers: list[Answer] = []
+        for result in results:
+            if isinstance(result, RequestError):
+                self._put(error_record(line.head, _refusal_text(line, result)), None)
+                return
+            answers.append(result)
+        answer = merged(answers)
+        record = answer_record(
+            line, answer, model=self._llm.model.name, with_prompt=self._task.with_prompt
+        )
+        if line.record_evictions:
+            trace = self._llm.engine.eviction_trace(answer.request_id)
+            record["evictions"] = [kept.as_dict() for kept in trace]
+        self._put(record, answer)
 
     def _jobs(self) -> Iterator[Job]:
         with self._task.source.open("rb") as lines:
@@ -77,29 +88,39 @@ class BatchRun:
                     continue
                 try:
                     line = parse_line(raw, number, self._task.form)
-                    job = self._job(line)
+                    jobs = self._jobs_of(line)
                 except BatchError as error:
                     self._put(error_record(error.head, str(error)), None)
                 except RequestError as error:
                     self._put(error_record(line.head, str(error)), None)
                 else:
                     self._lines[number] = line
-                    yield job
+                    yield from jobs
 
-    def _job(self, line: BatchLine) -> Job:
+    def _jobs_of(self, line: BatchLine) -> list[Job]:
         number = line.head.number
         own = {"seed": (self._output.seed + number) % _SEED_RANGE} | dict(line.sampling)
-        return Job(
-            key=number,
-            prompt=line.prompt,
-            messages=line.messages,
-            params=replace(self._task.sampling, **own),
-            evict=line.evict,
-            record_evictions=line.record_evictions,
-            cache_salt=line.cache_salt,
-            priority=line.priority,
-            deadline_s=line.deadline_s,
-        )
+        params = replace(self._task.sampling, **own)
+        if len(line.prompts) * params.num_sequences > MAX_ANSWERS:
+            raise RequestError(
+                f"{len(line.prompts)} prompts x {params.num_sequences} answers are more than "
+                f"{MAX_ANSWERS}: write several lines"
+            )
+        return [
+            Job(
+                key=number,
+                part=part,
+                prompt=prompt,
+                messages=line.messages,
+                params=params,
+                evict=line.evict,
+                record_evictions=line.record_evictions,
+                cache_salt=line.cache_salt,
+                priority=line.priority,
+                deadline_s=line.deadline_s,
+            )
+            for part, prompt in enumerate(line.prompts)
+        ]
 
     def _put(self, record: Record, answer: Answer | None) -> None:
         self.tally.add(record, answer)

@@ -20,6 +20,7 @@ class Job:
 
     Attributes:
         key: the caller's number of it.
+        part: which of the caller's prompts under that number.
         prompt: text or token ids; None when there are messages.
         messages: a chat, each {"role", "content"}; None when there is a prompt.
         params: how it samples.
@@ -39,6 +40,7 @@ class Job:
     cache_salt: str = ""
     priority: int = 0
     deadline_s: float | None = None
+    part: int = 0
 
 
 class Driver:

@@ -1,7 +1,7 @@
 """What comes out: pieces of answers while they are made, and whole answers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.engine.sampler import SampledToken, ScoredToken
@@ -112,6 +112,35 @@ class Answer:
     prompt_logprobs: tuple[ScoredToken | None, ...] | None
     choices: tuple[Choice, ...]
     usage: Usage
+
+
+def merged(answers: Sequence[Answer]) -> Answer:
+    """Answers to several prompts as one: choice i of prompt k has the index k * n + i.
+
+    Tokens and preemptions are summed; peaks and times are the largest of any.
+    """
+    first, usages = answers[0], [answer.usage for answer in answers]
+    if len(answers) == 1:
+        return first
+    return replace(
+        first,
+        error=next((answer.error for answer in answers if answer.error is not None), None),
+        choices=tuple(
+            replace(choice, index=number * len(answer.choices) + choice.index)
+            for number, answer in enumerate(answers)
+            for choice in answer.choices
+        ),
+        usage=Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            evicted_tokens=max(usage.evicted_tokens for usage in usages),
+            kv_peak_bytes=max(usage.kv_peak_bytes for usage in usages),
+            first_token_s=max(usage.first_token_s for usage in usages),
+            total_s=max(usage.total_s for usage in usages),
+        ),
+    )
 
 
 class AnswerBuilder:

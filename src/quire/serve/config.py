@@ -9,6 +9,9 @@ from quire.plan.sizes import parse_size
 from quire.spec.options import option, require_types
 
 UnknownFields = Literal["refuse", "warn"]
+MAX_ANSWERS = 2048
+"""Answers that one request may ask for: its prompts times the answers made for each."""
+
 LARGEST_PORT = 65_535
 MAX_TOKENIZER_THREADS = 64
 

@@ -11,14 +11,11 @@ from quire.engine.ledger import Snapshot
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
-from quire.serve.config import ServerConfig
+from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import FieldError, UnknownModel
 from quire.serve.pieces import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Prompt, Texts, Turn
-
-MAX_ANSWERS = 2048
-"""Answers one HTTP request may ask for: its prompts times the answers made for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

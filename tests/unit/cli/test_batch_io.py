@@ -147,6 +147,12 @@ def test_keys_of_a_logit_bias_become_token_ids():
         {"user": "me"},
         {"metadata": {"a": "b"}},
         {"top_p": None},
+        {"tools": []},
+        {"modalities": ["text"]},
+        {"parallel_tool_calls": True},
+        {"no_repeat_ngram_size": 0},
+        {"typical_p": 1.0},
+        {"evcit": None},
     ],
 )
 def test_members_that_ask_for_nothing_are_accepted(member):
@@ -164,9 +170,11 @@ def test_members_that_ask_for_nothing_are_accepted(member):
         {"logprobs": True},
         {"suffix": "x"},
         {"response_format": {"type": "json_object"}},
-        {"tools": []},
+        {"tools": [{"type": "function"}]},
         {"max_token": 3},
-        {"max_completion_tokens": 3},
+        {"no_repeat_ngram_size": 3},
+        {"stream_options": {"include_usage": True}},
+        {"messages": [{"role": "user", "content": "x"}]},
     ],
 )
 def test_members_that_would_be_dropped_are_refused_by_name(member):
@@ -174,6 +182,29 @@ def test_members_that_would_be_dropped_are_refused_by_name(member):
 
     assert next(iter(member)) in str(error)
     assert (error.head.number, error.head.name) == (3, "a")
+
+
+def test_openais_newer_name_goes_first():
+    both = {"max_tokens": 5, "max_completion_tokens": 7}
+
+    for body in (both, dict(reversed(both.items()))):
+        assert parse({"prompt": "Hi", **body}).sampling == {"max_tokens": 7}
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], [[4]]])
+def test_a_completion_may_have_several_prompts(prompts):
+    line = parse(COMPLETION | {"body": {"prompt": prompts}})
+
+    assert list(line.prompts) == prompts
+
+
+@pytest.mark.parametrize("prompts", [["a", ""], [[1], []], ["a", 5], ["a", [1]], [[1], [True]]])
+def test_each_of_several_prompts_is_checked(prompts):
+    assert "expected a prompt" in str(refusal(COMPLETION | {"body": {"prompt": prompts}}))
+
+
+def test_a_plain_line_has_one_prompt():
+    assert "write a line for each" in str(refusal({"prompt": ["a", "b"]}))
 
 
 def test_a_wrong_member_offers_the_nearest():
