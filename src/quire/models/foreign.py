@@ -4,6 +4,8 @@ What such code raises for an unusual config or a damaged file is not part of its
 every exception becomes a ModelError of one line. The original exception is its cause.
 """
 
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,6 +38,39 @@ def foreign_code(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise ModelError(f"{what}: {reason(error)}") from error
+
+
+@contextmanager
+def held_warnings() -> Iterator[None]:
+    """Hold what Transformers logs in this thread until the block ends.
+
+    Where the block raises, the exception says what is wrong, and the records are dropped.
+    """
+    handlers = list(logging.getLogger("transformers").handlers)
+    held = _Held(threading.get_ident())
+    for handler in handlers:
+        handler.addFilter(held)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(held)
+    for handler in handlers:
+        for record in held.records:
+            handler.handle(record)
+
+
+class _Held(logging.Filter):
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._thread = thread
+        self.records: dict[logging.LogRecord, None] = {}  # in order, once for all handlers
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self._thread:
+            return True
+        self.records[record] = None
+        return False
 
 
 def reason(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from transformers import __version__ as transformers_version
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
-from quire.models.foreign import foreign_code
+from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults, read_generation_defaults
 from quire.models.matching import check_finite
 from quire.models.shapes import check_shapes
@@ -65,6 +65,7 @@ class LoadedModel:
     place: WeightsPlace | None = None
 
 
+@held_warnings()
 def load_model(
     path: str | Path,
     *,

@@ -7,12 +7,13 @@ on the meta device, which has no memory.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelError
 from quire.models.foreign import foreign_code
@@ -126,13 +127,22 @@ def _without_memory(config: PreTrainedConfig, *, trust_remote_code: bool) -> Pre
 
 def _refuse_name(config: PreTrainedConfig, name: object) -> None:
     # Transformers looks names of a config up in tables; the KeyError has the name alone.
-    fields = [field for field, value in config.to_dict().items() if value == name]
-    if isinstance(name, str) and fields:
-        choices = f", expected one of {', '.join(sorted(ACT2FN))}" if "act" in fields[0] else ""
-        raise ModelError(
-            f"config.json: {fields[0]!r} is {shown(name)}, which Transformers does not know"
-            f"{choices}"
-        )
+    field = next((field for field, value in _named_values(config) if value == name), None)
+    if field is None or not isinstance(name, str):
+        return
+    activations = ACT2FN if "act" in field else ()
+    known = {"default", *ROPE_INIT_FUNCTIONS} if field == "rope_type" else activations
+    choices = f", expected one of {', '.join(sorted(known))}" if known else ""
+    raise ModelError(
+        f"config.json: {field!r} is {shown(name)}, which Transformers does not know{choices}"
+    )
+
+
+def _named_values(config: PreTrainedConfig) -> Iterator[tuple[str, object]]:
+    for field, value in config.to_dict().items():
+        yield field, value
+        if isinstance(value, dict):
+            yield from value.items()
 
 
 def _check_tensors(

@@ -1,6 +1,7 @@
 """A config.json that its weights contradict, or that no model can have: always one line."""
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,27 @@ def test_deep_brackets_are_not_json_that_is_read(llama: Path) -> None:
 def test_an_unknown_activation_names_its_field_and_the_choices(llama: Path) -> None:
     with pytest.raises(ModelError, match=r"'hidden_act' is 'nope'.* expected one of .*silu"):
         _load(_edit(llama, hidden_act="nope"))
+
+
+def test_an_unknown_rope_type_is_one_line_without_warnings_before_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    handler = Handler()
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    rope = {"rope_type": "nope", "rope_theta": 1e4}
+
+    with pytest.raises(ModelError, match=r"'rope_type' is 'nope'.* expected one of .*yarn"):
+        _load(_edit(llama, rope_parameters=rope))
+    assert logged == []
+
+    _load(_edit(llama, rope_parameters=rope | {"rope_type": "default", "stray": 1}))
+    assert any("stray" in message for message in logged)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/b", "x\0y", "~nobody-here/x"])
