@@ -231,7 +231,6 @@ def test_what_came_back_is_shared_again(tmp_path):
         {"evict": "average:cap=60,every=8"},
         pytest.param({"codec": "int8", "evict": "average:cap=60,every=8"}, marks=pytest.mark.slow),
         pytest.param({"evict": "recent:cap=80,every=8,sinks=4"}, marks=pytest.mark.slow),
-        pytest.param({"codec": "int4+sinks=2+residual=6"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -525,6 +524,16 @@ def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeyp
             {"remote": "a:1", "store": "contiguous_growing"},
             UnsoundCombination,
             "no pre",
+        ),
+        (
+            {"remote": "a:1", "codec": "int8+sinks=2+residual=6"},
+            UnsoundCombination,
+            "use a codec such as int8",
+        ),
+        (
+            {"disk_memory": "8MiB", "disk_path": "x", "codec": "int4_page/int8"},
+            UnsoundCombination,
+            "use a codec such as int8",
         ),
         ({"disk_memory": "9", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),

@@ -265,7 +265,7 @@ def test_throughput_is_refused_where_pages_are_brought_too():
 
 def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
     model = load_streamed("qwen3", stay=99)
-    engine, logits = run(model, objective="throughput")
+    engine, logits = run(model, objective="auto")
 
     assert model.weights is None
     assert engine.stats().brought_weight_bytes == 0
@@ -273,8 +273,18 @@ def test_a_memory_for_all_weights_brings_nothing_and_runs_as_ever():
     assert_equal(logits, resident("qwen3"))
 
 
+def test_throughput_is_refused_where_the_memory_holds_all_weights():
+    with pytest.raises(UnsoundCombination, match="give --weights-memory less than they take"):
+        run(load_streamed("qwen3", stay=99), objective="throughput")
+
+
 def test_recomputing_keys_is_refused_with_the_reason():
     assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
+    options = {"memory": "1MiB", "stream_memory": "1MiB"}
+    for asked in ({"stream_recompute": "0.5"}, {"stream_input_codec": "int8"}):
+        with pytest.raises(UnsoundCombination, match="--weights-memory"):
+            Engine(load_streamed("opt"), KVConfig(**options, **asked))
+    assert Engine(load_streamed("opt"), KVConfig(**options)).pool.fronts.splits is None
 
 
 @pytest.mark.gpu

@@ -323,7 +323,7 @@ def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
 
 def test_a_host_too_small_refuses_what_it_could_not_hold():
     memory = int(0.6 * row_bytes("qwen3"))
-    kv = KVConfig(memory=memory, page_tokens=4, stream_memory="8KiB")
+    kv = KVConfig(memory=memory, page_tokens=4, stream_memory="24KiB")
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
 
     with pytest.raises(NeverFits):
@@ -414,13 +414,14 @@ def test_those_that_evict_have_fronts_between_evictions(
 ):
     """Prefix hits, swaps, cancels and delays at once; a token's X moves and leaves with its KV.
 
-    Where each KV head keeps tokens of its own no X is kept.
+    Where each KV head keeps tokens of its own no X is kept, and `auto` transfers all KV.
     """
     if codec != "none":  # another company rounds otherwise, and codes make more of that
         use_exact_products(monkeypatch)
     options = {"codec": codec, "evict": f"{rule}:cap=40,every=8", "cancel": [("c", 9)]}
     host = {"host_memory": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
-    engine, logits, _ = run(name, rows, stream_recompute="1", **options, **host)
+    recompute = "1" if makes else "auto"
+    engine, logits, _ = run(name, rows, stream_recompute=recompute, **options, **host)
     expected = run(name, 16, stream=0, **options)[1]
 
     front_room = engine.scheduler.residency.front_room
@@ -457,11 +458,86 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
         Engine(model_of("qwen3"), KVConfig(**options), ScheduleConfig())
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        (
+            "llama_mha",
+            {"stream_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
+            "0.5 cannot recompute any KV: each KV head keeps tokens of its own; use eviction rules",
+        ),
+        (
+            "llama_mha",
+            {"stream_recompute": "0.5", "codec": "int4_page"},
+            "use a codec such as int8",
+        ),
+        (
+            "llama_mha",
+            {"stream_recompute": "1", "codec": "int8+sinks=2+residual=4"},
+            "use a codec such as int8",
+        ),
+        (
+            "llama_mha",
+            {"stream_recompute": "0.5", "stream_memory": "25KiB"},
+            "holds no page of activations; raise --stream-kv-memory",
+        ),
+        ("llama_mha", {"stream_recompute": "0.5", "scratch": 100}, "raise --scratch"),
+        (
+            "llama_mha",
+            {"stream_input_codec": "int8", "stream_recompute": "off"},
+            "none is: --stream-recompute is off; leave out --stream-input-codec",
+        ),
+        (
+            "llama_mha",
+            {"stream_input_codec": "int8", "codec": "int4_page"},
+            "leave out --stream-input-codec",
+        ),
+        (
+            "llama",
+            {"stream_host_attention": "0.5", "codec": "int8+sinks=2+residual=4"},
+            "use a codec without .sinks",
+        ),
+        (
+            "llama",
+            {"stream_host_attention": "0.5", "evict": "streaming:cap=32,every=8,sinks=4"},
+            "a rule other than streaming",
+        ),
+        (
+            "llama",
+            {"stream_host_attention": "0.5", "evict": "h2o:cap=32,every=8"},
+            "needs statistics of the attention to every token; use a rule without them",
+        ),
+        (
+            "llama",
+            {"stream_recompute": "0.5", "stream_host_attention": "0.6"},
+            "of 1 together or less, got 0.5 and 0.6: lower one",
+        ),
+        ("llama", {"stream_memory": "1KiB"}, "expected --stream-kv-memory of .* or more"),
+    ],
+)
+def test_what_is_asked_for_and_would_change_nothing_is_refused(name, options, says):
+    options = {"memory": "8MiB", "stream_memory": "1MiB"} | options
+    with pytest.raises(ConfigError, match=says):
+        Engine(model_of(name), KVConfig(**options), ScheduleConfig())
+
+
+def test_what_auto_leaves_out_is_said_once(caplog):
+    caplog.set_level("INFO", logger="quire")
+    why("llama_mha", codec="int4_page+plain=float32")
+
+    said = [record.getMessage() for record in caplog.records if "--stream-" in record.getMessage()]
+    assert [text.partition(":")[0] for text in said] == [
+        "--stream-recompute auto recomputes no KV",
+        "--stream-host-attention auto attends on the device alone",
+    ]
+    assert "not written one by one" in said[0]
+
+
 def test_rates_decide_and_are_followed(monkeypatch):
     """Said to be slow the link is seen to be fast, so that less and less is made again."""
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
-    monkeypatch.setattr("quire.engine.front_parts.measure_front_speeds", lambda *_, **__: speeds)
+    monkeypatch.setattr("quire.engine.front_choice.measure_front_speeds", lambda *_, **__: speeds)
     engine, logits, _ = run("llama_mha", 0.8)
 
     fronts = engine.pool.fronts

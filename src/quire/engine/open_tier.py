@@ -25,6 +25,7 @@ from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.estimator import RateEstimator
 from quire.plan.sizes import parse_size
+from quire.spec.layout import statistics_used
 
 _FORMAT = "quire prefixes 1"
 _CALL_S = 1e-4
@@ -108,6 +109,12 @@ def _check(config: KVConfig, pool: KVPool, disk_bytes: int) -> None:
         )
     if pool.why_no_prefix is not None:
         raise UnsoundCombination(f"no prefixes to keep: {pool.why_no_prefix}")
+    if statistics_used(pool.kv.memory.layout, ()):
+        raise UnsoundCombination(
+            f"codec {pool.codec!r} keeps some tokens of a sequence beside its pages, which are not "
+            "stored with a prefix, so that none could be loaded: use a codec such as int8 or none, "
+            "or leave out --disk-kv-memory and --remote-kv"
+        )
 
 
 def _address(written: str) -> tuple[str, int]:

@@ -8,8 +8,10 @@ from quire.engine.activation import measure_activation_peak
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
+from quire.engine.front_choice import FrontChoice
 from quire.engine.front_parts import FrontParts, build_fronts
 from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
+from quire.engine.preemption.swapper import refuse_idle_host_pool
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
 from quire.engine.step_size import most_batches, refuse_nothing_shared
@@ -113,7 +115,7 @@ def build_pool(
     """
     decoder = model.decoder
     hosted = parse_size(config.stream_memory) > 0
-    refuse_nothing_shared(schedule.objective, asked=model.place is not None, hosted=hosted)
+    refuse_nothing_shared(schedule.objective, brought=model.weights is not None, hosted=hosted)
     stored_as = codec_of(config, model)
     codec = stored_as.codec
     rules = EvictionRules(
@@ -149,7 +151,11 @@ def build_pool(
         codec=codec,
     )
     host_bytes = host_bytes_of(config, layout)
+    refuse_idle_host_pool(host_bytes, schedule)
     stream_bytes = stream_bytes_of(config, layout)
+    offload = FrontChoice(model, config, layout) if stream_bytes else None
+    if offload is not None:
+        offload.refuse_without_effect(stream_bytes, longest.spec.statistics)
     if member is None:
         memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:
@@ -158,8 +164,8 @@ def build_pool(
     kv = PagedKV(memory, store, choice.backend, stored_as.measured)
     host = host_pool(store, layout, host_bytes) if host_bytes else None
     fronts = None
-    if stream_bytes:
-        fronts = build_fronts(model, config, kv, stream_bytes)
+    if offload is not None:
+        fronts = build_fronts(offload, kv, stream_bytes)
         kv.hosting = fronts.hosting
     return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host, fronts)
 

@@ -60,7 +60,7 @@ def make_parts(
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
     """
     if step is None:
-        refuse_nothing_shared(config.objective, asked=False)
+        refuse_nothing_shared(config.objective, brought=False)
     chunks = ChunkSizes(config, residency.memory)
     peaks = Peaks(residency.memory, config.longest_chunk)
     if residency.front_room is not None:

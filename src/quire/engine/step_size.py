@@ -96,25 +96,25 @@ def most_batches(objective: str, brought: Brought | None) -> int:
     return 1 if brought is None or objective == "latency" else MOST_BATCHES
 
 
-def refuse_nothing_shared(objective: str, *, asked: bool, hosted: bool = False) -> None:
+def refuse_nothing_shared(objective: str, *, brought: bool, hosted: bool = False) -> None:
     """Refuse an objective that would change nothing.
 
     Args:
         objective: of the schedule.
-        asked: whether weights were given a memory of their own.
+        brought: whether layers' weights lie outside of the device.
         hosted: whether first pages of sequences that run may lie on the host.
 
     Raises:
-        UnsoundCombination: `throughput` where they were not, or where steps are one batch anyway.
+        UnsoundCombination: `throughput` where they do not, or where steps are one batch anyway.
     """
     if objective == "throughput" and hosted:
         raise UnsoundCombination(
             "with --stream-kv-memory a step is one batch, whose rows' pages are brought in turn "
             "with its layers: use --objective latency or auto, or leave out --stream-kv-memory"
         )
-    if objective == "throughput" and not asked:
+    if objective == "throughput" and not brought:
         raise UnsoundCombination(
             "--objective throughput lets batches of a step share the layers that are brought for "
-            "it, and all weights are on the device: give --weights-memory, or raise --step-tokens "
-            "for larger steps"
+            "it, and all weights are on the device: give --weights-memory less than they take, or "
+            "raise --step-tokens for larger steps"
         )

@@ -121,7 +121,13 @@ class KVConfig:
         require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
-        _ = self.recompute_part, self.host_attention_part, self.input_codec
+        parts = self.recompute_part or 0.0, self.host_attention_part or 0.0
+        if sum(parts) > 1:
+            raise ConfigError(
+                "expected --stream-recompute and --stream-host-attention of 1 together or less, "
+                f"got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
+            )
+        _ = self.input_codec
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from quire.engine.events import EventLog
-from quire.engine.preemption.swapper import Swapper
+from quire.engine.preemption.swapper import Swapper, refuse_idle_host_pool
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.residency import Residency
 from quire.engine.schedule_config import ScheduleConfig
@@ -28,6 +28,7 @@ from quire.sim.rates import Rates
 from quire.sim.simulator import Progress, SimResult, Simulator
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
+from quire.sim.unsimulated import refuse_unsimulated
 from quire.spec.codec_refusals import stored_codec
 from quire.spec.dtypes import dtype_bytes
 from quire.spec.eviction import KEEP_ALL, EvictionSpec
@@ -84,6 +85,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     Raises:
         ConfigError: an option that cannot be.
     """
+    refuse_unsimulated(config.kv)
     layout = folded_layout(
         config.model,
         codec=stored_codec(config.kv.codec, config.dtype),
@@ -138,6 +140,7 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
     """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
     host_bytes = parse_size(config.kv.host_memory)
     refuse_too_small(host_bytes, memory.layout)
+    refuse_idle_host_pool(host_bytes, config.schedule)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)
     costs = Costs(
         copies=CopyRates(out=rate, back=rate),

@@ -53,6 +53,28 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
         build_pool(model, config, ScheduleConfig(preempt=preempt))
 
 
+@pytest.mark.parametrize(
+    ("host", "schedule", "says"),
+    [
+        ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps none: use --preempt auto"),
+        (0, {"batcher": "baton_pd:hold=host"}, "give --host-kv-memory SIZE, or use hold=device"),
+        (0, {"batcher": "baton_pd_best_fit:hold=host"}, "give --host-kv-memory SIZE"),
+    ],
+)
+def test_a_host_pool_that_nothing_would_use_or_that_lacks_is_refused(model, host, schedule, says):
+    config = KVConfig(memory="1MiB", host_memory=host)
+
+    with pytest.raises(ConfigError, match=says):
+        build_pool(model, config, ScheduleConfig(**schedule))
+
+
+@pytest.mark.parametrize("schedule", [{"scale_down_at": 0.8}, {"batcher": "baton_pd:hold=host"}])
+def test_without_swaps_a_host_pool_is_of_use_to_who_scales_down_or_holds_there(model, schedule):
+    config = KVConfig(memory="1MiB", host_memory="1MiB")
+
+    assert build_pool(model, config, ScheduleConfig(preempt="recompute", **schedule)).host
+
+
 def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
     monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
 from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.sim.clock import VirtualClock
@@ -219,7 +220,7 @@ def test_windows_and_eviction_are_simulated():
 @pytest.mark.parametrize("mode", ["swap", "hybrid", "auto", "recompute"])
 def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
     schedule = ScheduleConfig(preempt=mode)
-    kv = replace(CONFIG.kv, host_memory="64MiB")
+    kv = replace(CONFIG.kv, host_memory="0" if mode == "recompute" else "64MiB")
     simulator = make_simulator(CROWD, replace(CONFIG, kv=kv, schedule=schedule))
     result = simulator.run()
     numbers = summarise(result)
@@ -233,6 +234,24 @@ def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
         assert numbers["swaps_out"] == 0
     copied_s = numbers["swapped_bytes"] / RATES.copy_bytes_per_s
     assert simulator.copies() == pytest.approx(copied_s)
+
+
+@pytest.mark.parametrize(
+    ("kv", "schedule", "says"),
+    [
+        ({"stream_memory": "1GiB"}, {}, "--stream-kv-memory 1GiB: a simulation has no KV offload"),
+        ({"stream_recompute": "0.5"}, {}, "--stream-recompute 0.5: a simulation has no KV offload"),
+        ({"disk_memory": "1GiB", "disk_path": "x"}, {}, "--disk-kv-memory 1GiB: a simulation has"),
+        ({"remote": "a:1"}, {}, "--remote-kv a:1: a simulation has no prefixes on disk"),
+        ({"host_memory": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps none"),
+        ({}, {"objective": "throughput"}, "all weights are on the device"),
+    ],
+)
+def test_options_that_a_simulation_knows_nothing_of_are_refused(kv, schedule, says):
+    config = replace(CONFIG, kv=replace(CONFIG.kv, **kv), schedule=ScheduleConfig(**schedule))
+
+    with pytest.raises(ConfigError, match=says):
+        make_simulator(CROWD, config)
 
 
 # ---- waste -------------------------------------------------------------------------------------

@@ -114,6 +114,11 @@ class BatcherRule(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def holds_on_host(self) -> bool:
+        """Whether KV of prefilled requests waits on the host."""
+        return False
+
     @abstractmethod
     def num_rows(self, max_running: int) -> int:
         """Rows of KV memory it uses, where a batch has `max_running`."""

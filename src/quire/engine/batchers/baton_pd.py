@@ -64,6 +64,11 @@ class BatonPD(BatcherRule):
             window=self.window,
         )
 
+    @property
+    def holds_on_host(self) -> bool:
+        """See `BatcherRule`."""
+        return self.hold == "host"
+
     def num_rows(self, max_running: int) -> int:
         """See `BatcherRule`."""
         return max_running + self.queue_options(max_running).rows

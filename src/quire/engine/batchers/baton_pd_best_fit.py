@@ -44,6 +44,11 @@ class BatonPDBestFit(BatcherRule):
             window=self.window,
         )
 
+    @property
+    def holds_on_host(self) -> bool:
+        """See `BatcherRule`."""
+        return self.hold == "host"
+
     def num_rows(self, max_running: int) -> int:
         """See `BatcherRule`."""
         return self._first_prefilled().num_rows(max_running)

@@ -125,8 +125,11 @@ class Preempter:
         Returns:
             Whether they are gone; else they run on.
         """
+        front_room = self._residency.front_room
         if self.swapper is None or any(request.swapped is not None for request in requests):
             return False
+        if front_room is not None and any(map(front_room.is_staged, requests)):
+            return False  # its first pages are apart from the rest
         kv_bytes = distinct_bytes(self._memory, [request.row for request in requests])
         choice = self.swapper.whole(kv_bytes)
         return choice is not None and self._copy_out(requests, choice)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.engine.request import Request
+from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, HostPoolFull
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
@@ -132,3 +133,27 @@ class Swapper:
         self.last_copy_s = self._clock() - started_s
         self.costs.copied_back(swapped.num_bytes, self.last_copy_s)
         return rows
+
+
+def refuse_idle_host_pool(host_bytes: int, schedule: ScheduleConfig) -> None:
+    """Refuse a host pool that nothing would use, and a batcher that would use one without bytes.
+
+    Args:
+        host_bytes: of the pool; 0 for none.
+        schedule: of preemption and batches.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    holds = schedule.batching.holds_on_host
+    if holds and not host_bytes:
+        raise ConfigError(
+            f"--batcher {schedule.batcher} moves prefilled KV to the host and there is no host "
+            "pool: give --host-kv-memory SIZE, or use hold=device"
+        )
+    uses = holds or schedule.scale_down_at is not None
+    if host_bytes and schedule.preempt == "recompute" and not uses:
+        raise ConfigError(
+            f"--host-kv-memory {host_bytes:,} B takes preempted requests, and --preempt recompute "
+            "swaps none: use --preempt auto, swap or hybrid, or leave out --host-kv-memory"
+        )

@@ -1,0 +1,26 @@
+"""Options of KV outside the KV memory that a simulation knows nothing of."""
+
+from dataclasses import fields
+
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+
+_OFFLOAD = ("stream_memory", "stream_recompute", "stream_input_codec", "stream_host_attention")
+_TIERS = ("disk_memory", "disk_path", "remote")
+_NOTHING = (0, "0", "off")
+
+
+def refuse_unsimulated(kv: KVConfig) -> None:
+    """Refuse options that would change nothing in a simulation.
+
+    Raises:
+        ConfigError: with the option to leave out.
+    """
+    for field in fields(kv):
+        value = getattr(kv, field.name)
+        if field.name in _OFFLOAD + _TIERS and value not in (field.default, *_NOTHING):
+            what = "KV offload" if field.name in _OFFLOAD else "prefixes on disk or in a store"
+            raise ConfigError(
+                f"--{field.metadata['option'].flag} {value}: a simulation has no {what}, so it "
+                "would change nothing; leave it out"
+            )
