@@ -14,7 +14,7 @@ from fuzz.case import Case, RequestCase
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, NeverFits
+from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
 
@@ -100,6 +100,8 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
             for number, request in enumerate(case.requests):
                 submit(probe, f"r{number}", request)
             return _start(case, *sizes)
+        except UnsoundCombination:
+            raise  # in any memory
         except (ConfigError, NeverFits):
             if growth == MOST_GROWTHS - 1:
                 raise

@@ -77,8 +77,9 @@ def _draw_kv(
 
 def _draw_stream(rng: random.Random) -> dict[str, object]:
     options: dict[str, object] = {"stream_recompute": rng.choice(("off", "off", "0.5", "1"))}
-    if rng.random() < 0.2:
-        options["stream_host_attention"] = rng.choice(("0.5", "1"))
+    if rng.random() < 0.2 and options["stream_recompute"] != "1":
+        most = "1" if options["stream_recompute"] == "off" else "0.5"  # together 1 at most
+        options["stream_host_attention"] = rng.choice(("0.5", most))
     else:
         options["stream_host_attention"] = "off"
     if options["stream_recompute"] != "off" and rng.random() < 0.1:
@@ -103,7 +104,7 @@ def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
         "step_tokens": rng.choice((24, 40, 64, 256)),
         "chunk_tokens": rng.choice((5, 8, 16, 64)),
         "admission": rng.choice(("optimistic", "optimistic", "reserved", "estimated")),
-        "preempt": rng.choice(("auto", "swap", "hybrid", "recompute") if swaps else NO_SWAP),
+        "preempt": rng.choice(("auto", "swap", "hybrid") if swaps else NO_SWAP),
     }
     if rng.random() < 0.4:
         schedule["batcher"] = _draw_batcher(rng, swaps=swaps)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from quire.engine.request import Request
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, HostPoolFull
+from quire.errors import ConfigError, HostPoolFull, UnsoundCombination
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
@@ -143,17 +143,17 @@ def refuse_idle_host_pool(host_bytes: int, schedule: ScheduleConfig) -> None:
         schedule: of preemption and batches.
 
     Raises:
-        ConfigError: with what to change.
+        UnsoundCombination: with what to change.
     """
     holds = schedule.batching.holds_on_host
     if holds and not host_bytes:
-        raise ConfigError(
+        raise UnsoundCombination(
             f"--batcher {schedule.batcher} moves prefilled KV to the host and there is no host "
             "pool: give --host-kv-memory SIZE, or use hold=device"
         )
     uses = holds or schedule.scale_down_at is not None
     if host_bytes and schedule.preempt == "recompute" and not uses:
-        raise ConfigError(
+        raise UnsoundCombination(
             f"--host-kv-memory {host_bytes:,} B takes preempted requests, and --preempt recompute "
             "swaps none: use --preempt auto, swap or hybrid, or leave out --host-kv-memory"
         )
