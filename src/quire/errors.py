@@ -46,7 +46,9 @@ class UnknownName(ConfigError):
             for found in difflib.get_close_matches(written, choices, n=3)
         ]
         near = list(dict.fromkeys(near))[:3]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(choices)}"
+        hint = f"choose from {', '.join(choices)}" if choices else "there is none; leave it out"
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.kind = kind
         self.name = name

@@ -389,3 +389,44 @@ def test_answers_of_a_state_file_are_readable(batch):
     state = json.loads(Path(f"{target}.state").read_text())
     assert state["input_lines"] == 1
     assert state["config"]["max_tokens"] == 6
+
+
+def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
+    body = {"prompt": [3, 4], "max_tokens": 2}
+    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+
+    result, target = batch([*prompts(2), asked, {"id": "c", "prompt": [3]}, "{", asked, asked])
+
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning")]
+    assert warnings == [
+        "warning: custom_id 'c' of line 6 is that of line 3 too, and 1 more lines repeat one: "
+        "every line is answered; tell the records apart by `line`"
+    ]
+    assert len(read_records(target)) == 7
+
+
+def test_names_that_are_unique_are_not_warned_of(batch):
+    result, _ = batch(prompts(4))
+
+    assert "warning" not in result.stderr
+
+
+def test_to_start_over_and_to_retry_exclude_each_other(batch):
+    result, target = batch(prompts(1), "--overwrite", "--retry-failed")
+
+    assert result.exit_code == 2
+    assert "--retry-failed has no effect" in result.stderr
+    assert not target.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_for_events_loses_no_record(batch):
+    result, target = batch(prompts(3), "--kv-events", "/dev/full", "--json")
+
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: KV events cannot be written to /dev/full: No space left on device"
+    )
+    assert last_json(result)["claims"]["requests_answered"] == 3
+    assert len(read_records(target)) == 3

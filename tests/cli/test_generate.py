@@ -276,3 +276,23 @@ def test_publishing_kv_events_at_no_address_is_refused_before_the_model_is_read(
 
 def _missing(*modules: str) -> bool:
     return any(find_spec(module) is None for module in modules)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_for_events_loses_no_answer(quire, expected):
+    result = quire("generate", "-p", PROMPT, "--kv-events", "/dev/full", *QUICK)
+
+    assert result.exit_code == 2
+    assert result.stdout == expected.text + "\n"
+    assert "5 new tokens" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: KV events cannot be written to /dev/")
+
+
+def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
+    contiguous = ("--kv-store", "contiguous_growing", *QUICK)
+
+    assert quire("generate", "-p", PROMPT, *contiguous).exit_code == 0
+    result = quire("generate", "-p", PROMPT, "--prefix-cache", *contiguous)
+
+    assert result.exit_code == 2
+    assert "--prefix-cache has no effect: a page of a contiguous run has one" in result.stderr

@@ -24,6 +24,14 @@ def start(path):
     return store, NetworkTier(host, int(port), tries=1)
 
 
+@pytest.mark.parametrize("memory", ["0", "1", "64kB"])
+def test_a_memory_that_holds_nothing_is_refused(quire, memory):
+    result = quire("kv-store", "--memory", memory, "--port", "0")
+
+    assert result.exit_code == 2
+    assert f"expected --memory of 1.00 MiB or more, got {memory!r}" in result.stderr
+
+
 def test_a_store_outlives_engines_and_itself(tmp_path):
     store, tier = start(tmp_path / "kv")
     for number in range(6):  # two more than there is room for

@@ -105,7 +105,7 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
         "evict_allow": "",
         "prefix_cache": False,
         "store": store,
-        "store_tokens": STORE_TOKENS,
+        "store_tokens": STORE_TOKENS if STORES[store].run_lengths else None,
     }
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
     return run(jobs, model=model_for(store), kv=kv, **options)
@@ -135,7 +135,7 @@ def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
             codec=codec,
             constants=constants_of(codec, store),
             store=store,
-            store_tokens=STORE_TOKENS,
+            store_tokens=STORE_TOKENS if STORES[store].run_lengths else None,
             evict=rule_of(policy, granularity),
             evict_allow="",
         )

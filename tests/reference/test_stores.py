@@ -21,7 +21,7 @@ def engine_of(architecture, store, **options):
         longest=STORE_TOKENS,
         page_tokens=4,
         store=store,
-        store_tokens=STORE_TOKENS,
+        store_tokens=STORE_TOKENS if store.startswith("contiguous") else None,
         **options,
     )
 

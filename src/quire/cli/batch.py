@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.batch_io import BatchTask, LineFormat
+from quire.cli.batch_names import Names, RepeatedName
 from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.batch_records import BatchTally
 from quire.cli.common import AsJson
@@ -70,6 +71,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
     end.
     """
     settings.refuse_other_tenants()
+    if overwrite and retry_failed:
+        raise ConfigError(
+            "--overwrite answers every line again, so --retry-failed has no effect: leave one out"
+        )
     task = BatchTask(
         source=source,
         form=LineFormat(prompt_key=prompt_key, prefix=prefix),
@@ -78,17 +83,19 @@ def batch(  # noqa: PLR0913 - one parameter per option
     )
     _refuse_one_file_for_two(source, target, kv_events)
     survey = _survey(source)
+    _warn_of_repeated(survey)
     state = _state(settings, task, survey)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
         left = survey.requests - len(output.answered)
-        result = _answer(settings, task, output, left, kv_events)
-    claims = {"requests_answered_before": survey.requests - left} | _claims(result)
-    _show(target, claims)
-    if as_json:
-        arms = {"finish_reasons": result.tally.finish_reasons}
-        config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
-        typer.echo(json.dumps(envelope("batch", claims, arms, config)))
-    _exit_if_failed(len(output.failed), survey.requests)
+        with watching(kv_events if left else None) as watch:
+            result = _run(settings, task, output, left, watch)
+            claims = {"requests_answered_before": survey.requests - left} | _claims(result)
+            _show(target, claims)
+            if as_json:
+                arms = {"finish_reasons": result.tally.finish_reasons}
+                config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
+                typer.echo(json.dumps(envelope("batch", claims, arms, config)))
+            _exit_if_failed(len(output.failed), survey.requests)
 
 
 def _exit_if_failed(failed: int, requests: int) -> None:
@@ -102,11 +109,21 @@ def _exit_if_failed(failed: int, requests: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What one pass over the input tells: its hash, all lines, and those that are not blank."""
+    """What one pass over the input tells.
+
+    Attributes:
+        sha256: of the whole file.
+        lines: all of them.
+        requests: lines that are not blank.
+        repeated: a name of several lines; None where each has its own.
+        num_repeated: lines with a name that an earlier line has.
+    """
 
     sha256: str
     lines: int
     requests: int
+    repeated: RepeatedName | None
+    num_repeated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +156,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _survey(source: Path) -> _Survey:
-    digest, lines, requests = hashlib.sha256(), 0, 0
+    digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
     try:
         if not source.is_file():
             wrong = "it is no regular file" if source.exists() else "there is no such file"
@@ -149,9 +166,23 @@ def _survey(source: Path) -> _Survey:
                 digest.update(line)
                 lines += 1
                 requests += bool(line.strip())
+                names.add(line, lines)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
-    return _Survey(digest.hexdigest(), lines, requests)
+    return _Survey(digest.hexdigest(), lines, requests, names.first, names.num_repeated)
+
+
+def _warn_of_repeated(survey: _Survey) -> None:
+    found = survey.repeated
+    if found is None:
+        return
+    more = survey.num_repeated - 1
+    others = f", and {more:,} more lines repeat one" if more else ""
+    typer.echo(
+        f"warning: {found.key} {found.name!r} of line {found.line} is that of line {found.earlier} "
+        f"too{others}: every line is answered; tell the records apart by `line`",
+        err=True,
+    )
 
 
 def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
@@ -174,19 +205,12 @@ def _state(settings: Settings, task: BatchTask, survey: _Survey) -> RunState:
     )
 
 
-def _answer(
-    settings: Settings, task: BatchTask, output: BatchOutput, left: int, kv_events: Path | None
+def _run(
+    settings: Settings, task: BatchTask, output: BatchOutput, left: int, watch: KVWatch
 ) -> _Result:
     """Answer the lines that are left; where none is, no model is loaded."""
     if not left:
         return _Result(BatchTally(), None, 0.0)
-    with watching(kv_events) as watch:
-        return _run(settings, task, output, left, watch)
-
-
-def _run(
-    settings: Settings, task: BatchTask, output: BatchOutput, left: int, watch: KVWatch
-) -> _Result:
     # loaded here: they bring torch
     from quire.cli.batch_run import BatchRun
     from quire.cli.progress import LiveProgress

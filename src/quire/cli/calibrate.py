@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.report import envelope
 from quire.errors import ConfigError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.engine.calibration import LayerVectors
     from quire.models.loader import LoadedModel
 
+MOST_TOKENS = 1 << 20  # queries, keys and values of all of them are held at once
 LONGEST_TOKEN_CHARACTERS = 16  # more of a text would not be read
 
 
@@ -33,7 +34,9 @@ def calibrate(
             "need nothing measured are shown to compare with."
         ),
     ] = "int4; int4:equalise=1; int8_channel; kvquant4",
-    tokens: Annotated[int, typer.Option(min=64, help="Of the text that are read.")] = 4096,
+    tokens: Annotated[
+        int, typer.Option(min=64, max=MOST_TOKENS, help="Of the text that are read.")
+    ] = 4096,
     output: Annotated[
         Path | None, typer.Option(help="Folder to write to. Default: the model's.")
     ] = None,
@@ -49,8 +52,11 @@ def calibrate(
     from quire.models.loader import load_model
     from quire.spec.kv_format import fill_plain, read_format
 
+    refuse_no_name(model)
     use_threads(threads)
     texts = [part.strip() for part in kv_codec.split(";") if part.strip()]
+    if not texts:
+        raise ConfigError("expected --kv-codec with one codec or more, got none; leave it out")
     for part in texts:  # before a model is read
         read_format(fill_plain(part, "float32"))
     loaded = load_model(model)

@@ -33,11 +33,11 @@ def generate(
         raise RequestError("the prompt is empty: give some text with --prompt or standard input")
     with watching(kv_events) as watch:
         answer = _stream(settings, text, watch)
-    typer.echo(usage_line(answer.usage, settings.kv.evict), err=True)
-    if as_json:
-        typer.echo(json.dumps(_object(settings, answer)))
-    if answer.error is not None:
-        raise RequestError(answer.error)
+        typer.echo(usage_line(answer.usage, settings.kv.evict), err=True)
+        if as_json:
+            typer.echo(json.dumps(_object(settings, answer)))
+        if answer.error is not None:
+            raise RequestError(answer.error)
 
 
 def usage_line(usage: "Usage", evict: str) -> str:

@@ -13,6 +13,8 @@ from quire.plan.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from quire.offload.tiers.base import Tier
 
+LEAST_BYTES = 1 << 20
+
 
 def kv_store(
     *,
@@ -36,8 +38,11 @@ def kv_store(
     from quire.offload.tiers.server import StoreServer
 
     total_bytes = parse_size(memory)
-    if not total_bytes:
-        raise ConfigError("expected --memory of 1 MiB or more, got 0")
+    if total_bytes < LEAST_BYTES:
+        raise ConfigError(
+            f"expected --memory of {format_size(LEAST_BYTES)} or more, got {memory!r}, which is "
+            f"{format_size(total_bytes)}; give a size with its unit, such as 64GiB"
+        )
     tier = _tier(path, total_bytes)
     server = StoreServer(NewestTier(tier), host, port)
     ended = threading.Event()

@@ -37,18 +37,32 @@ class QuireGroup(TyperGroup):
         """Run a command.
 
         Raises:
-            typer.Exit: with 2 for an error of Quire's own, 130 for Ctrl-C.
+            typer.Exit: with 2 for an error of Quire's own, for a file or a stream that the system
+                cannot write or read, and for memory that it does not have; 130 for Ctrl-C.
         """
         try:
             return super().invoke(ctx)
-        except QuireError as error:
+        except BrokenPipeError:  # the reader of a pipe has ended; click leaves quietly
+            raise
+        except (QuireError, OSError, MemoryError) as error:
             if ctx.meta.get(VERBOSE_KEY):
                 traceback.print_exc()
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {error_text(error)}", err=True)
             raise typer.Exit(ERROR_EXIT) from error
         except KeyboardInterrupt as interrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPT_EXIT) from interrupt
+
+
+def error_text(error: QuireError | OSError | MemoryError) -> str:
+    """One line that says what went wrong."""
+    if isinstance(error, QuireError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        what = str(error) or "out of memory"
+        return f"this command needs more memory than there is: {what}; give smaller numbers"
+    where = "standard output, a file or a socket" if error.filename is None else error.filename
+    return f"{where} cannot be used: {error.strerror or error}; give another one, or make room"
 
 
 def reflowed(docstring: str) -> str:

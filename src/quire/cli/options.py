@@ -102,6 +102,22 @@ class Section:
 MODEL = Section("model", "Model", ModelConfig)
 KV = Section("kv", "KV memory", KVConfig)
 SCHEDULE = Section("schedule", "Schedule", ScheduleConfig)
+SIMULATED_KV = Section(
+    "kv",
+    "KV memory",
+    KVConfig,
+    (
+        *("memory", "host_memory", "store", "store_tokens", "page_tokens", "codec", "evict"),
+        "prefix_cache",
+    ),
+)
+"""What a simulation reads of the KV memory: it has no bytes, links or kernels."""
+SIMULATED_SCHEDULE = Section(
+    "schedule",
+    "Schedule",
+    ScheduleConfig,
+    tuple(field.name for field in fields(ScheduleConfig) if field.name != "objective"),
+)
 SAMPLING = Section(
     "sampling",
     "Sampling",

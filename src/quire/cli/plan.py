@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import AsJson, refuse_no_name
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
@@ -101,6 +101,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Show where memory would go and what would fit, before anything is loaded."""
     try:
+        refuse_no_name(model)
         options = PlanOptions(
             memory_bytes=_size(memory),
             kv_memory_bytes=None if kv_memory == "auto" else parse_size(kv_memory),

@@ -163,7 +163,7 @@ def plan_report(
     check_sizes(config)
     model = ModelSpec.from_config(config)
     dtype = _resolve_dtype(options.dtype, config)
-    kv_codec = fill_plain(options.kv_codec or dtype, dtype)
+    kv_codec = fill_plain(dtype if options.kv_codec is None else options.kv_codec, dtype)
     layout = layout_for(
         model,
         page_tokens=options.page_tokens,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.report import envelope
+from quire.errors import ConfigError
 from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quire.plan.step_rates import StepRates
 
 STEP_REPEATS = 3
+DEFAULT_EVICT = "average"
 
 
 def profile(
@@ -29,20 +31,20 @@ def profile(
         typer.Option(help="File to write. Default: quire/ceilings.json in the user's cache."),
     ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             "-m",
             help="A model whose rates of reading prompts and decoding are measured.",
         ),
-    ] = "",
+    ] = None,
     evict: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Rules under which the model's steps are measured, one after another with "
-            "semicolons; caps do not matter. Always measured: full and recent."
+            "semicolons; caps do not matter. Default: average. Always measured: full and recent."
         ),
-    ] = "average",
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small buffers and shapes: tries it out, no ceilings.")
     ] = False,
@@ -60,6 +62,13 @@ def profile(
     from quire.bench.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
     from quire.plan.ceilings import default_path, write_ceilings
 
+    refuse_no_name(model)
+    if evict is not None and model is None:
+        raise ConfigError(
+            f"--evict {evict!r} has no effect: rules are measured on a model; give --model, or "
+            "leave --evict out"
+        )
+    evict = DEFAULT_EVICT if evict is None else evict
     # what a quick run finds are no ceilings: it never takes the place of those
     path = default_path(os.environ) if output is None and not quick else output
     use_threads(threads)
@@ -75,7 +84,7 @@ def profile(
     if as_json:
         used = {
             "threads": machine.threads,
-            "model": model or None,
+            "model": model,
             "evict": evict if model else None,
             "output": None if path is None else str(path),
         }

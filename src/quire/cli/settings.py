@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quire.cli.common import refuse_no_name, use_threads
 from quire.cli.config_file import read_config_file
 from quire.cli.options import (
     KV,
@@ -42,6 +43,9 @@ ABOUT_MODEL = (
 VERBOSE_KEY = "quire.cli.verbose"
 """Where the command line's context keeps whether tracebacks are wanted."""
 
+PREFIX_CACHE = "kv_prefix_cache"
+"""The parameter of --prefix-cache."""
+
 Command = Callable[..., None]
 
 
@@ -57,6 +61,7 @@ class Settings:
         sampling: of every request that says nothing else.
         trace, machine: what a simulation runs, and on what.
         server: its HTTP server.
+        given: parameters that the command line or the file gave, not the defaults.
         verbose: say more on standard error.
     """
 
@@ -69,6 +74,7 @@ class Settings:
     machine: MachineConfig = field(default_factory=MachineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     verbose: bool = False
+    given: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, object]:
         """All options of an engine as JSON values, for the config of a result."""
@@ -101,6 +107,12 @@ class Settings:
             return_memory=self.loading.return_memory,
             weights_memory=self.loading.weights_memory,
         )
+        why_no_prefix = llm.engine.pool.why_no_prefix
+        if why_no_prefix and self.kv.prefix_cache and PREFIX_CACHE in self.given:
+            raise ConfigError(
+                f"--prefix-cache has no effect: {why_no_prefix}; leave out --prefix-cache, or use "
+                "another store or policy"
+            )
         place = llm.model.place
         if place is not None and (self.verbose or not place.brought):
             typer.echo(place.text, err=True)
@@ -128,14 +140,9 @@ class Settings:
         """Give torch as many threads as was said.
 
         Raises:
-            ConfigError: a negative number.
+            ConfigError: a negative number, or many more than this machine has CPUs.
         """
-        import torch
-
-        if self.loading.threads < 0:
-            raise ConfigError(f"expected threads >= 0, got {self.loading.threads}")
-        if self.loading.threads:
-            torch.set_num_threads(self.loading.threads)
+        use_threads(self.loading.threads)
 
 
 def with_settings(
@@ -237,13 +244,16 @@ def _resolve(
     values: dict[str, object] = {}
     if given["config"] is not None:
         file_model, values = read_config_file(given["config"])
+    named = given["model"] if given["model"] is not None else file_model
+    refuse_no_name(named)
     parts: dict[str, dict[str, Any]] = {section.name: {} for section in SECTIONS}
+    typed = frozenset(found.parameter for found in options if _is_said(ctx, found.parameter))
     for found in options:
-        said = _is_said(ctx, found.parameter) or found.parameter not in values
-        value = given[found.parameter] if said else values[found.parameter]
+        from_file = found.parameter in values and found.parameter not in typed
+        value = values[found.parameter] if from_file else given[found.parameter]
         parts[found.section][found.name] = value
     return Settings(
-        model=given["model"] or file_model or model_default,
+        model=model_default if named is None else named,
         loading=ModelConfig(**parts[MODEL.name]),
         kv=KVConfig(**parts[KV.name]),
         schedule=ScheduleConfig(**parts[SCHEDULE.name]),
@@ -252,6 +262,7 @@ def _resolve(
         machine=MachineConfig(**parts[MACHINE.name]),
         server=ServerConfig(**parts[SERVER.name]),
         verbose=given["verbose"],
+        given=typed.union(values),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson
-from quire.cli.options import KV, MACHINE, SCHEDULE, TRACE
+from quire.cli.options import MACHINE, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
 from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -39,8 +39,8 @@ _PROGRESS_S = 2.0
 
 
 @with_settings(
-    KV,
-    SCHEDULE,
+    SIMULATED_KV,
+    SIMULATED_SCHEDULE,
     TRACE,
     MACHINE,
     model_as="option",
@@ -92,9 +92,11 @@ def sim_config(settings: Settings) -> "SimConfig":
     Raises:
         ConfigError: an option that cannot be; nothing was read yet.
     """
+    from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
+    refuse_without_effect(settings.kv, settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,

@@ -51,6 +51,12 @@ def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
         if why_not is not None:
             raise ConfigError(f"KV codec {config.codec!r} cannot run here: {why_not}; use int8")
     if not sides_of(form):
+        if config.constants:
+            raise ConfigError(
+                f"--kv-constants {config.constants} has no effect: codec {config.codec!r} needs no "
+                "measured constants; use --kv-codec with one that does, such as int8_channel or "
+                "kvquant4, or leave out --kv-constants"
+            )
         return StoredAs(written, dtype)
     folder = Path(config.constants).expanduser() if config.constants else model.folder
     return StoredAs(written, dtype, read_constants(folder, form, model.spec))

@@ -19,6 +19,7 @@ from quire.engine.inputs import (
     as_token_ids,
 )
 from quire.engine.ledger import Snapshot
+from quire.engine.option_effects import refuse_without_effect
 from quire.engine.outputs import Answer, AnswerBuilder, Delta
 from quire.engine.request import DEFAULT_TENANT
 from quire.engine.sampling_params import SamplingParams
@@ -75,6 +76,7 @@ class LLM:
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
+        refuse_without_effect(kv or KVConfig(), schedule or ScheduleConfig())
         if not isinstance(model, LoadedModel):
             require_type("model", model, str, Path)
             require_type("dtype", dtype, str)

@@ -57,6 +57,8 @@ def make_scheduler(
     memory = pool.kv.memory
     opened = open_tier(kv, pool, model)
     shares = kv.prefix_cache and pool.why_no_prefix is None
+    if kv.prefix_cache and not shares:
+        logger.info("the prefix cache is off: %s", pool.why_no_prefix)
     prefix = PrefixIndex(memory, listener) if shares else None
     if prefix is not None:
         listener.subscribe(PrefixEvents(events, prefix.block_bytes))

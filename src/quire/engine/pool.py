@@ -11,7 +11,9 @@ from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.front_choice import FrontChoice
 from quire.engine.front_parts import FrontParts, build_fronts
 from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
+from quire.engine.option_effects import refuse_without_effect
 from quire.engine.preemption.swapper import refuse_idle_host_pool
+from quire.engine.row_limit import refuse_too_many_rows
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
 from quire.engine.step_size import most_batches, refuse_nothing_shared
@@ -113,6 +115,7 @@ def build_pool(
     Raises:
         ConfigError: an option that cannot be; raised before the arena is allocated.
     """
+    refuse_without_effect(config)
     decoder = model.decoder
     hosted = parse_size(config.stream_memory) > 0
     refuse_nothing_shared(schedule.objective, brought=model.weights is not None, hosted=hosted)
@@ -156,6 +159,7 @@ def build_pool(
     offload = FrontChoice(model, config, layout) if stream_bytes else None
     if offload is not None:
         offload.refuse_without_effect(stream_bytes, longest.spec.statistics)
+    refuse_too_many_rows(layout, schedule.num_rows)
     if member is None:
         memory, store = _own_memory(model, config, schedule, layout, longest.spec)
     else:

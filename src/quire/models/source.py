@@ -32,6 +32,11 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
     Raises:
         ModelError: there is no such folder, and the hub cannot be reached or does not have it.
     """
+    if isinstance(path, str) and not path.strip():
+        raise ModelError(
+            "expected a model folder, a hub name such as organisation/model, or "
+            f"{PACKAGED!r}, got an empty name"
+        )
     if path == PACKAGED:
         return _PACKAGED_FOLDER, PACKAGED
     folder = _local_folder(path)

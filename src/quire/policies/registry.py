@@ -112,7 +112,7 @@ def make_budget(text: str) -> Budget:
         UnknownName: the budget or one of its options is not known; offers the nearest names.
         ConfigError: a value of the wrong type, or one that the budget refuses.
     """
-    parsed, known = parse_policy(text), registered_budgets()
+    parsed, known = parse_policy(text, "budget"), registered_budgets()
     if parsed.name not in known:
         raise UnknownName("eviction budget", parsed.name, known)
     what = f"budget {parsed.name!r}"

@@ -8,6 +8,7 @@ from quire.engine.events import EventLog
 from quire.engine.preemption.swapper import Swapper, refuse_idle_host_pool
 from quire.engine.prefix_identities import PrefixIdentities
 from quire.engine.residency import Residency
+from quire.engine.row_limit import refuse_too_many_rows
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler import Scheduler
 from quire.engine.scheduler_parts import make_parts
@@ -92,6 +93,7 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
         page_tokens=config.kv.page_tokens,
         evicting=config.eviction.cap is not None,
     )
+    refuse_too_many_rows(layout, config.schedule.num_rows)
     longest = config.kv.store_tokens or config.model.max_positions
     limits = LaneLimits.of(longest, config.eviction)
     memory = make_memory(

@@ -137,7 +137,7 @@ def codec_spec(text: str) -> CodecSpec:
     found = CODECS.get(name)
     if found is None or (rest and not found.options):
         raise ConfigError(f"codec {text!r}: {name} has no options, got {rest!r}; write {name}")
-    given = parse_policy(text).options if rest else {}
+    given = parse_policy(text, "codec").options if rest else {}
     values: dict[str, int | float] = {}
     for option, value in given.items():
         if option not in found.options:

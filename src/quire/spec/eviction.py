@@ -33,6 +33,11 @@ OF_CAP = -1
 """`EvictionSpec.every` where it is `default_every(cap)`."""
 
 MOST_CHARACTERS = 1000  # requests carry these texts
+_SUCH_AS = {
+    "policy": "recent:cap=512,sinks=4",
+    "budget": "pyramid:beta=20",
+    "codec": "int4:group=32",
+}
 
 
 def default_every(cap: int) -> int:
@@ -48,8 +53,12 @@ class PolicyText:
     options: Mapping[str, str]
 
 
-def parse_policy(text: str) -> PolicyText:
+def parse_policy(text: str, what: str = "policy") -> PolicyText:
     """Split a policy text into its name and options.
+
+    Args:
+        text: as it is written.
+        what: it is a text of, for messages: a policy, a codec or a budget.
 
     Raises:
         ConfigError: no name, an option without a value or given twice, unbalanced parentheses, or
@@ -57,19 +66,19 @@ def parse_policy(text: str) -> PolicyText:
     """
     if len(text) > MOST_CHARACTERS:
         raise ConfigError(
-            f"a policy is written in {MOST_CHARACTERS} characters at most, got {len(text)}"
+            f"a {what} is written in {MOST_CHARACTERS} characters at most, got {len(text)}"
         )
     name, _, rest = text.strip().partition(":")
     if not name.isidentifier():
-        raise ConfigError(f"expected a policy such as 'recent:cap=512,sinks=4', got {text!r}")
+        raise ConfigError(f"expected a {what} such as {_SUCH_AS[what]!r}, got {text!r}")
     options: dict[str, str] = {}
     for part in _split_outside_parentheses(rest) if rest else ():
         key, equals, value = part.partition("=")
         key, value = key.strip(), value.strip()
         if not equals or not key or not value:
-            raise ConfigError(f"expected option=value in policy {text!r}, got {part!r}")
+            raise ConfigError(f"expected option=value in {what} {text!r}, got {part!r}")
         if key in options:
-            raise ConfigError(f"option {key!r} stands twice in policy {text!r}")
+            raise ConfigError(f"option {key!r} stands twice in {what} {text!r}")
         options[key] = value
     return PolicyText(name, options)
 

@@ -81,6 +81,13 @@ def test_a_profile_of_a_model_that_is_not_there_measures_nothing(tmp_path: Path)
     assert "GB/s" not in result.output
 
 
+def test_rules_without_a_model_are_refused():
+    result = quire("profile", "--quick", "--evict", "h2o")
+
+    assert result.exit_code == 2
+    assert "--evict 'h2o' has no effect: " in result.stderr
+
+
 def test_a_quick_profile_takes_no_ones_place(cache: Path):
     assert last_line(quire("profile", "--quick", "--json"))["config"]["output"] is None
     assert not cache.exists()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -30,6 +31,14 @@ def failing(monkeypatch):
         monkeypatch.setattr("quire.cli.settings.Settings.open_llm", fail)
 
     return fail_with
+
+
+def np_error() -> MemoryError:
+    try:
+        np.empty(1 << 55)
+    except MemoryError as error:
+        return error
+    raise AssertionError("this machine has 256 PiB of memory")
 
 
 def test_help_loads_no_tensor_library():
@@ -96,6 +105,39 @@ def test_an_interrupt_ends_cleanly_with_130(failing):
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device"), "standard output, a file or a socket cannot be"),
+        (OSError(28, "No space left on device", "out.csv"), "out.csv cannot be used: No space"),
+        (MemoryError(), "needs more memory than there is: out of memory"),
+        (np_error(), "needs more memory than there is: Unable to allocate"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(failing, error, says):
+    failing(error)
+
+    result = quire("generate", "--prompt", "x")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert says in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_standard_output_is_one_line():
+    code = "from quire.cli.main import run; run()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "codecs"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output, a file or a socket cannot be used: No")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_bug_is_not_hidden(failing):
     failing(ZeroDivisionError("a bug"))
 
@@ -118,6 +160,37 @@ def test_a_number_that_is_none_is_refused():
 
     assert result.exit_code == 2
     assert "max-tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("generate", "", "-p", "x"), ("generate", " ", "-p", "x"), ("chat", ""), ("serve", "")),
+        *(("plan", ""), ("calibrate", "-m", ""), ("profile", "-m", ""), ("eval", "gate", "")),
+        ("bench", "quant", "-m", ""),
+    ],
+)
+def test_an_empty_model_name_is_not_the_default(failing, arguments):
+    failing(AssertionError("a model was loaded"))
+
+    result = quire(*arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: expected a model folder, a hub name or quire-tiny, got")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("threads", ["100000", "-1", "99999999999"])
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "-p", "x"), ("calibrate", "-m", "quire-tiny"), ("bench", "overhead")],
+)
+def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
+    result = quire(*command, "--threads", threads)
+
+    assert result.exit_code == 2
+    if threads != "-1" or command[0] == "generate":
+        assert result.stderr.startswith("error: expected --threads from 0 (as many as torch takes")
 
 
 @pytest.mark.parametrize(

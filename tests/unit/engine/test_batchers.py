@@ -264,6 +264,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
         ("baton_pd:hold=disk", UnknownName, "place of prefilled KV"),
         ("baton_pd_best_fit:prefill=never", UnknownName, "way of prefilling"),
         ("pd:window=0", ConfigError, "expected window >= 1"),
+        ("static:queue=1", UnknownName, "of batcher 'static' 'queue': there is none; leave it out"),
         ("static:", ConfigError, "expected option=value"),
     ],
 )

@@ -1,11 +1,13 @@
 """Events of KV: numbered, remembered within bounds, passed on, and written one line each."""
 
+import errno
 import json
 import os
 
 import pytest
 
 from command_line import read_records
+from quire.engine import event_file
 from quire.engine.event_file import EventFile
 from quire.engine.events import KINDS, EventLog, KVEvent
 from quire.engine.request import Request
@@ -159,17 +161,74 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_name(tmp_path):
         EventFile(tmp_path / "nowhere" / "events.jsonl")
 
 
-def test_a_full_disk_drops_the_file_and_not_the_engine(tmp_path, monkeypatch, caplog):
-    def full(descriptor, data):
-        raise OSError(28, "No space left on device")
+class Disk:
+    """Writes only so many bytes."""
 
-    log = EventLog(Clock())
-    with EventFile(tmp_path / "events.jsonl") as file:
-        log.subscribe(file)
-        monkeypatch.setattr(os, "write", full)
-        log.emit("chunk", REQUEST)
-        monkeypatch.undo()
-        log.emit("chunk", REQUEST)
+    def __init__(self, monkeypatch):
+        self.free_bytes, self._write = 0, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor, data):
+        if not self.free_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(descriptor, data[: self.free_bytes])
+        self.free_bytes -= written
+        return written
+
+
+def chunk(number):
+    return KVEvent("chunk", 0.0, "a", "red", {}, number)
+
+
+def test_events_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeypatch, caplog):
+    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+    with EventFile(path) as file:
+        for disk.free_bytes in (0, 20):  # room for a part of a line, which is no line
+            file(chunk(1 if not disk.free_bytes else 2))
+            assert read_records(path) == []
+        disk.free_bytes = 1000
+        file(chunk(3))
+
+        assert [record["number"] for record in read_records(path)] == [1, 2, 3]
 
     assert len(caplog.records) == 1
-    assert read_records(tmp_path / "events.jsonl") == []
+    assert "events.jsonl: No space left on device" in caplog.text
+
+
+def test_a_disk_that_stays_full_ends_in_one_error_with_what_is_lost(tmp_path, monkeypatch):
+    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+    disk.free_bytes = len(json.dumps(chunk(1).as_dict())) + 1
+    log = EventLog(Clock())
+    file = EventFile(path)
+    log.subscribe(file)
+    for _ in range(3):
+        log.emit("chunk", None)
+
+    with pytest.raises(ConfigError, match="No space left on device; the file lacks 2 events"):
+        file.__exit__(None, None, None)
+    assert len(read_records(path)) == 1
+    assert len(log.newest()) == 3
+
+
+def test_events_held_for_a_full_disk_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file, "MOST_HELD_BYTES", 200)
+    disk, file = Disk(monkeypatch), EventFile(tmp_path / "events.jsonl")
+    for number in range(5):
+        file(chunk(number))
+    lost = file.num_lost
+    disk.free_bytes = 1000
+
+    assert 0 < lost < 5
+    with pytest.raises(ConfigError, match=f"the file lacks {lost} events"):
+        file.close()
+    assert len(read_records(tmp_path / "events.jsonl")) == 5 - lost
+
+
+def test_an_error_of_the_command_is_not_hidden_by_a_full_disk(tmp_path, monkeypatch, caplog):
+    Disk(monkeypatch)
+    file = EventFile(tmp_path / "events.jsonl")
+    file(chunk(1))
+
+    file.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+    assert "the file lacks 1 events" in caplog.text

@@ -114,7 +114,9 @@ def test_every_pair_is_made_of_codecs():
         ("int4:group=0", "at most 65536, got 0"),
         ("int4_outliers:percent=60", "above 0 and at most 50, got 60"),
         ("int4_outliers:percent=nan", "above 0 and at most 50, got nan"),
-        ("int4:group", "expected option=value"),
+        ("int4:group", "expected option=value in codec 'int4:group', got 'group'"),
+        ("int4:group=", "expected option=value in codec 'int4:group=', got 'group='"),
+        ("int4:group=8,group=8", "option 'group' stands twice in codec 'int4:group=8,group=8'"),
     ],
 )
 def test_what_is_written_wrong_is_said(text, message):

@@ -1,0 +1,93 @@
+"""Options that could have no effect are refused, with what to use instead."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import engines
+from quire.engine.llm import LLM
+from quire.engine.row_limit import refuse_too_many_rows
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.kv.tables import LaneTable, table_bytes
+from quire.spec.layout import layout_for
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engines.load("llama")
+
+
+@pytest.mark.parametrize(
+    ("kv", "schedule", "says"),
+    [
+        ({"scratch": "0"}, {}, "--scratch above 0, got 0: .* give a size such as 1MiB"),
+        ({"store_tokens": 64}, {}, "--kv-store-tokens 64 has no effect: store 'paged' .* contig"),
+        ({"store_tokens": 64, "store": "ring"}, {}, "--kv-store-tokens 64 has no effect"),
+        ({"record_evictions": True}, {}, "--record-evictions has no effect: .* --evict"),
+        (
+            {"record_evictions": True, "evict_allow": "full; none"},
+            {},
+            "--record-evictions has no effect",
+        ),
+        ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
+        ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
+        ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
+        ({}, {"batcher": "baton_pd:hold=host"}, "give --host-kv-memory SIZE, or use hold=device"),
+        ({}, {"batcher": "baton_pd_best_fit:hold=host"}, "give --host-kv-memory SIZE"),
+        (
+            {"host_memory": "1MiB"},
+            {"preempt": "recompute"},
+            "--host-kv-memory 1MiB has no effect: --preempt recompute",
+        ),
+        ({}, {"max_running": 10**11}, r"page tables of 100,000,000,000 .* lower --max-running"),
+    ],
+)
+def test_an_option_without_effect_is_refused(model, kv, schedule, says):
+    with pytest.raises(ConfigError, match=says):
+        LLM(model, kv=KVConfig(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
+
+
+@pytest.mark.parametrize(
+    ("kv", "schedule"),
+    [
+        ({"scratch": 1}, {}),
+        ({"store_tokens": 64, "store": "contiguous_max"}, {}),
+        ({"record_evictions": True, "evict_allow": "recent"}, {}),
+        ({"record_evictions": True, "evict": "recent:cap=24,every=6"}, {}),
+        ({"host_memory": "1MiB"}, {"batcher": "baton_pd:hold=host", "preempt": "recompute"}),
+        ({"host_memory": "1MiB"}, {"scale_down_at": 0.5, "preempt": "recompute"}),
+    ],
+)
+def test_an_option_with_an_effect_is_taken(model, kv, schedule):
+    llm = LLM(model, kv=KVConfig(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
+
+    assert llm.generate([[3, 4]], engines.greedy(2))[0].token_ids
+
+
+def test_it_is_refused_before_a_model_is_read():
+    with pytest.raises(ConfigError, match="--scratch above 0"):
+        LLM("no such model", kv=KVConfig(scratch=0))
+
+
+def test_a_prefix_cache_that_is_off_by_default_is_noted_once(model, caplog):
+    with caplog.at_level(logging.INFO, "quire"):
+        LLM(model, kv=KVConfig(memory="256KiB", store="contiguous_max", store_tokens=32))
+
+    [record] = [r for r in caplog.records if "prefix cache is off" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "one holder" in record.getMessage()
+
+
+def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):
+    layout = layout_for(model.spec, codec="float32", page_tokens=16)
+    for group in layout.groups:
+        arrays = [a for a in vars(LaneTable(group, 7)).values() if isinstance(a, np.ndarray)]
+        assert sum(array.nbytes for array in arrays) == table_bytes(group, 7)
+    monkeypatch.setattr("quire.engine.row_limit.free_host_bytes", lambda: 1 << 20)
+
+    refuse_too_many_rows(layout, 100)
+    with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-running"):
+        refuse_too_many_rows(layout, 100_000)
