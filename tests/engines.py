@@ -106,3 +106,9 @@ def engine_for(
 def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
     """Greedy, never stopping early."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def stored_in(store: str, tokens: int) -> dict[str, object]:
+    """Options of a KV memory: a store, and the longest sequence where it reserves for one."""
+    reserves = store.startswith("contiguous")
+    return {"store": store} | ({"store_tokens": tokens} if reserves else {})

@@ -14,7 +14,7 @@ from itertools import product
 import pytest
 import torch
 
-from engines import greedy, load
+from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.registry import registered as registered_codecs
 from quire.engine.calibration import measure, read_vectors
@@ -104,8 +104,7 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
         "evict": rule,
         "evict_allow": "",
         "prefix_cache": False,
-        "store": store,
-        "store_tokens": STORE_TOKENS if STORES[store].run_lengths else None,
+        **stored_in(store, STORE_TOKENS),
     }
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
     return run(jobs, model=model_for(store), kv=kv, **options)
@@ -134,8 +133,7 @@ def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
             page_tokens=4,
             codec=codec,
             constants=constants_of(codec, store),
-            store=store,
-            store_tokens=STORE_TOKENS if STORES[store].run_lengths else None,
+            **stored_in(store, STORE_TOKENS),
             evict=rule_of(policy, granularity),
             evict_allow="",
         )

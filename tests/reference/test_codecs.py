@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from engines import greedy, load, make_prompts
+from engines import greedy, load, make_prompts, stored_in
 from exact_products import use_exact_products
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ def test_every_store_holds_every_codec(codec, store):
     evicts = store != "ring" and "_page" not in codec
     rule = "recent" if evicts else "full"
 
-    other = answer(codec, rule, model, kv={"store": store, "store_tokens": 96})
+    other = answer(codec, rule, model, kv=stored_in(store, 96))
 
     expected = undisturbed(codec, rule, model)
     assert largest_difference(other.logits, expected.logits) <= 1e-4

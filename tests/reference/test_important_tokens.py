@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engines import greedy, load
+from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.fp8 import Float8
 from quire.engine.core import Engine
@@ -77,7 +77,7 @@ def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, p
     other = answer(
         rule,
         codec,
-        kv={"store": store, "store_tokens": 96},
+        kv=stored_in(store, 96),
         chunk_tokens=7,
         step_tokens=20,
         host="4MiB" if preempt == "swap" else 0,

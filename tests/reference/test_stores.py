@@ -3,7 +3,7 @@
 import pytest
 
 import zoo
-from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
+from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
 from quire.kv.config import KVConfig
@@ -20,8 +20,7 @@ def engine_of(architecture, store, **options):
         load(architecture),
         longest=STORE_TOKENS,
         page_tokens=4,
-        store=store,
-        store_tokens=STORE_TOKENS if store.startswith("contiguous") else None,
+        **stored_in(store, STORE_TOKENS),
         **options,
     )
 

@@ -453,7 +453,7 @@ def test_those_that_evict_have_fronts_between_evictions(
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(options, error, says):
-    options = {"memory": "8MiB", "stream_memory": "1MiB", "store_tokens": 64} | options
+    options = {"memory": "8MiB", "stream_memory": "1MiB"} | options
     with pytest.raises(error, match=says):
         Engine(model_of("qwen3"), KVConfig(**options), ScheduleConfig())
 

@@ -7,9 +7,6 @@ from quire.errors import ConfigError
 from quire.kv.config import KVConfig
 from quire.kv.stores.registry import STORES
 from quire.plan.sizes import parse_size
-from quire.spec.eviction import parse_policy
-
-KEEPS_ALL = "full"
 
 
 def refuse_without_effect(kv: KVConfig, schedule: ScheduleConfig) -> None:
@@ -38,11 +35,6 @@ def _memory_problems(kv: KVConfig) -> Iterator[str]:
             f"--kv-store-tokens {kv.store_tokens} has no effect: store {kv.store!r} reserves no "
             f"memory for a sequence; use --kv-store with one of {contiguous}, or leave it out"
         )
-    if kv.record_evictions and not _may_evict(kv):
-        yield (
-            "--record-evictions has no effect: no request may evict tokens; give a policy to "
-            "--evict or --evict-allow, or leave it out"
-        )
 
 
 def _swap_problems(kv: KVConfig, schedule: ScheduleConfig) -> Iterator[str]:
@@ -59,10 +51,3 @@ def _swap_problems(kv: KVConfig, schedule: ScheduleConfig) -> Iterator[str]:
             f"--host-kv-memory {kv.host_memory} has no effect: --preempt recompute swaps no KV to "
             "the host; use --preempt auto, swap or hybrid, or leave out --host-kv-memory"
         )
-
-
-def _may_evict(kv: KVConfig) -> bool:
-    allowed = [text.strip() for text in kv.evict_allow.split(";")]
-    return any(
-        name not in ("", "none", KEEPS_ALL) for name in (parse_policy(kv.evict).name, *allowed)
-    )

@@ -26,12 +26,6 @@ def model():
         ({"scratch": "0"}, {}, "--scratch above 0, got 0: .* give a size such as 1MiB"),
         ({"store_tokens": 64}, {}, "--kv-store-tokens 64 has no effect: store 'paged' .* contig"),
         ({"store_tokens": 64, "store": "ring"}, {}, "--kv-store-tokens 64 has no effect"),
-        ({"record_evictions": True}, {}, "--record-evictions has no effect: .* --evict"),
-        (
-            {"record_evictions": True, "evict_allow": "full; none"},
-            {},
-            "--record-evictions has no effect",
-        ),
         ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
         ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
@@ -55,8 +49,6 @@ def test_an_option_without_effect_is_refused(model, kv, schedule, says):
     [
         ({"scratch": 1}, {}),
         ({"store_tokens": 64, "store": "contiguous_max"}, {}),
-        ({"record_evictions": True, "evict_allow": "recent"}, {}),
-        ({"record_evictions": True, "evict": "recent:cap=24,every=6"}, {}),
         ({"host_memory": "1MiB"}, {"batcher": "baton_pd:hold=host", "preempt": "recompute"}),
         ({"host_memory": "1MiB"}, {"scale_down_at": 0.5, "preempt": "recompute"}),
     ],
