@@ -19,12 +19,6 @@ SLOTS = 2  # of a front's staging (see `hosted`): one is read while the other is
 NO_PAGE = -1
 
 
-def table_bytes(group: LaneGroup, max_rows: int) -> int:
-    """Bytes that a new `LaneTable` of so many sequences allocates."""
-    lanes = max_rows * group.num_lanes
-    return 4 * lanes * (2 * INITIAL_PAGES_PER_LANE + 2) + 5 * max_rows
-
-
 class LaneTable:
     """The tables of all sequences in one lane group.
 
@@ -239,3 +233,9 @@ class LaneTable:
         if self._track_changes:
             lane, column = np.nonzero(mask)
             self._note(np.full(len(lane), row), lane, column)
+
+
+def table_bytes(group: LaneGroup, max_rows: int) -> int:
+    """Bytes that a new `LaneTable` of so many sequences allocates."""
+    of_one = vars(LaneTable(group, 1)).values()
+    return max_rows * sum(array.nbytes for array in of_one if isinstance(array, np.ndarray))
