@@ -1,6 +1,6 @@
 """Models and engines of cases."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -113,19 +113,9 @@ def _start(case: Case, memory: int, host: int, stream: int) -> Engine:
     if not stream:
         kv = {name: value for name, value in kv.items() if not name.startswith("stream_")}
     config = KVConfig(
-        memory=memory,
-        host_memory=host * _swaps(case.schedule),
-        stream_memory=stream,
-        record_evictions=True,
-        **kv,
+        memory=memory, host_memory=host, stream_memory=stream, record_evictions=True, **kv
     )
     return Engine(model_of(case.model), config, ScheduleConfig(**case.schedule))
-
-
-def _swaps(schedule: Mapping[str, object]) -> bool:
-    """Whether a schedule ever swaps; host memory that it would not use is refused."""
-    holds_on_host = "hold=host" in str(schedule.get("batcher"))
-    return schedule["preempt"] != "recompute" or holds_on_host or "scale_down_at" in schedule
 
 
 def submit(engine: Engine, name: str, request: RequestCase, **changed: object) -> None:

@@ -18,6 +18,7 @@ from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
+from quire.plan.sizes import parse_size
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
 from quire.spec.codec_refusals import Storing, refuse_excluded, stored_codec
@@ -93,10 +94,12 @@ def sim_config(settings: Settings) -> "SimConfig":
         ConfigError: an option that cannot be; nothing was read yet.
     """
     from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
+    from quire.engine.preemption.swapper import refuse_idle_host_pool
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
-    refuse_without_effect(settings.kv, settings.schedule)
+    refuse_without_effect(settings.kv)
+    refuse_idle_host_pool(parse_size(settings.kv.host_memory), settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,

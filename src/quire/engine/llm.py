@@ -76,7 +76,7 @@ class LLM:
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
-        refuse_without_effect(kv or KVConfig(), schedule or ScheduleConfig())
+        refuse_without_effect(kv or KVConfig())
         if not isinstance(model, LoadedModel):
             require_type("model", model, str, Path)
             require_type("dtype", dtype, str)

@@ -29,13 +29,6 @@ def model():
         ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
         ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
-        ({}, {"batcher": "baton_pd:hold=host"}, "give --host-kv-memory SIZE, or use hold=device"),
-        ({}, {"batcher": "baton_pd_best_fit:hold=host"}, "give --host-kv-memory SIZE"),
-        (
-            {"host_memory": "1MiB"},
-            {"preempt": "recompute"},
-            "--host-kv-memory 1MiB has no effect: --preempt recompute",
-        ),
         ({}, {"max_running": 10**11}, r"page tables of 100,000,000,000 .* lower --max-running"),
     ],
 )
@@ -49,8 +42,6 @@ def test_an_option_without_effect_is_refused(model, kv, schedule, says):
     [
         ({"scratch": 1}, {}),
         ({"store_tokens": 64, "store": "contiguous_max"}, {}),
-        ({"host_memory": "1MiB"}, {"batcher": "baton_pd:hold=host", "preempt": "recompute"}),
-        ({"host_memory": "1MiB"}, {"scale_down_at": 0.5, "preempt": "recompute"}),
     ],
 )
 def test_an_option_with_an_effect_is_taken(model, kv, schedule):
