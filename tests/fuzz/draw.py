@@ -1,6 +1,7 @@
 """Draws the case of a seed."""
 
 import random
+from collections.abc import Mapping, Sequence
 
 from fuzz.case import Case, RequestCase
 from fuzz.rules import draw_codec, draw_rule
@@ -13,7 +14,8 @@ INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
 WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss")
 ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
-LONGEST_PROMPT, MOST_NEW_TOKENS = 56, 18
+LONGEST_PROMPT, MOST_NEW_TOKENS = 56, 14
+ALONE, GROUP, BEAMS = ("alone", "alone", "alone"), "group", "beams"
 NO_SWAP = ("auto", "recompute")
 TENANTS = ("a", "b")
 
@@ -30,7 +32,7 @@ def draw(seed: int) -> Case:
     kv = _draw_kv(rng, page_tokens, evict=evict, codec=codec, model=model, streams=streams)
     if exact:
         kv["attention"] = "auto" if evict.startswith("streaming") else "gathered"
-    host_room = rng.choice((0, 0, 0.5, 4))
+    host_room = rng.choice((0, 0.5, 2, 4))
     schedule = _draw_schedule(rng, swaps=bool(host_room))
     pressed = "when=pressure" in evict
     return Case(
@@ -38,14 +40,12 @@ def draw(seed: int) -> Case:
         model=model,
         exact=exact,
         poison=rng.random() < 0.5,
-        room=round(rng.uniform(0.3, 1.2) if streams or pressed else rng.uniform(0.6, 1.8), 2),
+        room=round(rng.uniform(0.2, 0.9) if streams or pressed else rng.uniform(0.4, 1.5), 2),
         host_room=host_room,
         stream_room=rng.choice((0.5, 2, 8)) if streams else 0,
         kv=kv,
         schedule=schedule,
-        requests=_draw_requests(
-            rng, evict=evict, one_rule=kv.get("store", "ring") != "ring", model=model
-        ),
+        requests=_draw_requests(rng, evict=evict, kv=kv, model=model),
     )
 
 
@@ -137,17 +137,20 @@ def _draw_batcher(rng: random.Random, *, swaps: bool) -> str:
 
 
 def _draw_requests(
-    rng: random.Random, *, evict: str, one_rule: bool, model: str
+    rng: random.Random, *, evict: str, kv: Mapping[str, object], model: str
 ) -> tuple[RequestCase, ...]:
     vocab = VOCAB_SIZE if model != "quire-tiny" else TINY_VOCAB_SIZE
     beginnings = [[], *([rng.randrange(2, vocab) for _ in range(n)] for n in (9, 17, 32))]
-    rules = [None] if one_rule or evict == "full" else [None, None, _other_numbers(rng, evict)]
+    reserved = "store_tokens" in kv  # lanes of one length, whose pages are not shared
+    rules = [None] if reserved or evict == "full" else [None, None, _other_numbers(rng, evict)]
+    alone = "stream_recompute" in kv and rng.random() < 0.6  # only these have offloaded pages
+    kinds = ALONE if alone else (*ALONE, GROUP) if reserved else (*ALONE, GROUP, GROUP, BEAMS)
     made = []
-    for number in range(rng.randint(2, 7)):
+    for number in range(rng.randint(2, 6)):
         prompt = list(rng.choice(beginnings))
         rest = rng.randint(1, LONGEST_PROMPT - len(prompt))
         prompt += [rng.randrange(2, vocab) for _ in range(rest)]
-        made.append(_draw_request(rng, prompt, number, rules, beams=not one_rule))
+        made.append(_draw_request(rng, prompt, number, rules, kinds))
     return tuple(made)
 
 
@@ -160,10 +163,14 @@ def _other_numbers(rng: random.Random, evict: str) -> str:
 
 
 def _draw_request(
-    rng: random.Random, prompt: list[int], number: int, rules: list[str | None], *, beams: bool
+    rng: random.Random,
+    prompt: list[int],
+    number: int,
+    rules: list[str | None],
+    kinds: Sequence[str],
 ) -> RequestCase:
     cancelled = rng.random() < 0.12
-    params = _draw_params(rng, number, beams=beams)
+    params = _draw_params(rng, number, rng.choice(kinds))
     return RequestCase(
         prompt=tuple(prompt),
         params=params,
@@ -176,14 +183,13 @@ def _draw_request(
     )
 
 
-def _draw_params(rng: random.Random, number: int, *, beams: bool) -> dict[str, object]:
+def _draw_params(rng: random.Random, number: int, kind: str) -> dict[str, object]:
     params: dict[str, object] = {
         "max_tokens": rng.randint(1, MOST_NEW_TOKENS),
         "ignore_eos": True,
         "logprobs": rng.choice((0, 1, 2)),
     }
-    kind = rng.random()
-    if kind < 0.18 and beams:
+    if kind == BEAMS:
         params |= {"use_beam_search": True, "beam_width": rng.choice((2, 3, 4))}
         params["n"] = rng.randint(1, int(params["beam_width"]))
         params["early_stopping"] = rng.choice((True, False, "never"))
@@ -191,7 +197,7 @@ def _draw_params(rng: random.Random, number: int, *, beams: bool) -> dict[str, o
             params["stop_token_ids"] = [rng.randrange(2, VOCAB_SIZE) for _ in range(6)]
         return params
     params |= {"temperature": rng.choice((0.0, 0.0, 0.8, 1.0)), "seed": number}
-    if kind < 0.45:
+    if kind == GROUP:
         params["n"] = rng.choice((2, 2, 3, 4))
         if rng.random() < 0.3 and params["temperature"]:
             params["best_of"] = int(params["n"]) + 1
