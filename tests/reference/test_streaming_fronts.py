@@ -330,6 +330,28 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
         engine.submit(PROMPTS["b"], greedy(NEW_TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("rows", "page_tokens", "stream_bytes"), [(0.5, 4, 61440), (0.6, 4, 43008), (0.7, 8, 24576)]
+)
+def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tokens, stream_bytes):
+    """Its last pages are offloaded too, in parts as small as offload memory has room for."""
+    memory = {"memory": int(rows * row_bytes("qwen3")), "page_tokens": page_tokens}
+    kv = KVConfig(stream_memory=stream_bytes, stream_recompute="off", **memory)
+    less = KVConfig(stream_memory=stream_bytes - 512, stream_recompute="off", **memory)
+    engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
+    engine.submit(PROMPTS["b"], greedy(8))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+
+    assert deltas[-1].finish_reason == "length"
+    with pytest.raises(NeverFits):
+        Engine(model_of("qwen3"), less, ScheduleConfig(chunk_tokens=16)).submit(
+            PROMPTS["b"], greedy(8)
+        )
+
+
 @pytest.mark.parametrize("part", ["off", "1"])
 def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     """The cached pages stay while somebody reads them; its own copy of them is on the host.

@@ -7,6 +7,7 @@ than is needed and copies stay large.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from quire.engine.admission.need import may_stream
 from quire.engine.events import EventLog
@@ -105,8 +106,10 @@ class FrontRoom:
         self.num_returned += 1
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request one staging slot for its offloaded pages."""
+        """Leave a request one staging slot for its offloaded pages; offload all that can be."""
         self._fronts.halve_staging(request.row)
+        while may_stream(request) and self._move(request):
+            self._fronts.halve_staging(request.row)
 
     def _movable(self) -> list[Request]:
         return [
@@ -125,16 +128,21 @@ class FrontRoom:
         return held - (int(self._memory.lengths[request.row]) - request.num_computed)
 
     def _move(self, request: Request) -> bool:
-        """Move the next part of a request's pages; False where neither side has room for it."""
-        tokens = self._page_tokens
+        """Offload the next pages of a request; False where neither side has room for one of each.
+
+        Where offload memory or staging has no room for so many, fewer are offloaded.
+        """
+        tokens, slots = self._page_tokens, self._slots(request)
         held = max(int(t.staged[request.row]) for t in self._memory.tables.values())
-        left = self._slots(request) // tokens - held
-        more = max(_LEAST_PAGES, -(-left // _PART))
+        left = slots // tokens - held
+        pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
         self.let_go(request)
-        try:
-            most = min(self._slots(request), (held + more) * tokens)
-            moved = self._fronts.host(request.row, most)
-        except (HostPoolFull, OutOfPages):
-            return False
-        self._events.emit("hosted", request, kv_bytes=moved)
+        before = self._fronts.pool.used_bytes
+        while pages > 0 and self._fronts.pool.used_bytes == before:
+            with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so
+                self._fronts.host(request.row, (held + pages) * tokens)
+            pages //= 2
+        moved = self._fronts.pool.used_bytes - before
+        if moved:
+            self._events.emit("hosted", request, kv_bytes=moved)
         return moved > 0
