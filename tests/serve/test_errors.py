@@ -48,6 +48,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
         ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary ends at 2047"),
         ({"stop": [""]}, "stop", "stop"),
+        ({"stop": ["x"] * 1_025}, "stop.str", "at most 1024"),
+        ({"stop_token_ids": [1] * 1_025}, "stop_token_ids", "at most 1024"),
+        ({"bad_token_ids": [[1]] * 1_025}, "bad_token_ids", "at most 1024"),
         ({"deadline_s": -1}, "deadline_s", "above 0"),
         ({"cache_salt": "x" * 129}, "cache_salt", "128 characters"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
@@ -72,6 +75,7 @@ def test_a_wrong_completion_is_refused(post, options, param, message):
     [
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+        ({"messages": MESSAGES * 16_385}, "messages", "at most 16384"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),

@@ -178,6 +178,25 @@ def test_a_text_as_long_as_the_context_is_tokenized(serve):
     assert response.json()["count"] == 512
 
 
+def test_more_token_ids_than_a_sequence_has_are_not_decoded(serve, llm, monkeypatch):
+    decoded = []
+
+    async def main(client):
+        tokenizer = type(llm.model.tokenizer)
+        monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: decoded.append(1) or "")
+        echoed = {"prompt": [5] * 5_000, "echo": True}
+        return [
+            await client.post("/detokenize", json={"tokens": [5] * 513}),
+            await client.post("/v1/completions", json=echoed),
+        ]
+
+    detokenized, completed = serve(main)
+
+    assert error_of(detokenized, 400)["param"] == "tokens"
+    assert "5000 tokens" in error_of(completed, 400)["message"]
+    assert not decoded
+
+
 def test_a_stream_without_an_end_has_no_longest_text(serve):
     body = {"prompt": "Once upon a time " * 1_000, "max_tokens": 1}
     options = {"evict": "recent:cap=64,positions=cache"}

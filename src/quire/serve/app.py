@@ -1,5 +1,6 @@
 """The server: an ASGI application over an engine, and how it is run."""
 
+import gc
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -83,6 +84,9 @@ def run_server(
         log_level="warning",
         timeout_graceful_shutdown=DRAIN_S,
     )
+    # the model's objects live as long as the process: a large body would have them all traversed
+    gc.collect()
+    gc.freeze()
     # listen before anything is said, so that whoever reads the URL can connect
     url = listen(bound)
     sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")

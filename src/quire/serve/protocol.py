@@ -3,7 +3,7 @@
 Types are checked here, ranges by `SamplingParams` and the engine. `None` always means "not said".
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -15,6 +15,12 @@ Prompts = str | list[str] | list[int] | list[list[int]]
 
 MAX_TOP_LOGPROBS = 20
 """Likeliest tokens shown beside each token, as in OpenAI's chat API."""
+
+MAX_STOPS = MAX_BAD_SEQUENCES = 1024
+"""Stop texts, stop tokens and bad sequences of a request: every token is compared with all."""
+
+MAX_MESSAGES = 16_384
+"""Messages of a chat; a template takes time for each, whatever its length."""
 
 
 class Body(BaseModel):
@@ -66,9 +72,9 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_token_ids: list[list[int]] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    bad_token_ids: list[list[int]] | None = Field(default=None, max_length=MAX_BAD_SEQUENCES)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -142,7 +148,7 @@ class TextPart(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -157,7 +163,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a prompt or a chat."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -37,6 +37,10 @@ class Turn:
     tenant: str
     most_tokens: int | None
 
+    def is_exceeded_by(self, num_tokens: int) -> bool:
+        """Whether so many tokens cannot fit."""
+        return self.most_tokens is not None and num_tokens > self.most_tokens
+
 
 class Texts:
     """A model's tokenizer, for the server.
@@ -83,7 +87,9 @@ class Texts:
         def read(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str):
                 return self._prompt(prompt, turn, add_special_tokens=add_special_tokens)
-            return Prompt(self.decode(prompt) if with_text else None, prompt)
+            # the engine refuses ids that are too many: they are not worth decoding
+            decodes = with_text and not turn.is_exceeded_by(len(prompt))
+            return Prompt(self.decode(prompt) if decodes else None, prompt)
 
         return await self._in_turn(turn, lambda: [read(prompt) for prompt in prompts])
 
@@ -96,10 +102,10 @@ class Texts:
             RequestError: no tokenizer, no template, a template that refuses the messages, or text
                 that cannot fit.
         """
-        plain = [_plain(message) for message in messages]
         tokenizer = self._tokenizer()
 
         def read() -> Prompt:
+            plain = [_plain(message) for message in messages]
             text = render_chat(tokenizer, plain, add_generation_prompt=add_generation_prompt)
             self._check_length(text, turn, "messages")
             return Prompt(None, encode_rendered(tokenizer, text))
@@ -107,7 +113,17 @@ class Texts:
         return await self._in_turn(turn, read)
 
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
-        """The text of token ids; see `decode`."""
+        """The text of token ids; see `decode`.
+
+        Raises:
+            RequestError: more ids than the longest sequence has.
+        """
+        if turn.is_exceeded_by(len(token_ids)):
+            raise RequestError(
+                f"expected {turn.most_tokens:,} token ids at most, as the longest sequence has, "
+                f"got {len(token_ids):,}: send them in parts",
+                param="tokens",
+            )
         return await self._in_turn(turn, lambda: self.decode(token_ids))
 
     async def pieces(self, token_ids: list[int], turn: Turn) -> list[str]:
@@ -134,10 +150,10 @@ class Texts:
 
     def _check_length(self, text: str, turn: Turn, param: str) -> None:
         """Refuse a text that cannot fit, before it is tokenized."""
-        if self._width is None or turn.most_tokens is None:
+        if self._width is None:
             return
         least = -(-len(text) // self._width)
-        if least > turn.most_tokens:
+        if turn.is_exceeded_by(least):
             raise RequestError(
                 f"the text has {len(text):,} characters, at least {least:,} tokens; the longest "
                 f"sequence here has {turn.most_tokens:,} tokens: shorten the text",
