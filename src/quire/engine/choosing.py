@@ -49,8 +49,10 @@ class Choosing:
             copies: sequences that were copied from some of them after it.
         """
         yield from self._score_prompts(results)
-        yield from self._sample([*results, *_twins(results, copies)])
+        ready = [r for r in (*results, *_twins(results, copies)) if _is_ready(r.request)]
+        yield from self._sample([result for result in ready if not _is_beam(result.request)])
         yield from self._end_without_tokens([*requests, *(planned.child for planned in copies)])
+        yield from self._search_on([result for result in ready if _is_beam(result.request)])
 
     def fail(self, request: Request, error: str) -> list[Delta]:
         """End a sequence with an error."""
@@ -70,19 +72,7 @@ class Choosing:
                 continue
             self._replies.add_scores(request, first, scored)
 
-    def _sample(self, results: list[StepLogits]) -> Iterator[Delta]:
-        ready = [
-            result
-            for result in results
-            if result.request.state is RequestState.RUNNING
-            and result.request.num_uncomputed == 0
-            and result.request.params.max_tokens
-        ]
-        searches = {id(r.request.group): r.request.group for r in ready if _is_beam(r.request)}
-        for group in searches.values():
-            if group is not None:
-                yield from self._search(group, [r for r in ready if r.request.group is group])
-        ready = [result for result in ready if not _is_beam(result.request)]
+    def _sample(self, ready: list[StepLogits]) -> Iterator[Delta]:
         if not ready:
             return
         tokens = self.sampler.sample(_last_rows(ready), [result.request for result in ready])
@@ -90,6 +80,13 @@ class Choosing:
         for result, token in zip(ready, tokens, strict=True):
             self.num_generated_tokens += token.error is None
             yield from self._replies.add_token(result.request, token, now_s)
+
+    def _search_on(self, ready: list[StepLogits]) -> Iterator[Delta]:
+        """Last of all: where beams find no pages to branch, others may be preempted."""
+        groups = {id(r.request.group): r.request.group for r in ready}
+        for group in groups.values():
+            if group is not None and all(map(_is_ready, group.members)):  # else one has failed
+                yield from self._search(group, [r for r in ready if r.request.group is group])
 
     def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[Delta]:
         by_member = {id(result.request): result for result in results}
@@ -110,6 +107,12 @@ class Choosing:
             running = request.state is RequestState.RUNNING
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:
                 yield from self._replies.end(request, "length", self._clock())
+
+
+def _is_ready(request: Request) -> bool:
+    """Whether a request that was in the step gets a token."""
+    running = request.state is RequestState.RUNNING
+    return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
 
 
 def _is_beam(request: Request) -> bool:

@@ -17,6 +17,8 @@ from quire.engine.request import Request, RequestState
 from quire.engine.room import Room
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.tenant_book import Right
+from quire.errors import OutOfPages
+from quire.kv.prefix_node import PrefixLease
 
 Preempt = Callable[[Request, str], None]  # (request, why)
 
@@ -165,10 +167,25 @@ class Entrance:
         ):
             self._residency.give_back(lease)
             return None
-        if not whole:
-            self._residency.enter(first, lease)  # raises before anything has changed
+        if not (whole or self._starts(first, lease, head_tokens)):
+            return None
         self._fairness.waiting.pop(request)
         return self._come_back(request, away) if whole else self._begin(first)
+
+    def _starts(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
+        """Whether a request got a row, and pages for the statistics of its cached prefix.
+
+        One that is alone finds them once cached prefixes are dropped, its own among them.
+        """
+        try:
+            self._residency.enter(request, lease)
+        except OutOfPages:
+            self._residency.give_back(lease)
+            if self._running:
+                return False
+            self._residency.drop_cached()
+            self._residency.enter(request, self._residency.look_up(request, head_tokens))
+        return True
 
     def _away(self, request: Request) -> Request:
         """Who of a group that waits has its KV on the host: not always the one in its place."""

@@ -73,6 +73,10 @@ class FrontRoom:
         """Whether a running request has its first pages on the host."""
         return request.row in self._fronts.rows
 
+    def stops_evicting(self, request: Request) -> bool:
+        """Whether a running request could lose tokens if its first pages were back."""
+        return request.eviction.cap is not None and self.is_staged(request)
+
     def move_some(self, but: Request | None = None) -> bool:
         """Move pages of somebody; False where nobody has any that would free memory.
 

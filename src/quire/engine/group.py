@@ -18,6 +18,7 @@ from quire.engine.request import PlannedFork, Request, RequestGroup, RequestStat
 from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
+from quire.spec.eviction import PRESSURE, UNLIMITED
 
 
 def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> None:
@@ -100,8 +101,8 @@ def same_group(one: Request, other: Request) -> bool:
 def plan_reading(request: Request) -> Request:
     """Decide who is read and who is copied; return the member to begin with.
 
-    Two members that differ share no more than both hold before their first eviction: what leaves
-    then, and how chunks fall behind it, is each one's own.
+    Two members that differ share what both hold before the first eviction that they do not have in
+    common: what leaves then, and how chunks fall behind it, is each one's own.
 
     Args:
         request: any member, or a request alone, which is its own answer.
@@ -114,7 +115,7 @@ def plan_reading(request: Request) -> Request:
     for parent, child in pairwise(ordered):
         tokens = _common_tokens(parent, child)
         if tokens < child.num_tokens:
-            tokens = min(tokens, parent.exact_tokens, child.exact_tokens)
+            tokens = min(tokens, _alike_tokens(parent, child))
         while id(parent) in origin and origin[id(parent)].tokens >= tokens:
             parent = origin[id(parent)].parent  # it begins where that one is by then
         origin[id(child)] = PlannedFork(child, parent, tokens)
@@ -126,6 +127,17 @@ def _common_tokens(one: Request, other: Request) -> int:
     pairs = zip(one.output_token_ids, other.output_token_ids, strict=False)
     equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(one.prompt_token_ids) + sum(1 for _ in equal)
+
+
+def _alike_tokens(one: Request, other: Request) -> int:
+    """Tokens up to which the same has left two members: evictions from before they were forked."""
+    pairs = zip(one.trace, other.trace, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+    if not same:
+        return min(one.exact_tokens, other.exact_tokens)
+    own = [entry.num_computed for r in (one, other) for entry in r.trace[same : same + 1]]
+    last = one.trace[same - 1].num_computed + 1  # read behind the eviction
+    return max(last, min(own, default=UNLIMITED if one.eviction.when == PRESSURE else last))
 
 
 def readable_tokens(request: Request) -> int:
@@ -171,29 +183,26 @@ def due_forks(request: Request) -> list[PlannedFork]:
     return due
 
 
+def not_continued(group: RequestGroup, parents: Sequence[int]) -> list[Request]:
+    """Members that none of the members to be continues; see `branch`."""
+    return [member for i, member in enumerate(group.members) if i not in parents]
+
+
 def branch(
-    group: RequestGroup,
-    parents: Sequence[int],
-    drop: Callable[[Request], None],
-    copy: Callable[[Request, Request], None],
+    group: RequestGroup, parents: Sequence[int], copy: Callable[[Request, Request], None]
 ) -> None:
     """Let member i from now on be what member `parents[i]` was, KV and tokens.
 
     The first to continue a member keeps its row; the next ones are copies. A member whom nobody
-    continues becomes spare, and is dropped before any copy is made.
+    continues becomes spare: its KV has been freed before.
 
     Args:
         group: its members run.
         parents: for each of the members to be, which one it continues.
-        drop: takes a member's KV away.
         copy: (parent, child) lets a member without KV begin with all that another has.
     """
     old = group.members
-    dropped = [old[i] for i in sorted(set(range(len(old))) - set(parents))]
-    for member in dropped:
-        drop(member)
-        member.state = RequestState.WAITING
-    spare = group.spare + dropped
+    spare = group.spare + not_continued(group, parents)
     group.members, seen = [], set()
     for number in parents:
         member = old[number]

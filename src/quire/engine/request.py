@@ -104,6 +104,8 @@ class Request:
         evicted_tokens: tokens that left, the mean over its lanes.
         exact: whether no token of its KV has been evicted in this run.
         swapped: its KV outside the arena, while it waits with it.
+        streams: whether its first pages may be on the host while it runs, in engines that have room
+            for them there; not once they could not return for an eviction.
         snapshot_ends: tokens behind which what is remembered of its prompt is kept for others.
         lease: the cached prefix it uses and adds to, while it runs.
         chain: what its prefix is looked up by, while it waits and has been looked up.
@@ -147,6 +149,7 @@ class Request:
     furthest_tokens: int = 0
     exact: bool = True
     swapped: Swapped | None = None
+    streams: bool = True
     snapshot_ends: tuple[int, ...] = ()
     lease: PrefixLease | None = None
     chain: BlockChain | None = None

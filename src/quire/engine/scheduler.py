@@ -14,15 +14,8 @@ from quire.engine.admission.need import need_of
 from quire.engine.batchers.base import Moves
 from quire.engine.decoding import Decoding
 from quire.engine.entrance import Entrance
-from quire.engine.group import (
-    branch,
-    dissolve,
-    due_forks,
-    leave,
-    num_rows,
-    refuse_beams,
-    together,
-)
+from quire.engine.forks import NEVER, Forks
+from quire.engine.group import dissolve, leave, num_rows, refuse_beams, together
 from quire.engine.lane_caps import Evictor, LaneCaps
 from quire.engine.limits import Limits
 from quire.engine.reading import Reading
@@ -32,7 +25,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler_parts import SchedulerParts, make_batcher, make_parts
 from quire.engine.step_plan import StepPlan
 from quire.engine.urgency import Urgency
-from quire.errors import PolicyError
+from quire.errors import NeverFits, QuireError
 from quire.kv.memory import KVMemory
 
 
@@ -64,7 +57,7 @@ class Scheduler:
         self.running: list[Request] = []
         if parts.residency.front_room is not None:
             parts.residency.front_room.running = self.running
-        self.failures: list[tuple[Request, PolicyError]] = []  # for the engine to report
+        self.failures: list[tuple[Request, QuireError]] = []  # for the engine to report
         self.caps = LaneCaps(parts.residency, evictor, self._fail)
         scale_out = partial(self._preempt, whole=True)
         self._limits = Limits(parts, self.running, self._preempt, scale_out)
@@ -73,6 +66,15 @@ class Scheduler:
         self._urgency = Urgency(parts, self.running, self._entrance, self._preempt)
         self._decoding = Decoding(parts, self.running, self.caps, self.batcher, self._preempt)
         self._reading = Reading(parts, self.running, self.caps, self._entrance, self.batcher)
+        self._forks = Forks(
+            parts,
+            self.running,
+            self.caps,
+            preempt=self._preempt,
+            recompute=partial(self._preempt, recompute=True),
+            wait=self._wait,
+            fail=self._fail,
+        )
 
     # ---- queues --------------------------------------------------------------------------------
 
@@ -88,8 +90,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.running or len(self.waiting))
+        """Whether a step would do anything, or has to report a failure."""
+        return bool(self.running or len(self.waiting) or self.failures)
 
     def submit(self, request: Request) -> None:
         """Queue a request, or a group by its first member.
@@ -129,7 +131,7 @@ class Scheduler:
             if together(request)[0] not in self.waiting:  # another member is first now
                 self._wait(request)
 
-    def _fail(self, request: Request, error: PolicyError) -> None:
+    def _fail(self, request: Request, error: QuireError) -> None:
         self.failures.append((request, error))
         self.finish(request, "policy error")
 
@@ -141,7 +143,9 @@ class Scheduler:
                 self.fairness.settle(member)
                 self.residency.leave(member, reason)
 
-    def _preempt(self, request: Request, reason: str, *, whole: bool = False) -> None:
+    def _preempt(
+        self, request: Request, reason: str, *, whole: bool = False, recompute: bool = False
+    ) -> None:
         """Take a request out to wait again: with its KV on the host, or to be read again.
 
         A group goes as one: pages that others still refer to would not come free.
@@ -150,12 +154,13 @@ class Scheduler:
             request: runs.
             reason: for people.
             whole: all of its KV goes to the host where that has room, whatever it costs.
+            recompute: nothing of it goes to the host.
         """
         leaving = [m for m in together(request) if m.state is RequestState.RUNNING]
         for member in leaving:
             self.running.remove(member)
         self.fairness.preempted(leaving)
-        self.preempter.take_out(leaving, reason, whole=whole)
+        self.preempter.take_out(leaving, reason, whole=whole, recompute=recompute)
         self._wait(request)
         self.fairness.recount(self.running)
 
@@ -235,16 +240,12 @@ class Scheduler:
             self._entrance.fetch(request)
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
-        """Note that the step's tokens have been processed; return the copies made then."""
+        """Note that the step's tokens have been processed; return the forks made then."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
         self.residency.confirm(plan.requests)
         self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
-        made = [planned for request in plan.requests for planned in due_forks(request)]
-        for planned in made:
-            self.residency.copy(planned.parent, planned.child)
-            self.running.append(planned.child)
-        return made
+        return self._forks.make_due(plan.requests)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Learn what steps cost, and reading from those that only read a piece of one prompt."""
@@ -254,21 +255,11 @@ class Scheduler:
             swapper.costs.read(plan.tokens[0], plan.requests[0].num_computed, seconds)
 
     def branch(self, group: RequestGroup, parents: Sequence[int]) -> None:
-        """Let member i of a running group become what member `parents[i]` is; see `group.branch`.
+        """Let member i of a running group become what member `parents[i]` is; see `Forks.branch`.
 
-        Raises:
-            OutOfPages: no pages for what cannot be shared.
+        Every request outside of the group has its tokens of the step by now: some may be preempted.
         """
-        for member in group.members:
-            self.running.remove(member)
-        try:
-            branch(group, parents, self._drop, self.residency.copy)
-        finally:  # whatever it raises, those that hold rows are among those that run
-            self.running.extend(member for member in group.members if member.row >= 0)
-
-    def _drop(self, request: Request) -> None:
-        self.residency.leave(request, "beam dropped")
-        request.trace.clear()  # when it comes back it is another beam's copy
+        self._forks.branch(group, parents)
 
     # ---- when nobody gets a page ---------------------------------------------------------------
 
@@ -290,6 +281,24 @@ class Scheduler:
             if not plan.requests:
                 make_room(first)
                 self._serve(plan, first)
+        while not plan.requests and self._forks.part(first):
+            self._serve(plan, first)
+        if not plan.requests and first.state is RequestState.RUNNING:
+            self._rescue(plan, first)
+
+    def _rescue(self, plan: StepPlan, first: Request) -> None:
+        """The first in line cannot move in all of the memory: the engine and the others go on.
+
+        Where it cannot evict because its first pages find no room to return, it is computed again
+        and keeps all its pages in the memory, so that it evicts in time.
+        """
+        front_room = self.residency.front_room
+        if front_room is None or not front_room.stops_evicting(first):
+            self._fail(first, NeverFits(NEVER))
+            return
+        first.streams = False
+        self._preempt(first, "its first pages cannot return")
+        self._reading.plan(plan, self.config.step_tokens)
 
     def _serve(self, plan: StepPlan, first: Request) -> None:
         """Plan what a request, or the first of its group that can move, has left to do."""

@@ -164,10 +164,9 @@ class Sequences:
             memory.grow(rows, sizes[going])
         except OutOfPages as error:
             pages = memory.pages_to_grow(rows, sizes[going])
-            needed = sum(page.page_bytes * count for page, count in pages.items())
             raise OutOfPages(
-                f"the next {int(sizes.sum())} tokens need {needed:,} B, but {memory.free_bytes:,} "
-                f"of {memory.total_bytes:,} B are free: raise memory=, lower budget=, or evict "
+                f"no room for the next {int(sizes.sum())} tokens: "
+                f"{memory.placement.shortage(pages)}; raise memory=, lower budget=, or evict "
                 "while the prompt is read (when='prefill_and_decode')"
             ) from error
         return sizes

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.errors import ConfigError, OutOfPages
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.swapped import Payloads, Pooled, StoredPages, Swapped, SwappedLanes, SwappedSequence
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import add_stored, bring_back, can_place, repack_runs
+from quire.kv.whole_rows import add_stored, bring_back, can_place
 from quire.spec.pages import PageClass
 
 
@@ -138,40 +138,6 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
         add_stored(memory, np.array([row]), swapped)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()
-
-
-def repack(memory: KVMemory, row: int) -> None:
-    """Move the pages that only this sequence names together.
-
-    They may lie between places of pages that are gone, and so keep more slabs than they fill from
-    the other page classes. Shared pages stay where they are.
-
-    Raises:
-        InvariantError: the arena does not hold them packed; one whose slabs suffice for this
-            sequence alone always does while nobody else is in it.
-    """
-    if not memory.placement.shares:
-        repack_runs(memory, row)
-        return
-    needed = dict.fromkeys(memory.pools, 0)
-    own = []
-    for table in memory.tables.values():
-        page_class = table.group.page_class
-        single = memory.pools[page_class].ref_counts[table.pages[row]] == 1
-        lane, column = np.nonzero((table.pages[row] >= 0) & single)
-        behind = column >= table.staged[row]  # a front's staging stays where it is
-        lane, column = lane[behind], column[behind]
-        pages = table.pages[row, lane, column]
-        needed[page_class] += len(pages)
-        own.append((table, lane, column, pages, memory.store.read_pages(page_class, pages)))
-    for table, _, _, pages, _ in own:
-        memory.pools[table.group.page_class].release(pages)
-    if not memory.fits(needed):
-        raise InvariantError(f"row {row} held {sum(needed.values())} pages that no longer fit")
-    for table, lane, column, pages, payload in own:
-        fresh = memory.pools[table.group.page_class].allocate(len(pages))
-        memory.store.write_pages(table.group.page_class, fresh, payload)
-        table.replace(np.full(len(lane), row), lane, column, fresh)
 
 
 # ---- out ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ move nothing and fail when they are told to.
 import logging
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,7 +43,9 @@ from quire.spec.eviction import (
     SCHEDULES,
     EvictionSpec,
 )
+from quire.spec.layout import statistics_name, statistics_used
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.spec.statistics import AttentionSum, QueryRing
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
 COSTS = Costs(
@@ -59,7 +62,12 @@ ALLOWED_AT_ONCE = (
 )
 
 
-def make_layout(page_tokens: int, window: int | None, *, evicting: bool) -> CacheLayout:
+SUMS, RING = AttentionSum(), QueryRing(window=4)
+
+
+def make_layout(
+    page_tokens: int, window: int | None, *, evicting: bool, remembering: bool = False
+) -> CacheLayout:
     numbers = codec_spec("float32")
     full = PageClass(
         key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens, positions=evicting
@@ -68,6 +76,13 @@ def make_layout(page_tokens: int, window: int | None, *, evicting: bool) -> Cach
     if window is not None:
         ordered = PageClass(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
         groups.append(LaneGroup(name="window", page_class=ordered, layers=(2,), window=window))
+    if remembering:
+        shape = PageClass(key=numbers, value=None, head_dim=1, heads=2, tokens=page_tokens)
+        sums, ring = (statistics_name("full", statistic) for statistic in (SUMS, RING))
+        groups += [
+            LaneGroup(name=sums, page_class=shape, layers=(0, 1), mirrors="full", statistic=SUMS),
+            LaneGroup(name=ring, page_class=shape, layers=(0, 1), fixed_slots=4, statistic=RING),
+        ]
     return CacheLayout(tuple(groups))
 
 
@@ -132,6 +147,7 @@ class Setting:
 
     Attributes:
         mixed: requests have policies of their own, of all schedules.
+        remembers: rules of requests that evict keep statistics.
         pages: tokens-of-one-page sequences the arena holds.
         host_pages: the same of the host pool; 0 for none.
         guaranteed: of tenant a, in percent of the arena; None without tenants.
@@ -142,6 +158,7 @@ class Setting:
     window: int | None = None
     cap: int | None = None
     mixed: bool = False
+    remembers: bool = False
     pages: int = 20
     step_tokens: int = 16
     chunk_tokens: int = 200
@@ -170,11 +187,15 @@ class SchedulerLoad:
 
     def __init__(self, setting: Setting) -> None:
         every, cap = 2 if setting.cap == 6 else 7, setting.cap
-        self.evictions = [KEEP_ALL if cap is None else EvictionSpec(cap=cap, every=every)]
+        remembers = setting.remembers and cap is not None
+        spec = partial(EvictionSpec, every=every, statistics=(SUMS, RING) if remembers else ())
+        self.evictions = [KEEP_ALL if cap is None else spec(cap=cap)]
         if setting.mixed and cap is not None:
-            schedules = [EvictionSpec(cap=cap + 2, every=every, when=when) for when in SCHEDULES]
+            schedules = [spec(cap=cap + 2, when=when) for when in SCHEDULES]
             self.evictions += [KEEP_ALL, *schedules]
-        layout = make_layout(setting.page_tokens, setting.window, evicting=cap is not None)
+        layout = make_layout(
+            setting.page_tokens, setting.window, evicting=cap is not None, remembering=remembers
+        )
         unit_bytes = layout.smallest_sequence_bytes
         rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
         self.memory = KVMemory(layout, unit_bytes * setting.pages, rows)
@@ -230,6 +251,7 @@ class SchedulerLoad:
     def request(self, prompt: int, answer: int, priority: int = 0, *, text: int = 1) -> Request:
         """A request not yet submitted; the first half of all prompts of one length is the same."""
         self.arrivals += 1
+        eviction = self.evictions[self.arrivals % len(self.evictions)]
         return Request(
             request_id=f"r{self.arrivals}",
             prompt_token_ids=[1] * (prompt // 2) + [text] * (prompt - prompt // 2),
@@ -237,7 +259,8 @@ class SchedulerLoad:
             priority=priority,
             arrival=self.arrivals,
             tenant="ab"[text % 2] if self.config.tenants else "default",
-            eviction=self.evictions[self.arrivals % len(self.evictions)],
+            eviction=eviction,
+            statistics=statistics_used(self.memory.layout, eviction.statistics),
         )
 
     def submit(self, request: Request, *, breaks: bool = False) -> bool:
@@ -264,6 +287,7 @@ class SchedulerLoad:
             group.members = members
         for member in members:
             member.group, member.eviction = group, members[0].eviction
+            member.statistics = members[0].statistics
         if atomic and len(members) > min(self.config.max_running, self.config.step_tokens):
             with pytest.raises(RequestError, match=r"max_running|step_tokens"):
                 self.scheduler.submit(members[0])
@@ -286,14 +310,17 @@ class SchedulerLoad:
             if served is not None:
                 served[request.tenant] += tokens
         copies = [planned.child for planned in self.scheduler.commit(plan)]
-        ready = [r for r in [*plan.requests, *copies] if r.num_uncomputed == 0]
-        for group in _beams_of(ready):
-            assert all(member in ready for member in group.members)
-            self._branch(group)
-            ready = [*(r for r in ready if r.group is not group), *group.members]
+        ready = [r for r in [*plan.requests, *copies] if _is_ready(r)]
+        beams = _beams_of(ready)
         for request in ready:
-            if request.state is RequestState.RUNNING:
+            if request.group not in beams:
                 self._answer(request, stop_early=stop_early)
+        for group in beams:
+            if all(map(_is_ready, group.members)):  # else one has failed
+                assert all(member in ready for member in group.members)
+                self._branch(group)
+                for member in list(group.members):
+                    self._answer(member, stop_early=stop_early)
         self.processed_tokens += sum(plan.tokens)
         return sum(plan.tokens) + num_failed
 
@@ -330,7 +357,10 @@ class SchedulerLoad:
         self.requests |= {member.request_id: member for member in group.members}
 
         assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]
-        assert len({member.row for member in group.members}) == width
+        rows = [member.row for member in group.members if member.row >= 0]
+        together = len(set(rows)) == width
+        assert together or not rows  # no pages for a fork: all of them wait
+        assert all((m.state is RequestState.RUNNING) == together for m in group.members)
 
     def _check_plan(self, plan: StepPlan) -> None:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
@@ -424,6 +454,10 @@ class SchedulerLoad:
     def _most_steps(self) -> int:
         """Steps in which everybody gets through, one after the other, many times over."""
         return 100 + 20 * sum(request.final_tokens for request in self.requests.values())
+
+
+def _is_ready(request: Request) -> bool:
+    return request.state is RequestState.RUNNING and request.num_uncomputed == 0
 
 
 def _beams_of(requests: Iterable[Request]) -> list[RequestGroup]:

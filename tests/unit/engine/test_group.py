@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.eviction_trace import EvictionEntry
 from quire.engine.group import (
     branch,
     dissolve,
     distinct_bytes,
     due_forks,
     leave,
+    not_continued,
     plan_reading,
     readable_tokens,
     refuse_beams,
@@ -24,7 +26,7 @@ from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
 from quire.spec.codec_names import codec_spec
-from quire.spec.eviction import EvictionSpec
+from quire.spec.eviction import PRESSURE, EvictionSpec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 PROMPT = [7] * 5
@@ -45,6 +47,11 @@ def make_memory(max_rows=8) -> KVMemory:
     page = PageClass(key=numbers, value=numbers, head_dim=4, heads=1, tokens=PAGE_TOKENS)
     group = LaneGroup(name="kv", page_class=page, layers=(0,))
     return KVMemory(CacheLayout((group,)), 64 * page.page_bytes, max_rows)
+
+
+def entry_at(tokens: int) -> EvictionEntry:
+    none = np.zeros(0, dtype=np.int32)
+    return EvictionEntry(tokens, none, none)
 
 
 def read(memory, first) -> tuple[list[Request], int]:
@@ -139,6 +146,27 @@ def test_whoever_others_are_copied_from_cannot_leave_quietly():
     assert leave(first)
 
 
+def test_members_share_what_left_both_before_they_were_forked():
+    """Evictions that one inherited from the other are no reason to read the prompt twice."""
+    group = make_group([[1, 2], [1, 3]])
+    first, second = group.members
+    spec = EvictionSpec(cap=4, every=2, when=PRESSURE)
+    shared, own = (entry_at(tokens) for tokens in (3, 5))
+    first.eviction = second.eviction = spec
+    first.trace, second.trace = [shared], [shared]
+
+    plan_reading(first)
+    together = [planned.tokens for planned in group.forks]
+    second.trace.append(own)
+    plan_reading(first)
+    until_own = [planned.tokens for planned in group.forks]
+    second.trace = [entry_at(3)]
+    plan_reading(first)
+    apart = [planned.tokens for planned in group.forks]
+
+    assert (together, until_own, apart) == ([6], [5], [3])
+
+
 def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory = make_memory()
     residency = Residency(memory)
@@ -150,7 +178,9 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
         member.num_computed = 6
     pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
 
-    branch(group, [2, 0, 2], lambda member: residency.leave(member, "dropped"), residency.copy)
+    assert not_continued(group, [2, 0, 2]) == [old[1]]
+    residency.leave(old[1], "dropped")
+    branch(group, [2, 0, 2], residency.copy)
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]

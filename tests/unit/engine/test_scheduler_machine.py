@@ -17,6 +17,7 @@ SETTING = {
     "window": [None, 1, 5],
     "cap": [None, None, 6, 20],
     "mixed": [False, True],
+    "remembers": [False, True],
     "pages": [3, 5, 8, 12, 20, 35, 60],
     "step_tokens": [1, 5, 16, 200],
     "chunk_tokens": [2, 200],

@@ -23,8 +23,9 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
+from quire.kv.repacking import repack
 from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
-from quire.kv.swap import repack, swap_in, swap_out
+from quire.kv.swap import swap_in, swap_out
 from quire.kv.swapped import Swapped
 from quire.spec.codec_names import codec_spec
 from quire.spec.pages import CacheLayout, LaneGroup, PageClass

@@ -117,7 +117,7 @@ def test_growth_that_could_not_copy_the_shared_page_changes_nothing():
     row = started(memory, 10)
     child = fork(memory, row)
 
-    with pytest.raises(OutOfPages, match=r"2 pages asked for, 128 B free"):
+    with pytest.raises(OutOfPages, match=r"256 B more .* needed, 128 of 512 B are free"):
         grow(memory, child, 3)
     assert memory.lengths[[row, child]].tolist() == [10, 10]
     assert (used_pages(memory), memory.store.copied_pages) == (3, 0)

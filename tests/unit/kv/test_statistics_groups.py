@@ -7,10 +7,11 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.ledger import extents_of
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
+from quire.kv.repacking import repack
 from quire.kv.sharing import borrow, fork, lend, lend_statistics, return_loan
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.spec.pages import CacheLayout, LaneGroup
 from unit.kv.host_bytes import HostBytes

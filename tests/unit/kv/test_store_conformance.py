@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.repacking import repack
 from quire.kv.sharing import fork
 from quire.kv.stores.registry import STORES
-from quire.kv.swap import append_tail, can_split, can_swap_in, repack, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, can_swap_in, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from unit.kv.stored_tokens import (
     EVICTING,

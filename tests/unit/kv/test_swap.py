@@ -5,8 +5,9 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
+from quire.kv.repacking import repack
 from quire.kv.sharing import fork
-from quire.kv.swap import append_tail, can_split, repack, split_border, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import (
     drop_pages,
@@ -276,4 +277,25 @@ def test_repacked_pages_of_an_only_owner_move_and_shared_ones_stay():
     assert after[:2] == before[:2]
     assert keys(memory, child) == list(range(15))
     assert keys(memory, row) == list(range(10))
+    memory.check()
+
+
+def test_pages_that_two_sequences_share_move_with_both():
+    memory = one_group(total_bytes=32 * 128)
+    gap, row = started(memory, 12), started(memory, 10)
+    child = fork(memory, row)
+    grow(memory, child, 5)
+    write_lane(memory, child, 0)
+    before = memory.tables["kv"].row_pages(row).tolist()
+    memory.release([gap])
+    used_bytes = memory.used_bytes
+
+    repack(memory, row, child)
+
+    table = memory.tables["kv"]
+    assert table.row_pages(row).tolist() != before
+    assert table.row_pages(row).tolist()[:2] == table.row_pages(child).tolist()[:2]
+    assert keys(memory, child) == list(range(15))
+    assert keys(memory, row) == list(range(10))
+    assert memory.used_bytes == used_bytes
     memory.check()

@@ -44,9 +44,9 @@ def need_of(request: Request, tokens: int) -> Need:
 def may_stream(request: Request) -> bool:
     """Whether the first pages of a request may be on the host while it runs.
 
-    Not in groups, whose members share pages.
+    Not in groups, whose members share pages; not once they could not return for an eviction.
     """
-    return request.group is None
+    return request.group is None and request.streams
 
 
 @dataclass(frozen=True, slots=True)

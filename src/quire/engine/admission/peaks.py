@@ -216,9 +216,16 @@ class Peaks:
 
     def _fit(self, counts: Counts) -> NDArray[np.bool_]:
         """The same for any number of counts."""
+        return np.asarray(self._num_slabs(counts) <= self.memory.arena.num_slabs)
+
+    def _num_slabs(self, counts: Counts) -> Counts:
+        """Slabs that so many pages of each class fill."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
-        slabs = (-(-counts // per_slab)).sum(axis=-1)
-        return np.asarray(slabs <= self.memory.arena.num_slabs)
+        return np.asarray((-(-counts // per_slab)).sum(axis=-1))
+
+    def slab_bytes(self, counts: Counts) -> int:
+        """Bytes of the slabs that so many pages of each class fill: what the pool must have."""
+        return int(self._num_slabs(counts)) * self.memory.arena.slab_bytes
 
     def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
         """Tokens of the longest prompt that fits alone, up to the model's context."""
@@ -284,6 +291,7 @@ class Peaks:
             raise NeverFits(
                 f"{len(request.prompt_token_ids)} prompt tokens and "
                 f"{request.params.max_tokens} to generate{beams} "
-                f"need {self.num_bytes(self.whole_counts(need, width)):,} B of KV, the whole pool "
-                f"has {self.memory.total_bytes:,} B; {ways_out(self, need, width)}"
+                f"need {self.slab_bytes(self.whole_counts(need, width)):,} B of KV, the whole pool "
+                f"has {self.memory.total_bytes:,} B, both in slabs of "
+                f"{self.memory.arena.slab_bytes:,} B; {ways_out(self, need, width)}"
             )

@@ -7,7 +7,8 @@ from quire.engine.preemption.swapper import Swapper
 from quire.engine.preemption.victims import choose_victim, may_give_way, reclaimable_bytes
 from quire.engine.request import Request, RequestState
 from quire.engine.residency import Residency
-from quire.kv.swap import can_swap_in, repack
+from quire.kv.repacking import repack
+from quire.kv.swap import can_swap_in
 from quire.kv.swapped import Swapped
 from quire.plan.cost import Choice
 
@@ -77,17 +78,25 @@ class Preempter:
 
     # ---- out -----------------------------------------------------------------------------------
 
-    def take_out(self, requests: Sequence[Request], reason: str, *, whole: bool = False) -> None:
+    def take_out(
+        self,
+        requests: Sequence[Request],
+        reason: str,
+        *,
+        whole: bool = False,
+        recompute: bool = False,
+    ) -> None:
         """Free the memory of running requests that leave together.
 
         Args:
             requests: one, or those of a group that hold KV.
             reason: for people.
             whole: all of it goes to the host where that has room, whatever it costs.
+            recompute: nothing goes to the host.
         """
         lost_tokens = sum(request.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
-        how = self._move_away(requests, freed_bytes, whole=whole)
+        how = "recompute" if recompute else self._move_away(requests, freed_bytes, whole=whole)
         self.num_preemptions += 1
         for request in requests:
             request.preemptions += 1
@@ -236,8 +245,7 @@ class Preempter:
             if self._residency.restoring is not None:
                 self._residency.restoring.forget(member)
         self._residency.drop_cached()
-        for member in members:
-            repack(self._memory, member.row)
+        repack(self._memory, *(member.row for member in members))
 
     def halve_staging(self, request: Request) -> None:
         """Leave a request that is alone one staging slot for its offloaded pages."""

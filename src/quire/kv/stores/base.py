@@ -78,8 +78,18 @@ class Placement(ABC):
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
         """Whether so many pages of each class can be given at once, wherever they lie."""
-        slabs = sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
-        return slabs <= self.arena.num_free_slabs
+        return self._slabs_needed(pages) <= self.arena.num_free_slabs
+
+    def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
+        return sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+
+    def shortage(self, pages: Mapping[PageClass, int]) -> str:
+        """What lacks where pages of each class do not fit, both sides in whole slabs: for errors."""
+        slab_bytes, free = self.arena.slab_bytes, self.arena.num_free_slabs
+        return (
+            f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "
+            f"needed, {free * slab_bytes:,} of {self.arena.total_bytes:,} B are free"
+        )
 
     # ---- growing lanes -------------------------------------------------------------------------
 

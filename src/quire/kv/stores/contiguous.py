@@ -90,10 +90,8 @@ class Contiguous(Placement):
             lane_pages = int(self._lengths.run_pages(group, needed)[0])
             pages[group.page_class] += lane_pages * group.num_lanes
         if not self.fits(pages):
-            needed_bytes = sum(c.page_bytes * n for c, n in pages.items())
             raise ConfigError(
-                f"the runs of one sequence take {needed_bytes:,} B, the KV memory has "
-                f"{self.arena.total_bytes:,} B; lower --kv-store-tokens, raise --kv-memory or use "
+                f"no room for the runs of one sequence: {self.shortage(pages)}; lower --kv-store-tokens, raise --kv-memory or use "
                 "the store 'paged'"
             )
 

@@ -88,13 +88,10 @@ def require_pages(placement: Placement, demands: Sequence[Demand]) -> None:
     """Refuse demands that cannot be served.
 
     Raises:
-        OutOfPages: with the pages asked for and the bytes free.
+        OutOfPages: with the bytes asked for and the bytes free.
     """
     if not placement.can_give(demands):
-        pages = sum(demand.num_pages for demand in demands)
-        held = sum(pool.free_bytes for pool in placement.pools.values())
-        free_bytes = held + placement.arena.num_free_slabs * placement.arena.slab_bytes
-        raise OutOfPages(f"{pages} pages asked for, {free_bytes:,} B free")
+        raise OutOfPages(placement.shortage(pages_by_class(demands)))
 
 
 def bounded_pages(

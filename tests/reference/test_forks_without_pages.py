@@ -1,0 +1,131 @@
+"""Forks that find no pages for their statistics: no exception, no lost request, the same tokens."""
+
+import random
+from functools import cache
+
+import pytest
+
+import zoo
+from engines import load
+from quire.engine.admission.need import Need
+from quire.engine.core import Engine
+from quire.engine.forks import NO_PAGES
+from quire.engine.residency import Residency
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import NeverFits, OutOfPages
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+NEW_TOKENS = 10
+LENGTHS = (30, 44, 58)  # of the prompts
+NO_LOSS = 128  # a cap over every length: statistics are kept, no token leaves
+DRAWS, BEST = {"n": 3}, {"n": 2, "best_of": 4}
+BEAMS = {"use_beam_search": True, "beam_width": 3}
+# rule, codec, what is asked, prefix cache, memory in peaks of the longest sequence
+CASES = [
+    ("h2o", "none", DRAWS, True, 1.8),
+    ("h2o", "int8", DRAWS, False, 2.0),
+    ("h2o", "int8", BEAMS, False, 2.1),
+    ("average", "none", BEST, False, 1.9),
+    ("average", "none", BEAMS, True, 1.8),
+    ("keydiff", "int4+sinks=4+residual=16", BEAMS, True, 2.4),
+]
+
+
+@cache
+def model() -> LoadedModel:
+    return load("llama")
+
+
+def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object) -> Engine:
+    kv = KVConfig(
+        memory=memory,
+        host_memory=options.pop("host_memory", 0),
+        page_tokens=4,
+        codec=codec,
+        evict=f"{rule}:cap={cap},every=4,when=pressure",
+        prefix_cache=options.pop("prefix_cache", True),
+    )
+    return Engine(model(), kv, ScheduleConfig(max_running=8, chunk_tokens=16, **options))
+
+
+def peak_bytes(rule: str, codec: str) -> int:
+    """Of the longest sequence with nothing lost."""
+    engine = make_engine(1 << 22, rule, codec, NO_LOSS)
+    need = Need(LENGTHS[-1] + NEW_TOKENS, LENGTHS[-1], engine.pool.eviction.spec)
+    return engine.scheduler.peaks.peak_bytes(need)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(count)] for count in LENGTHS]
+
+
+Tokens = dict[tuple[str, int], list[int]]
+
+
+def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
+    """Submit what fits, run to the end with the books checked.
+
+    Returns:
+        Tokens by request and index; how many forks found no pages.
+    """
+    failed: list[object] = []
+    engine.events.subscribe(lambda event: failed.append(event) if _is_failed(event) else None)
+    draws = {} if kind is BEAMS else {"temperature": 1.0}
+    for number, prompt in enumerate(prompts()):
+        seed = {} if kind is BEAMS else {"seed": number}
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **kind, **draws, **seed)
+        try:
+            engine.submit(prompt, params, request_id=f"r{number}")
+        except NeverFits:
+            assert kind is BEAMS  # which cannot run apart
+    grouped = [request for request in engine._requests() if request.group is not None]
+    tokens: Tokens = {}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None
+            tokens.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        engine.check()
+    memory = engine.pool.kv.memory
+    assert memory.used_bytes + memory.free_bytes == memory.total_bytes
+    failed += [request for request in grouped if request.apart is not None]
+    return tokens, len(failed)
+
+
+def _is_failed(event: object) -> bool:
+    return event.kind == "preempted" and event.data["reason"] == NO_PAGES
+
+
+@pytest.mark.parametrize(("rule", "codec", "kind", "prefix_cache", "room"), CASES)
+def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room):
+    size = int(room * peak_bytes(rule, codec))
+    engine = make_engine(size, rule, codec, 16, prefix_cache=prefix_cache)
+
+    tokens, failed = answer(engine, kind)
+
+    assert all(len(ids) == NEW_TOKENS for ids in tokens.values())
+    assert failed > 0
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "swap"])
+@pytest.mark.parametrize(("rule", "kind"), [("h2o", DRAWS), ("average", BEST), ("h2o", BEAMS)])
+def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
+    """Every third fork behind all known tokens fails, and no token leaves under this cap."""
+    ample, _ = answer(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
+    rng, copy = random.Random(3), Residency.copy
+
+    def fail_often(residency, parent, child):
+        if parent.num_uncomputed == 0 and rng.random() < 1 / 3:
+            raise OutOfPages("as if there were none")
+        copy(residency, parent, child)
+
+    monkeypatch.setattr(Residency, "copy", fail_often)
+    size = int(2.5 * peak_bytes(rule, "none"))
+    options = {"preempt": preempt, "host_memory": 4 * size}
+
+    tokens, failed = answer(make_engine(size, rule, "none", NO_LOSS, **options), kind)
+
+    assert tokens == ample
+    assert failed > 0

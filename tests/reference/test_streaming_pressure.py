@@ -1,0 +1,41 @@
+"""Requests that lose tokens under pressure, in engines that keep first pages on the host."""
+
+import random
+
+import zoo
+from engines import load
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+
+NEW_TOKENS = 15
+
+
+def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts():
+    """The host takes more of it than the memory could: it can neither evict nor go on."""
+    memory = 16_000
+    kv = KVConfig(
+        memory=memory,
+        stream_memory=2 * memory,
+        page_tokens=4,
+        evict="recent:cap=16,every=8,when=pressure",
+    )
+    engine = Engine(load("llama", times=2), kv, ScheduleConfig(max_running=2, chunk_tokens=8))
+    why: list[str] = []
+    engine.events.subscribe(
+        lambda event: why.append(event.data["reason"]) if event.kind == "preempted" else None
+    )
+    rng = random.Random(1)
+    prompt = [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(150)]
+    engine.submit(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
+
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+
+    assert [delta.error for delta in deltas if delta.error] == []
+    assert sum(len(delta.token_ids) for delta in deltas) == NEW_TOKENS
+    assert why == ["its first pages cannot return"]
+    assert engine.scheduler.caps.num_evictions > 0

@@ -1,0 +1,109 @@
+"""Where the memory has no room: what a refusal says, and what becomes of those that cannot move."""
+
+import re
+
+import pytest
+
+from engines import load
+from quire.engine.admission.need import Need
+from quire.engine.core import Engine
+from quire.engine.forks import NEVER
+from quire.engine.request import RequestState
+from quire.engine.residency import Residency
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import NeverFits, OutOfPages
+from quire.kv.config import KVConfig
+from unit.engine.scheduler_load import SchedulerLoad, Setting
+
+RULE = "h2o:cap=500,every=8"
+NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole pool has ([\d,]+) B")
+
+
+def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
+    """Two page classes fill slabs that neither shares: their pages alone may be fewer bytes."""
+    kv = KVConfig(memory=40_000, page_tokens=16, codec="int8+sinks=2+residual=8", evict=RULE)
+    engine = Engine(load("llama"), kv)
+    peaks, rounded = engine.scheduler.peaks, 0
+    for tokens in range(270, 330, 4):
+        try:
+            engine.submit([2] * tokens, SamplingParams(max_tokens=1))
+            continue
+        except NeverFits as refusal:
+            text = str(refusal)
+        needed, has = (int(n.replace(",", "")) for n in NUMBERS.search(text).groups())
+        page_bytes = peaks.peak_bytes(Need(tokens, tokens, engine.pool.eviction.spec))
+
+        assert needed > has == engine.pool.kv.memory.total_bytes
+        rounded += page_bytes <= has
+    assert rounded > 0
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_lack_pages(
+    others, monkeypatch
+):
+    pool = SchedulerLoad(Setting(cap=20, remembers=True, shares=True, pages=40))
+    for _ in range(others):
+        pool.submit(pool.request(9, 12))
+    if others:
+        pool.step()
+    enter, raised = Residency.enter, []
+
+    def without_pages(residency, request, lease):
+        if not raised:
+            raised.append(request)
+            raise OutOfPages("no pages for the statistics of a borrowed prefix")
+        enter(residency, request, lease)
+
+    monkeypatch.setattr(Residency, "enter", without_pages)
+    request = pool.request(9, 5)
+    pool.submit(request)
+    pool.step()
+
+    assert raised == [request]
+    assert (request.state is RequestState.RUNNING) == (not others)
+    pool.drain()
+    assert len(request.output_token_ids) == 5
+
+
+def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go_on(monkeypatch):
+    pool = SchedulerLoad(Setting(pages=40))
+    stuck, other = pool.request(9, 5), pool.request(9, 5)
+    for request in (stuck, other):
+        pool.submit(request)
+    can_grow = Residency.can_grow
+    monkeypatch.setattr(
+        Residency,
+        "can_grow",
+        lambda residency, requests, tokens: (
+            stuck not in requests and can_grow(residency, requests, tokens)
+        ),
+    )
+
+    while stuck.state is not RequestState.FINISHED:
+        pool.scheduler.schedule()
+    [(failed, error)] = pool.scheduler.failures
+    pool.scheduler.failures.clear()
+    del pool.requests[stuck.request_id]
+    pool.drain()
+
+    assert failed is stuck
+    assert str(error) == NEVER
+    assert len(other.output_token_ids) == 5
+
+
+def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
+    pool = SchedulerLoad(Setting(pages=40))
+    members = [pool.request(9, 5) for _ in range(3)]
+    pool.submit_group(list(members), atomic=False)
+    can_grow = Residency.can_grow
+
+    def together(residency, requests, tokens):
+        running = [r for r in pool.scheduler.running if r.group is not None]
+        return len(running) < 2 and can_grow(residency, requests, tokens)
+
+    monkeypatch.setattr(Residency, "can_grow", together)
+    pool.drain()
+
+    assert [len(member.output_token_ids) for member in members] == [5, 5, 5]
+    assert [member.apart is not None for member in members] == [False, True, True]
