@@ -16,15 +16,12 @@ from quire.engine.lane_caps import LaneCaps
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.engine.residency import share_evictions
 from quire.engine.scheduler_parts import SchedulerParts
+from quire.engine.unblocking import NEVER
 from quire.errors import NeverFits, OutOfPages, QuireError
 from quire.kv.sharing import statistics_pages
 from quire.spec.pages import PageClass
 
 NO_PAGES = "no pages for the statistics of a fork"
-NEVER = (
-    "no pages for the request's next step, even alone: ask for fewer beams or answers, shorten the "
-    "prompt, lower max_tokens or raise --kv-memory"
-)
 Recompute = Callable[[Request, str], None]  # (request, why): preempts, nothing goes to the host
 Fail = Callable[[Request, QuireError], None]
 

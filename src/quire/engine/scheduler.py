@@ -14,7 +14,7 @@ from quire.engine.admission.need import need_of
 from quire.engine.batchers.base import Moves
 from quire.engine.decoding import Decoding
 from quire.engine.entrance import Entrance
-from quire.engine.forks import NEVER, Forks
+from quire.engine.forks import Forks
 from quire.engine.group import dissolve, leave, num_rows, refuse_beams, together
 from quire.engine.lane_caps import Evictor, LaneCaps
 from quire.engine.limits import Limits
@@ -24,8 +24,9 @@ from quire.engine.residency import FINISHED, Residency
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.scheduler_parts import SchedulerParts, make_batcher, make_parts
 from quire.engine.step_plan import StepPlan
+from quire.engine.unblocking import Unblocking
 from quire.engine.urgency import Urgency
-from quire.errors import NeverFits, QuireError
+from quire.errors import QuireError
 from quire.kv.memory import KVMemory
 
 
@@ -73,6 +74,16 @@ class Scheduler:
             preempt=self._preempt,
             recompute=partial(self._preempt, recompute=True),
             wait=self._wait,
+            fail=self._fail,
+        )
+
+        self._unblocking = Unblocking(
+            parts,
+            self.running,
+            decoding=self._decoding,
+            reading=self._reading,
+            part=self._forks.part,
+            preempt=self._preempt,
             fail=self._fail,
         )
 
@@ -224,7 +235,7 @@ class Scheduler:
         while not (plan.requests or plan.waits) and self.batcher.stalled():
             self._decoding.plan(plan)
         if not (plan.requests or plan.waits) and self.running:
-            self._unblock(plan)
+            self._unblocking.plan(plan)
         return plan
 
     def _move(self, moves: Moves) -> None:
@@ -260,50 +271,3 @@ class Scheduler:
         Every request outside of the group has its tokens of the step by now: some may be preempted.
         """
         self._forks.branch(group, parents)
-
-    # ---- when nobody gets a page ---------------------------------------------------------------
-
-    def _unblock(self, plan: StepPlan) -> None:
-        """Nobody got a page: let the first in line have the others' pages, one by one.
-
-        First is who came first, whatever its tenant owes: debts change with who is in, and two
-        that took turns at being first would throw each other out for ever.
-        """
-        first = min(self.running, key=lambda request: request.order)
-        self._serve(plan, first)
-        while not plan.requests:
-            victim = self.preempter.victim(self.running, first, even_returned=True)
-            if victim is None:
-                break
-            self._preempt(victim, "nobody could move")
-            self._serve(plan, first)
-        for make_room in (self.preempter.pack, self.preempter.halve_staging):
-            if not plan.requests:
-                make_room(first)
-                self._serve(plan, first)
-        while not plan.requests and self._forks.part(first):
-            self._serve(plan, first)
-        if not plan.requests and first.state is RequestState.RUNNING:
-            self._rescue(plan, first)
-
-    def _rescue(self, plan: StepPlan, first: Request) -> None:
-        """The first in line cannot move in all of the memory: the engine and the others go on.
-
-        Where it cannot evict because its first pages find no room to return, it is computed again
-        and keeps all its pages in the memory, so that it evicts in time.
-        """
-        front_room = self.residency.front_room
-        if front_room is None or not front_room.stops_evicting(first):
-            self._fail(first, NeverFits(NEVER))
-            return
-        first.streams = False
-        self._preempt(first, "its first pages cannot return")
-        self._reading.plan(plan, self.config.step_tokens)
-
-    def _serve(self, plan: StepPlan, first: Request) -> None:
-        """Plan what a request, or the first of its group that can move, has left to do."""
-        if first.group is not None:
-            self._decoding.plan(plan)
-        for request in together(first):
-            if request.state is RequestState.RUNNING and not plan.requests:
-                self._reading.chunk(plan, request, self.config.step_tokens)

@@ -7,15 +7,15 @@ import pytest
 from engines import load
 from quire.engine.admission.need import Need
 from quire.engine.core import Engine
-from quire.engine.forks import NEVER
 from quire.engine.request import RequestState
 from quire.engine.residency import Residency
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.unblocking import NEVER
 from quire.errors import NeverFits, OutOfPages
 from quire.kv.config import KVConfig
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
-RULE = "h2o:cap=500,every=8"
+RULE = "h2o:cap=300,every=8"
 NUMBERS = re.compile(r"need ([\d,]+) B of KV, the whole pool has ([\d,]+) B")
 
 
@@ -23,19 +23,15 @@ def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
     """Two page classes fill slabs that neither shares: their pages alone may be fewer bytes."""
     kv = KVConfig(memory=40_000, page_tokens=16, codec="int8+sinks=2+residual=8", evict=RULE)
     engine = Engine(load("llama"), kv)
-    peaks, rounded = engine.scheduler.peaks, 0
-    for tokens in range(270, 330, 4):
-        try:
-            engine.submit([2] * tokens, SamplingParams(max_tokens=1))
-            continue
-        except NeverFits as refusal:
-            text = str(refusal)
-        needed, has = (int(n.replace(",", "")) for n in NUMBERS.search(text).groups())
-        page_bytes = peaks.peak_bytes(Need(tokens, tokens, engine.pool.eviction.spec))
+    peaks, spec = engine.scheduler.peaks, engine.pool.eviction.spec
 
-        assert needed > has == engine.pool.kv.memory.total_bytes
-        rounded += page_bytes <= has
-    assert rounded > 0
+    with pytest.raises(NeverFits) as refusal:
+        engine.submit([2] * 330, SamplingParams(max_tokens=1))
+
+    numbers = NUMBERS.search(str(refusal.value)).groups()
+    needed, has = (int(number.replace(",", "")) for number in numbers)
+    assert needed > has == engine.pool.kv.memory.total_bytes
+    assert peaks.peak_bytes(Need(330, 330, spec)) < has
 
 
 @pytest.mark.parametrize("others", [0, 2])

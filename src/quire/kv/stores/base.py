@@ -84,7 +84,7 @@ class Placement(ABC):
         return sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
 
     def shortage(self, pages: Mapping[PageClass, int]) -> str:
-        """What lacks where pages of each class do not fit, both sides in whole slabs: for errors."""
+        """What pages of each class that do not fit lack, in whole slabs: for errors."""
         slab_bytes, free = self.arena.slab_bytes, self.arena.num_free_slabs
         return (
             f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "

@@ -91,8 +91,8 @@ class Contiguous(Placement):
             pages[group.page_class] += lane_pages * group.num_lanes
         if not self.fits(pages):
             raise ConfigError(
-                f"no room for the runs of one sequence: {self.shortage(pages)}; lower --kv-store-tokens, raise --kv-memory or use "
-                "the store 'paged'"
+                f"no room for the runs of one sequence: {self.shortage(pages)}; lower "
+                "--kv-store-tokens, raise --kv-memory or use the store 'paged'"
             )
 
     # ---- growing lanes -------------------------------------------------------------------------
