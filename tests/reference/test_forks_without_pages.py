@@ -123,7 +123,7 @@ def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
 
     monkeypatch.setattr(Residency, "copy", fail_often)
     size = int(2.5 * peak_bytes(rule, "none"))
-    options = {"preempt": preempt, "host_memory": 4 * size}
+    options = {"preempt": preempt, "host_memory": 4 * size if preempt == "swap" else 0}
 
     tokens, failed = answer(make_engine(size, rule, "none", NO_LOSS, **options), kind)
 
