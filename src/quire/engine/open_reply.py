@@ -103,10 +103,15 @@ class OpenReply:
         return [delta if self._num_open else replace(delta, usage=_usage(self.sequences, now_s))]
 
     def _ranked(self, now_s: float) -> list[Delta]:
-        """The n answers with the highest score, best first, each as one delta."""
-        return self._numbered(
-            sorted(map(_joined, self._held.values()), key=_rank)[: self._params.n], now_s
-        )
+        """The n answers with the highest score, best first, each as one delta.
+
+        The best one carries the scores of the prompt, which the first sequence has computed.
+        """
+        joined = sorted(map(_joined, self._held.values()), key=_rank)
+        scores = next((d.prompt_logprobs for d in joined if d.prompt_logprobs is not None), None)
+        best, *others = (replace(delta, prompt_logprobs=None) for delta in joined)
+        ranked = [replace(best, prompt_logprobs=scores), *others]
+        return self._numbered(ranked[: self._params.n], now_s)
 
     def _numbered(self, answers: Sequence[Delta], now_s: float) -> list[Delta]:
         asked = self._params.logprobs is not None

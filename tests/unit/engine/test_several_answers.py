@@ -149,6 +149,17 @@ def test_a_prompt_is_scored_once_for_all_answers(llama):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=TOLERANCE)
 
 
+def test_scores_of_a_prompt_do_not_depend_on_which_answer_is_best(llama):
+    """Of four answers one is returned, and the first one drawn is not always that one."""
+    single = answer(engine_of(llama), drawn(prompt_logprobs=0))
+    for seed in range(5, 10):
+        best = answer(engine_of(llama), drawn(best_of=4, prompt_logprobs=0, seed=seed))
+
+        assert [score and score.token_id for score in best.prompt_logprobs] == [
+            score and score.token_id for score in single.prompt_logprobs
+        ]
+
+
 def test_several_answers_without_tokens_are_several_ends(llama):
     scored = answer(engine_of(llama), SamplingParams(n=3, max_tokens=0, prompt_logprobs=0))
 
