@@ -16,7 +16,8 @@ ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
 LONGEST_PROMPT, MOST_NEW_TOKENS = 56, 14
 ALONE, GROUP, BEAMS = ("alone", "alone", "alone"), "group", "beams"
-NO_SWAP = ("auto", "recompute")
+ONE_SET = ("full", "recent", "sinks", "random", "tova", "kmeans", "kvcrush")
+"""Rules that keep the same tokens for all heads of a layer."""
 TENANTS = ("a", "b")
 
 
@@ -69,15 +70,18 @@ def _draw_kv(
     if rng.random() < 0.15 and evict == "full":
         kv["attention"] = rng.choice(("gathered", "reference"))
     if streams:
-        kv |= _draw_stream(rng)
+        plain = not any(part in codec for part in ("page", "+"))
+        recomputes = plain and (evict.partition(":")[0] in ONE_SET or model.startswith("llama_mqa"))
+        kv |= _draw_stream(rng, recomputes=recomputes or rng.random() < 0.02)
     elif rng.random() < 0.15 and "budget" not in evict:
         kv |= _draw_store(rng, model)
     return kv
 
 
-def _draw_stream(rng: random.Random) -> dict[str, object]:
-    options: dict[str, object] = {"stream_recompute": rng.choice(("off", "off", "0.5", "1"))}
-    if rng.random() < 0.2 and options["stream_recompute"] != "1":
+def _draw_stream(rng: random.Random, *, recomputes: bool) -> dict[str, object]:
+    parts = ("off", "0.5", "1") if recomputes else ("off",)
+    options: dict[str, object] = {"stream_recompute": rng.choice(parts), "scratch": "64MiB"}
+    if recomputes and rng.random() < 0.2 and options["stream_recompute"] != "1":
         most = "1" if options["stream_recompute"] == "off" else "0.5"  # together 1 at most
         options["stream_host_attention"] = rng.choice(("0.5", most))
     else:
@@ -104,7 +108,7 @@ def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
         "step_tokens": rng.choice((24, 40, 64, 256)),
         "chunk_tokens": rng.choice((5, 8, 16, 64)),
         "admission": rng.choice(("optimistic", "optimistic", "reserved", "estimated")),
-        "preempt": rng.choice(("auto", "swap", "hybrid") if swaps else NO_SWAP),
+        "preempt": rng.choice(("auto", "swap", "hybrid") if swaps else ("auto", "recompute")),
     }
     if rng.random() < 0.4:
         schedule["batcher"] = _draw_batcher(rng, swaps=swaps)
