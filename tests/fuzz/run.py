@@ -12,14 +12,13 @@ from fuzz.case import Case
 from fuzz.replay import worst_against_replay
 from fuzz.watch import SeenLogits, Watched, difference
 from quire.engine.outputs import Answer, Choice
-from quire.errors import ConfigError, InvariantError, NeverFits, OutOfPages, RequestError
+from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
 
-OK, REFUSED, FAILED, KNOWN = "ok", "refused", "failed", "known"
+OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4
 """Of logits in float32 between two runs, as everywhere in `tests/reference`."""
 
 LOGPROB_TOLERANCE = 1e-3
-FORK_FAULT = "no pages for the statistics of a fork"
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,7 @@ class Outcome:
     """What came of a seed.
 
     Attributes:
-        outcome: ok, refused (the options do not go together), failed or known.
+        outcome: ok, refused (the options do not go together) or failed.
         why: of a refusal or a failure.
         near_tie: why outputs that differ are not a fault; "" where none do.
         worst: largest difference of logits.
@@ -61,8 +60,7 @@ def run_case(case: Case) -> Outcome:
     except Refused as error:
         outcome.outcome, outcome.why = REFUSED, str(error)
     except Exception as error:  # noqa: BLE001 - every exception is a finding
-        known = isinstance(error, OutOfPages) and FORK_FAULT in str(error)
-        outcome.outcome = KNOWN if known else FAILED
+        outcome.outcome = FAILED
         outcome.why = f"{type(error).__name__}: {error}\n{_frames(error)}"
     outcome.seconds = round(time.process_time() - started_s, 3)
     return outcome
