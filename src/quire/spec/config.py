@@ -258,9 +258,9 @@ class ConfigReader:
 
 
 def shown(value: object) -> str:
-    """A value of a config in a message, at most 60 characters."""
+    """A value of a config in a message, at most 200 characters: a path keeps its end."""
     text = reprlib.repr(value) if isinstance(value, dict | list) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-77:]}"
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
