@@ -48,6 +48,22 @@ def test_tenants_take_turns_in_one_thread():
     assert order == expected
 
 
+def test_tenants_with_one_job_at_a_time_do_not_starve_a_queue():
+    order = []
+
+    async def one_at_a_time(pool, tenant):
+        for _ in range(20):
+            await pool.run(tenant, lambda: order.append(tenant))
+
+    async def main(pool):
+        queue = [pool.run("queue", lambda: order.append("queue")) for _ in range(10)]
+        await asyncio.gather(*queue, one_at_a_time(pool, "a"), one_at_a_time(pool, "b"))
+
+    run(main, 1)
+
+    assert order[:30].count("queue") >= 9
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_tenant_leaves_a_thread_for_others(threads):
     running, most, lock = 0, 0, threading.Lock()

@@ -87,7 +87,7 @@ def run_server(
     # the model's objects live as long as the process: a large body would have them all traversed
     gc.collect()
     gc.freeze()
-    # listen before anything is said, so that whoever reads the URL can connect
+    # listen before the URL is printed, so that its readers can connect
     url = listen(bound)
     sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")
     sys.stdout.flush()

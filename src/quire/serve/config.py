@@ -59,6 +59,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
+        if not self.host:
+            raise ConfigError(
+                "expected a host to listen on, got an empty text: give an address, such as 0.0.0.0 "
+                "for all, or leave it out"
+            )
         if not 0 <= self.port <= LARGEST_PORT:
             raise ConfigError(f"expected a port from 0 to {LARGEST_PORT}, got {self.port}")
         if self.served_model_name == "":

@@ -22,18 +22,19 @@ class _Job:
 
 @dataclass(slots=True)
 class _Turns:
-    """The jobs of one tenant: those that wait, oldest first, how many run, and its last turn."""
+    """The jobs of one tenant: its last turn, those that wait, oldest first, and how many run."""
 
+    last: int
     waiting: deque[_Job] = field(default_factory=deque)
     running: int = 0
-    last: int = 0
 
 
 class FairPool:
     """Runs work in threads. All methods belong to one event loop.
 
     The tenant with the fewest running jobs is next; among equals, the one whose last turn is
-    longest ago. A tenant uses all threads but one: alone it cannot keep another's job waiting.
+    longest ago. A tenant that was idle ranks behind those that have waited for longer than a turn.
+    A tenant uses all threads but one: alone it cannot keep another's job waiting.
 
     Args:
         threads: at most; with one, all tenants share it.
@@ -63,19 +64,20 @@ class FairPool:
             work: runs in a thread.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._tenants.setdefault(tenant, _Turns()).waiting.append(_Job(tenant, work, done))
+        turns = self._tenants.setdefault(tenant, _Turns(last=self._num_turns - 1))
+        turns.waiting.append(_Job(tenant, work, done))
         self._start()
         return await done
 
     def _start(self) -> None:
         while self._free and (tenant := self._next()) is not None:
             turns = self._tenants[tenant]
-            self._num_turns += 1
-            turns.last = self._num_turns
             job = turns.waiting.popleft()
             if job.done.cancelled():
                 self._forget_idle(tenant)
                 continue
+            self._num_turns += 1
+            turns.last = self._num_turns
             turns.running += 1
             self._free -= 1
             loop = job.done.get_loop()

@@ -24,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError, UnicodeError) as error:  # the latter: no host has such a name
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
@@ -44,8 +44,9 @@ def listen(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
     return ConfigError(
-        f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --host or "
-        "--port (0 takes a free port)"
+        f"cannot listen on {host} port {port}: {reason}; choose another --host or --port (0 takes "
+        "a free port)"
     )
