@@ -214,7 +214,8 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if value is None or key == "model" or key in IGNORED or _asks_nothing(key, value):
             continue
         if key in _NEUTRAL or key in _REPORTS:
-            instead = f"use {INSTEAD[key]}" if key in INSTEAD else "leave it out"
+            other = INSTEAD.get(key)
+            instead = f"use {other}" if other in SAMPLING_FIELDS else "leave it out"
             raise BatchError(f"{key}={shown(value)} is not answered in a batch: {instead}", head)
         name = "max_tokens" if key == "max_completion_tokens" else key  # OpenAI's newer name
         if name not in SAMPLING_FIELDS:

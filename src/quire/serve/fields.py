@@ -161,13 +161,12 @@ def unknown_fields(
     others = {name: value for name, value in extra.items() if value is not None}
     declared = tuple(known)
     if inside:
-        return [inside + name for name in others if not _is_near(name, declared, inside)]
-    names = [name for name in others if name not in IGNORED and name not in UNSUPPORTED]
-    for name in others.keys() & UNSUPPORTED.keys():
-        if others[name] not in UNSUPPORTED[name]:
+        return _refuse_near_misses(others, declared, inside)
+    for name, value in others.items():
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise _unsupported(name, declared)
-    choices = (*declared, *IGNORED, *UNSUPPORTED)
-    return [name for name in names if not _is_near(name, choices, "")]
+    names = [name for name in others if name not in IGNORED and name not in UNSUPPORTED]
+    return _refuse_near_misses(names, (*declared, *IGNORED, *UNSUPPORTED))
 
 
 def refusal(name: str) -> RequestError:
@@ -197,17 +196,22 @@ def _unsupported(name: str, declared: tuple[str, ...]) -> RequestError:
     return RequestError(f"`{name}` is not supported here: {hint}", param=name)
 
 
-def _is_near(name: str, choices: tuple[str, ...], inside: str) -> bool:
-    """False for a name that is like none; one that is like an ignored name is unknown too.
+def _refuse_near_misses(
+    names: Iterable[str], choices: tuple[str, ...], inside: str = ""
+) -> list[str]:
+    """The names with their place: none of them nearly spells a field that changes the output.
 
     Raises:
-        RequestError: it nearly spells a field that changes the output.
+        RequestError: one does.
     """
-    near = nearest(name[: MOST_NAME_CHARACTERS + 1], choices)
-    if near is None or near in IGNORED:
-        return False
-    shown = inside + shown_name(name)
-    raise RequestError(f"unknown field `{shown}`: did you mean `{near}`?", param=shown)
+    found = []
+    for name in names:
+        near = nearest(name[: MOST_NAME_CHARACTERS + 1], choices)
+        if near is not None and near not in IGNORED:
+            shown = inside + shown_name(name)
+            raise RequestError(f"unknown field `{shown}`: did you mean `{near}`?", param=shown)
+        found.append(inside + name)
+    return found
 
 
 @lru_cache(maxsize=4096)

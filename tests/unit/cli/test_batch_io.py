@@ -284,3 +284,11 @@ def test_a_broken_line_is_placed_within_itself():
 def test_json_nested_without_end_is_refused():
     with pytest.raises(BatchError, match="not JSON"):
         parse_line(b"[" * 200_000, 1, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [("top_logprobs", "leave it out"), ("n_probs", "leave it out"), ("max_new_tokens", "max_tok")],
+)
+def test_a_hint_names_only_fields_that_a_batch_reads(field, hint):
+    assert hint in str(refusal({"prompt": "x", field: 3}))
