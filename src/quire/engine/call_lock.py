@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from quire.errors import RequestError
 
@@ -72,6 +72,12 @@ class CallLock:
             try:
                 if self._in_use:  # by this thread, whose call looks again when it ends
                     return
-                self._cancel([self._withdrawn.popleft() for _ in range(len(self._withdrawn))])
+                self._cancel(list(self._taken()))
             finally:
                 self._lock.release()
+
+    def _taken(self) -> Iterator[str]:
+        """All that are withdrawn; a generator closed meanwhile in this thread may take the rest."""
+        with suppress(IndexError):
+            while True:
+                yield self._withdrawn.popleft()

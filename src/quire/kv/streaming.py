@@ -90,8 +90,9 @@ class FrontStream:
         Raises:
             Exception: what the copy raised.
         """
-        for coming in self._coming.pop((group.name, layer), ()):
+        for coming in self._coming.get((group.name, layer), ()):
             coming.result()
+        self._coming.pop((group.name, layer), None)  # kept where one fails: `settle` waits for all
         self._ready = self._log.marks.now()
 
     def leave(self, group: LaneGroup, layer: int) -> None:

@@ -74,7 +74,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def check_sizes(config: Mapping[str, object]) -> None:
-    """Refuse sizes and types that no model can have, whoever reads the rest of the config.
+    """Refuse sizes and types that no model can have, before Transformers reads the config.
 
     Raises:
         ModelError: a size is not a positive integer, or the dtype has no name; says which.

@@ -77,6 +77,28 @@ class BrokenCarrier:
         return ClockMarks()
 
 
+class OneFails(ThreadCarrier):
+    """Loses the copy of one number and dawdles over those behind it."""
+
+    number = 8  # of the last of 5 layers, after two for each of the others
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def submit(self, copy, num_bytes):
+        number = len(self.copies)
+
+        def one_fails():
+            if number == self.number:
+                raise OSError("the link is gone")
+            time.sleep(0.2 if number > self.number else 0)
+            copy()
+
+        self.copies.append(super().submit(one_fails, num_bytes))
+        return self.copies[-1]
+
+
 def make(
     codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, host_bytes=1 << 20
 ):
@@ -367,6 +389,24 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
         step(kv, {row: 1}, 8)
     kv.memory.release([row])
     kv.memory.check()
+
+
+def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
+    """A layer's bytes come in a copy for fronts with one staging slot and one for the others."""
+    kv = make(carrier=OneFails())
+    rows = [kv.memory.start() for _ in range(2)]
+    for row in rows:
+        step(kv, {row: 16}, 9)
+        kv.hosting.fronts.host(row, 16)
+    kv.hosting.fronts.halve_staging(rows[0])
+
+    with pytest.raises(OSError, match="the link is gone"):
+        step(kv, dict.fromkeys(rows, 1), 10)
+    kv.memory.release(rows)
+
+    copies = kv.hosting.carrier.copies
+    assert len(copies) == 2 * FULL_LAYERS
+    assert all(copy.done() for copy in copies)
 
 
 def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
