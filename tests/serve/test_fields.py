@@ -184,6 +184,7 @@ OPEN_WEBUI = {
     "presence_penalty": 0,
     "logit_bias": {},
     "metadata": {"user_id": "u", "chat_id": "c", "message_id": "m", "session_id": "s"},
+    "tool_ids": [],
     "user": {"name": "u", "id": "1", "email": "u@example.org", "role": "user"},
 }
 OPEN_WEBUI_TITLE = {"stream": False, "max_completion_tokens": 8, "metadata": {"task": "title"}}

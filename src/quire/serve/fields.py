@@ -38,6 +38,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "structural_tag": (),
     "structured_outputs": (),
     "tool_choice": ("none", "auto"),
+    "tool_ids": ([],),
     "tools": ([],),
     # media and reasoning
     "audio": (),
