@@ -146,7 +146,7 @@ def _draw_requests(
     vocab = VOCAB_SIZE if model != "quire-tiny" else TINY_VOCAB_SIZE
     beginnings = [[], *([rng.randrange(2, vocab) for _ in range(n)] for n in (9, 17, 32))]
     reserved = "store_tokens" in kv  # lanes of one length, whose pages are not shared
-    rules = [None] if reserved or evict == "full" else [None, None, _other_numbers(rng, evict)]
+    rules = [None] if "store" in kv or evict == "full" else [None, None, _other_numbers(rng, evict)]
     alone = "stream_recompute" in kv and rng.random() < 0.6  # only these have offloaded pages
     kinds = ALONE if alone else (*ALONE, GROUP) if reserved else (*ALONE, GROUP, GROUP, BEAMS)
     made = []

@@ -352,6 +352,20 @@ def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tok
         )
 
 
+def test_staging_leaves_its_slabs_to_pages_of_other_sizes():
+    """Of 10 slabs staging alone would keep parts of so many that plain layers found none."""
+    kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "stream_recompute": "off"}
+    config = KVConfig(memory=40960, stream_memory="1MiB", prefix_cache=False, **kv)
+    engine = Engine(model_of("llama_mha"), config, ScheduleConfig(chunk_tokens=5))
+    engine.submit(PROMPTS["b"][:51], greedy(7))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+
+    assert (deltas[-1].finish_reason, deltas[-1].error) == ("length", None)
+
+
 @pytest.mark.parametrize("part", ["off", "1"])
 def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     """The cached pages stay while somebody reads them; its own copy of them is on the host.

@@ -110,10 +110,14 @@ class FrontRoom:
         self.num_returned += 1
 
     def halve_staging(self, request: Request) -> None:
-        """Leave a request one staging slot for its offloaded pages; offload all that can be."""
+        """Leave a request one staging slot for its offloaded pages; offload all that can be.
+
+        Its pages are packed then, staging included, for pages of all classes to fill slabs.
+        """
         self._fronts.halve_staging(request.row)
         while may_stream(request) and self._move(request):
             self._fronts.halve_staging(request.row)
+        self._fronts.repack(request.row)
 
     def _movable(self) -> list[Request]:
         return [

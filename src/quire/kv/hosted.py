@@ -25,6 +25,8 @@ from quire.errors import ConfigError, OutOfPages
 from quire.kv.host_pool import HostPool, HostSpace
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.repacking import repack
+from quire.kv.staging import name_pages, stage, staged_pages
 from quire.kv.tables import SLOTS, LaneTable, Rows
 from quire.spec.pages import LaneGroup, PageClass
 
@@ -108,7 +110,7 @@ class HostedFronts:
         gained = 0
         for table, first, columns in self._moves(row, slots):
             own = self._own(table, row, first, columns, holders)
-            staged = _staged_pages(table, columns)
+            staged = staged_pages(table, columns)
             gained += (own - staged) * table.group.page_class.page_bytes
         return gained
 
@@ -173,6 +175,22 @@ class HostedFronts:
             self._pieces[row] = [self._halved(row, piece) for piece in self.pieces(row)]
         return before - self._memory.row_bytes(row)
 
+    def repack(self, row: int) -> None:
+        """Move the pages of a sequence together, into as few slabs as hold them.
+
+        Pages of its staging are allocated again: every step loads what they hold.
+        """
+        self.settle()
+        memory, pieces = self._memory, self.pieces(row)
+        for piece in pieces:
+            table, end = memory.tables[piece.group], piece.first + piece.columns
+            named = table.pages[row, :, piece.first : end]
+            memory.pools[table.group.page_class].release(named.ravel())
+        repack(memory, row)
+        for i, piece in enumerate(pieces):
+            place = memory.tables[piece.group], row, piece.first, piece.columns, piece.slots
+            self._pieces[row][i] = replace(piece, staging=stage(memory, *place))
+
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
         """Logical positions of slots of a front, in a layer's first lane.
 
@@ -207,7 +225,7 @@ class HostedFronts:
     def _host(self, table: LaneTable, row: int, first: int, columns: int) -> HostedPiece:
         memory, group = self._memory, table.group
         pool = memory.pools[group.page_class]
-        staged = _staged_pages(table, columns)
+        staged = staged_pages(table, columns)
         fits_behind = self._own(table, row, first, columns) >= staged  # what goes makes room
         if not fits_behind and not memory.fits({group.page_class: staged}):
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
@@ -217,12 +235,7 @@ class HostedFronts:
         if group.page_class.positions and self.read_positions is not None:
             positions = self.read_positions(group.page_class, old.reshape(-1)).reshape(len(old), -1)
         pool.release(old.reshape(-1))
-        staging = pool.allocate(staged).reshape(SLOTS, group.lanes_per_layer, columns)
-        slot = np.arange(len(group.layers)) % SLOTS
-        for further in range(1, -(-len(group.layers) // SLOTS)):
-            for pages in staging[: len(group.layers) - SLOTS * further]:
-                pool.retain(pages.reshape(-1))
-        _name(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+        staging = stage(self._memory, table, row, first, columns, SLOTS)
         table.staged[row] = first + columns
         table.repeated[row] += group.num_lanes * columns - staging.size
         piece = HostedPiece(group.name, first, layers, staging, positions)
@@ -240,7 +253,7 @@ class HostedFronts:
         for _ in range(int(moved.sum())):
             pool.retain(first.reshape(-1))
         pool.release(old[moved].reshape(-1))
-        _name(table, row, piece.first, np.tile(first[0], (len(group.layers), 1)))
+        name_pages(table, row, piece.first, np.tile(first[0], (len(group.layers), 1)))
         table.repeated[row] += piece.staging.size - first.size
         return replace(piece, staging=first)
 
@@ -254,7 +267,7 @@ class HostedFronts:
         for pages, space in zip(fresh.reshape(len(group.layers), -1), piece.layers, strict=True):
             self.pool.load(space, group.page_class, pages)
         self.pool.copies.wait()
-        _name(table, row, piece.first, fresh.reshape(group.num_lanes, -1))
+        name_pages(table, row, piece.first, fresh.reshape(group.num_lanes, -1))
         pool.release(old)
 
     def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
@@ -285,13 +298,3 @@ class HostedFronts:
 def can_have_front(group: LaneGroup) -> bool:
     """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
     return not group.private and group.window is None and len(group.layers) > SLOTS
-
-
-def _staged_pages(table: LaneTable, columns: int) -> int:
-    return SLOTS * table.group.lanes_per_layer * columns
-
-
-def _name(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
-    """Let lanes name these pages [lanes, columns] from a column on."""
-    lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
-    table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))

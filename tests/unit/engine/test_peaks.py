@@ -36,7 +36,7 @@ def model_of(*windows):
     )
 
 
-def peaks_of(*windows, heads_apart=True, statistics=(), store="paged"):
+def peaks_of(*windows, heads_apart=True, statistics=(), store="paged", chunk_tokens=CHUNK):
     layout = layout_for(
         model_of(*windows),
         codec="float32",
@@ -46,7 +46,9 @@ def peaks_of(*windows, heads_apart=True, statistics=(), store="paged"):
         statistics=statistics,
     )
     limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
-    return Peaks(KVMemory(layout, 1 << 26, 4, placement=placement_maker(store, limits)), CHUNK)
+    return Peaks(
+        KVMemory(layout, 1 << 26, 4, placement=placement_maker(store, limits)), chunk_tokens
+    )
 
 
 def pages(peaks, need):
@@ -202,3 +204,12 @@ def test_forks_share_whole_pages_until_they_evict_and_never_what_they_remember()
 
     assert peaks.forked_counts(10, within).tolist() == [2 * (2 + 3 * 2), 2 * 3 * 4]
     assert peaks.forked_counts(10, over).tolist() == [2 * 3 * 5, 2 * 3 * 5]
+
+
+def test_forks_share_no_pages_behind_a_window_whatever_the_chunk():
+    """A window of 10 keeps 13 slots of whole pages while decoding, in 4 pages of each lane."""
+    peaks = peaks_of(WINDOW, chunk_tokens=64)
+    [group] = peaks.memory.layout.groups
+
+    assert peaks.forked_counts(48, [Need(52, 48)] * 4).tolist() == [4 * 4 * group.num_lanes]
+    assert peaks.forked_counts(8, [Need(12, 8)] * 4).tolist() == [(2 + 4) * group.num_lanes]

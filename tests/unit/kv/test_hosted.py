@@ -187,6 +187,10 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
             before = page_bytes(hosted)
             freed = fronts.halve_staging(row)
             assert page_bytes(hosted) == before - freed
+        if rng.random() < 0.3:
+            before = page_bytes(hosted)
+            fronts.repack(row)
+            assert page_bytes(hosted) == before
         hosted.memory.check()
     hosted.memory.release(rows)
     hosted.memory.check()

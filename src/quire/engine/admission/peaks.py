@@ -150,7 +150,9 @@ class Peaks:
                 # decoding, a window lane holds less than while a prompt is read in chunks
                 decoding = np.minimum(sequences.tokens, group.slots_at_most(UNBOUNDED, 1))
                 own = -(-decoding // group.page_class.tokens) * group.num_lanes
-            if not any(self._loses(group, need) for need in needs):
+            # behind a window they are freed once it decodes, whatever the chunks of the prompt
+            decodes = group.slots_at_most(UNBOUNDED, 1)
+            if not any(n.tokens > decodes or self._loses(group, n) for n in needs):
                 shared = shared_tokens // group.page_class.tokens * group.num_lanes
             together = int((own - shared).sum()) + shared
             counts[self._place[group.page_class]] += max(together, int(alone.max()))

@@ -1,0 +1,49 @@
+"""Staging: pages that the table entries of all layers of an offloaded prefix name in turns."""
+
+import numpy as np
+
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.tables import SLOTS, LaneTable
+
+
+def staged_pages(table: LaneTable, columns: int) -> int:
+    """Pages of a staging for so many pages of each lane."""
+    return SLOTS * table.group.lanes_per_layer * columns
+
+
+def stage(
+    memory: KVMemory, table: LaneTable, row: int, first: int, columns: int, slots: int
+) -> PageNumbers:
+    """Allocate a staging, and let the entries of all layers name it in turns.
+
+    Args:
+        memory: of the table.
+        table: whose entries are replaced, without a release.
+        row: of the sequence.
+        first: column of the first page.
+        columns: pages of each lane.
+        slots: layers whose pages the staging holds at a time.
+
+    Returns:
+        Its pages [slots, lanes of a layer, columns].
+
+    Raises:
+        OutOfPages: the arena does not hold it.
+    """
+    group, pool = table.group, memory.pools[table.group.page_class]
+    pages = pool.allocate(slots * group.lanes_per_layer * columns)
+    staging = pages.reshape(slots, group.lanes_per_layer, columns)
+    num_layers = len(group.layers)
+    for further in range(1, -(-num_layers // slots)):
+        for again in staging[: num_layers - slots * further]:
+            pool.retain(again.reshape(-1))
+    slot = np.arange(num_layers) % slots
+    name_pages(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+    return staging
+
+
+def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
+    """Let lanes name these pages [lanes, columns] from a column on."""
+    lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
+    table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
