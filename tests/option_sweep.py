@@ -71,7 +71,8 @@ def arguments_of(name: str, folder: Path) -> list[str]:
         "profile": ["--quick", "--threads=1"],
         "demo": ["--requests=1", "--max-tokens=2"],
     }
-    return [*name.split(), *own.get(name, ["--quick"] if name.startswith("bench") else [])]
+    quick = [p.opts[0] for p in commands()[name].params if p.opts[0] == "--quick"]
+    return [*name.split(), *own.get(name, quick)]
 
 
 def problem(code: int | None, stderr: str) -> str | None:

@@ -21,12 +21,15 @@ def parts_of_budgets(text: str) -> tuple[float, ...]:
     """Budgets written as per cents, with commas.
 
     Raises:
-        ConfigError: one is no number.
+        ConfigError: one is no number above 0 and up to 100.
     """
     try:
-        return tuple(float(part) / 100 for part in text.split(","))
+        found = tuple(float(part) / 100 for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"expected per cents such as 50,25, got {text!r}") from None
+        found = ()
+    if not found or not all(0 < part <= 1 for part in found):
+        raise ConfigError(f"expected per cents above 0 and up to 100 such as 50,25, got {text!r}")
+    return found
 
 
 def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Material":

@@ -26,11 +26,19 @@ def offload(
     ] = "",
     rho: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Recomputing over carrying, on threads; 0.58 if not said."),
+        typer.Option(
+            min=0.01,
+            max=100,
+            help="Recomputing over carrying, on threads; 0.58 if not said.",
+        ),
     ] = None,
     xi: Annotated[
         float | None,
-        typer.Option(min=0.1, max=8, help="An activation's bytes over its KV's; 0.5 if not said."),
+        typer.Option(
+            min=0.1,
+            max=8,
+            help="An activation's bytes over its KV's; 0.5 if not said.",
+        ),
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds of all arms; 5 if not said.")

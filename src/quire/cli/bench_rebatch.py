@@ -20,7 +20,11 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(min=0.005, help="Factor on the lengths of w1; 0.04 if not said."),
+        typer.Option(
+            min=0.005,
+            max=100,
+            help="Factor on the lengths of w1; 0.04 if not said.",
+        ),
     ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds of all arms; 3 if not said.")

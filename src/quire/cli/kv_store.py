@@ -37,6 +37,11 @@ def kv_store(
     from quire.offload.tiers.newest import NewestTier
     from quire.offload.tiers.server import StoreServer
 
+    if not host.strip():
+        raise ConfigError(
+            "expected --host with an address such as 127.0.0.1, got an empty text, which would be "
+            "every address of this machine: say 0.0.0.0 for that"
+        )
     total_bytes = parse_size(memory)
     if total_bytes < LEAST_BYTES:
         raise ConfigError(

@@ -163,3 +163,24 @@ def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
 
     assert result.exit_code == 2
     assert "quire[report]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "offload", "--rho", "nan"), "--rho"),
+        (("bench", "offload", "--rho", "inf"), "--rho"),
+        (("bench", "offload", "--xi", "inf"), "--xi"),
+        (("bench", "rebatch", "--scale", "inf"), "--scale"),
+        (("bench", "eviction", "--budgets", "nan"), "per cents above 0"),
+        (("bench", "kvcrush", "--budget", "50,0"), "per cents above 0"),
+        (("kv-store", "--memory", "1MiB", "--host", ""), "say 0.0.0.0 for that"),
+        (("serve", "--host", ""), "0.0.0.0 for all"),
+        (("calibrate", "--model", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one codec"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(arguments, says):
+    result = quire(*arguments)
+
+    assert result.exit_code == 2
+    assert says in result.stderr
