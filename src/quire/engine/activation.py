@@ -36,7 +36,7 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
         schedule: how large a batch is.
         batches: of the step; those that wait keep their hidden states.
     """
-    tokens = min(schedule.step_tokens, decoder.spec.max_positions)
+    tokens = min(schedule.forward_tokens, decoder.spec.max_positions)
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)

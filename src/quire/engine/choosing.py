@@ -66,7 +66,12 @@ class Choosing:
                 continue
             following = request.prompt_token_ids[first : first + len(result.logits)]
             try:
-                scored = prompt_logprobs(result.logits[: len(following)], following, num_top)
+                scored = prompt_logprobs(
+                    result.logits[: len(following)],
+                    following,
+                    num_top,
+                    one_by_one=self.sampler.one_by_one,
+                )
             except RequestError as error:
                 yield from self.fail(request, str(error))
                 continue

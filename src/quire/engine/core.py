@@ -20,7 +20,7 @@ from quire.engine.restoring import arriving_bytes, closing
 from quire.engine.runner import Runner
 from quire.engine.sampler import Sampler
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.engine.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.engine.shared_pool import PoolMember, joining
 from quire.engine.siblings import make_sequences
 from quire.engine.stats import EngineStats, stats_of
@@ -85,14 +85,17 @@ class Engine:
         self.times = StepTimes()
         restoring = self.scheduler.residency.restoring
         self._closing = closing(self, restoring)
-        self._runner = Runner(model.decoder, self.pool.kv, self.times, self.scheduler.step)
+        rows = INVARIANT_ROWS if self.schedule_config.batch_invariant else None
+        step = self.scheduler.step
+        self._runner = Runner(model.decoder, self.pool.kv, self.times, step, fixed_rows=rows)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
         eos_token_ids = model.generation.eos_token_ids
         self._replies = Replies(self._open_text, self.scheduler.finish, eos_token_ids)
-        sampler = Sampler(model.spec.vocab_size, eos_token_ids)
+        alone = self.schedule_config.batch_invariant
+        sampler = Sampler(model.spec.vocab_size, eos_token_ids, one_by_one=alone)
         self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from quire.engine.batch_invariance import refuse_pressure
 from quire.engine.eviction_rules import EvictionRules, check_blocks
 from quire.engine.request import DEFAULT_TENANT, Request
 from quire.engine.sampling_params import SamplingParams
@@ -133,6 +134,8 @@ class Intake:
         assert spec.cap is not None, "a rule that evicts has a cap"
         try:
             check_blocks(rule, self._schedule)
+            if self._schedule.batch_invariant:
+                refuse_pressure(rule)
         except ConfigError as error:
             raise RequestError(f"evict: {error}") from error
         request.evict = rule.text

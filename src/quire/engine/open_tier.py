@@ -144,6 +144,7 @@ def _nature(pool: KVPool, model: LoadedModel) -> str:
     parts = (
         *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
         *(pool.stored_as.fingerprint, repr(pool.kv.memory.layout)),
+        *(["batch invariant"] if pool.batch_invariant else []),
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.activation import measure_activation_peak
+from quire.engine.batch_invariance import (
+    exact_statistics,
+    one_by_one,
+    prepare_batch_invariant,
+    refuse_pressure,
+)
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.device_memory import free_device_bytes
 from quire.engine.eviction_rules import EvictionRules, check_blocks
@@ -56,6 +62,7 @@ class KVPool:
         stored_as: how numbers are stored.
         reason: why this backend.
         store: who gives lanes their pages.
+        batch_invariant: whether KV depends on the tokens alone.
         host: where preempted sequences wait; None where they are read again.
         fronts: first pages of sequences that run; None where all are in the KV memory.
     """
@@ -66,6 +73,7 @@ class KVPool:
     stored_as: StoredAs
     reason: str
     store: str
+    batch_invariant: bool = False
     host: HostPool | None = None
     fronts: FrontParts | None = None
 
@@ -121,6 +129,9 @@ def build_pool(
     refuse_nothing_shared(schedule.objective, brought=model.weights is not None, hosted=hosted)
     stored_as = codec_of(config, model)
     codec = stored_as.codec
+    invariant = schedule.batch_invariant
+    if invariant:
+        prepare_batch_invariant(model, config, codec)
     rules = EvictionRules(
         config.evict,
         config.evict_allow,
@@ -128,8 +139,10 @@ def build_pool(
         page_tokens=config.page_tokens,
         codec=codec,
         reserved=config.store != "paged",
-        why_not=decoder.prepare,
+        why_not=exact_statistics(decoder.prepare) if invariant else decoder.prepare,
     )
+    if invariant:
+        refuse_pressure(rules.default)
     check_blocks(rules.default, schedule)
     longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
     layout = layout_for(
@@ -153,6 +166,7 @@ def build_pool(
         rotated=not rules.renumbers,
         codec=codec,
     )
+    backend = one_by_one(choice) if invariant else choice.backend
     host_bytes = host_bytes_of(config, layout)
     refuse_idle_host_pool(host_bytes, schedule)
     stream_bytes = stream_bytes_of(config, layout)
@@ -165,13 +179,15 @@ def build_pool(
     else:
         _check_member(config, member)
         memory, store = member.make_memory(layout, schedule.num_rows, decoder.device)
-    kv = PagedKV(memory, store, choice.backend, stored_as.measured)
+    kv = PagedKV(memory, store, backend, stored_as.measured)
     host = host_pool(store, layout, host_bytes) if host_bytes else None
     fronts = None
     if offload is not None:
         fronts = build_fronts(offload, kv, stream_bytes)
         kv.hosting = fronts.hosting
-    return KVPool(kv, rules, longest, stored_as, choice.reason, config.store, host, fronts)
+    return KVPool(
+        kv, rules, longest, stored_as, choice.reason, config.store, invariant, host, fronts
+    )
 
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:

@@ -1,20 +1,25 @@
-"""Runs a step: one flat batch through the decoder, attention over the rows' pages."""
+"""Runs a step: one flat batch through the decoder, attention over the rows' pages.
+
+A step larger than a batch runs as several. With a fixed number of rows every batch is padded to it,
+and a request's tokens are cut where a batch is full.
+"""
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
 from quire.engine.request import Request
 from quire.engine.step_plan import StepPlan
 from quire.engine.step_size import StepSize
 from quire.engine.times import StepTimes
 from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
-from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
+from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
 
 
@@ -47,7 +52,8 @@ class _Prepared:
 
     def results(self, logits: Tensor) -> list[StepLogits]:
         """The batch's logits, by request."""
-        parts = torch.split(logits, [count for _, _, count in self.wanted])
+        counts = [count for _, _, count in self.wanted]
+        parts = torch.split(logits[: sum(counts)], counts)
         return [
             StepLogits(request, position, part)
             for (request, position, _), part in zip(self.wanted, parts, strict=True)
@@ -62,11 +68,20 @@ class Runner:
         kv: the memory.
         times: told what preparing took.
         step: how large a batch is; a larger step runs as several, layer by layer.
+        fixed_rows: rows of every forward; None: as many as a batch has tokens.
     """
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, times: StepTimes, step: StepSize) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        times: StepTimes,
+        step: StepSize,
+        *,
+        fixed_rows: int | None = None,
+    ) -> None:
         self._decoder, self._kv, self._times = decoder, kv, times
-        self._step = step
+        self._step, self._fixed_rows = step, fixed_rows
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[StepLogits]:
@@ -91,15 +106,22 @@ class Runner:
 
     def _run_regime(self, rows: list[tuple[Request, int]], regime: int) -> list[StepLogits]:
         started_s = time.perf_counter()
-        prepared = [self._prepare(part) for part in in_batches(rows, self._step.batch_tokens)]
+        prepared = [self._prepare(part) for part in self._parts(rows)]
         self._times.prepare_s += time.perf_counter() - started_s
-        results = []
-        for start in range(0, len(prepared), MOST_BATCHES):
-            together = prepared[start : start + MOST_BATCHES]
+        most = MOST_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
+        results: list[StepLogits] = []
+        for start in range(0, len(prepared), most):
+            together = prepared[start : start + most]
             logits = self._forward([p.batch for p in together], regime)
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
-        return results
+        return results if self._fixed_rows is None else _joined(results)
+
+    def _parts(self, rows: list[tuple[Request, int]]) -> list[list[RowPart]]:
+        if self._fixed_rows is not None:
+            return in_parts(rows, self._fixed_rows)
+        batches = in_batches(rows, self._step.batch_tokens)
+        return [[RowPart(request, 0, tokens, 0) for request, tokens in batch] for batch in batches]
 
     def _forward(self, batches: list[Batch], regime: int) -> list[Tensor]:
         if len(batches) > 1:
@@ -109,26 +131,41 @@ class Runner:
         ids, places, samples = one.token_ids, one.positions, one.sample_rows
         return [self._decoder.forward(ids, places, samples, one.attention, rope_regime=regime)]
 
-    def _prepare(self, rows: list[tuple[Request, int]]) -> _Prepared:
-        rows.sort(key=lambda row: row[1] != 1)  # rows of one token first: they decode together
+    def _prepare(self, rows: list[RowPart]) -> _Prepared:
+        rows.sort(key=lambda row: row.tokens != 1)  # rows of one token first: they decode together
         token_ids: list[int] = []
         logical: list[int] = []
-        for request, tokens in rows:
-            start = request.num_computed
-            token_ids += request.token_ids(start, start + tokens)
-            logical += range(start, start + tokens)
+        for row in rows:
+            start = row.request.num_computed + row.done
+            token_ids += row.request.token_ids(start, start + row.tokens)
+            logical += range(start, start + row.tokens)
         # RoPE rotates nothing at position 0: keys are computed as their pages store them
         positions = logical if self._kv.rotated else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
-            np.array([request.row for request, _ in rows], dtype=np.int64),
-            np.array([tokens for _, tokens in rows], dtype=np.int32),
+            np.array([row.request.row for row in rows], dtype=np.int64),
+            np.array([row.tokens for row in rows], dtype=np.int32),
+            np.array([row.later for row in rows], dtype=np.int32),
         )
         sample_rows = [row for _, first, count in wanted for row in range(first, first + count)]
+        places = [(request, logical[first], count) for request, first, count in wanted]
+        return _Prepared(self._batch(token_ids, positions, sample_rows, attention), places)
+
+    def _batch(
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        sample_rows: list[int],
+        attention: StepAttention,
+    ) -> Batch:
+        bridge: PagedAttention = StepBridge(attention)
+        if self._fixed_rows is not None:
+            bridge = PaddedBridge(bridge, len(token_ids))
+            token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
+            sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
         ids, places, samples = map(self._tensor, (token_ids, positions, sample_rows))
-        batch = Batch(ids, places, samples, StepBridge(attention))
-        return _Prepared(batch, [(r, logical[first], count) for r, first, count in wanted])
+        return Batch(ids, places, samples, bridge)
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._decoder.device)
@@ -156,15 +193,29 @@ def in_batches(
     return batches
 
 
-def _wanted_rows(rows: list[tuple[Request, int]]) -> Iterator[tuple[Request, int, int]]:
+def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
     """(request, first row of the flat batch, rows) whose logits are needed."""
     start = 0
-    for request, tokens in rows:
+    for row in rows:
+        request = row.request
         if request.scores_prompt:
-            yield request, start, tokens
-        elif tokens == request.num_uncomputed and request.params.max_tokens:
-            yield request, start + tokens - 1, 1
-        start += tokens
+            yield request, start, row.tokens
+        elif row.done + row.tokens == request.num_uncomputed and request.params.max_tokens:
+            yield request, start + row.tokens - 1, 1
+        start += row.tokens
+
+
+def _joined(results: list[StepLogits]) -> list[StepLogits]:
+    """One result for each request: parts of a prompt that is scored come one after the other."""
+    by_request: dict[int, list[StepLogits]] = {}
+    for result in results:
+        by_request.setdefault(id(result.request), []).append(result)
+    return [
+        replace(parts[0], logits=torch.cat([part.logits for part in parts]))
+        if len(parts) > 1
+        else parts[0]
+        for parts in by_request.values()
+    ]
 
 
 class StepBridge:

@@ -85,11 +85,16 @@ class Sampler:
     Attributes:
         vocab_size: token ids there are; logits beyond are padding of the head and never chosen.
         eos_token_ids: the tokens that `min_tokens` holds back, unless a request ignores them.
+        one_by_one: compute each row alone, so that none depends on the others even in the last
+            bit of a logarithm.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Iterable[int], *, one_by_one: bool = False
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self.one_by_one = one_by_one
 
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
@@ -113,6 +118,8 @@ class Sampler:
             )
         if not rows:
             return []
+        if self.one_by_one and len(rows) > 1:
+            return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         logits = logits[:, : self.vocab_size]
         best, token_ids = logits.max(dim=-1)
         errors = dict.fromkeys(_where(~best.isfinite()), BAD_LOGITS)
@@ -144,7 +151,11 @@ class Sampler:
 
 
 def prompt_logprobs(
-    logits: Float[Tensor, "tokens vocab"], next_token_ids: Sequence[int], num_top: int
+    logits: Float[Tensor, "tokens vocab"],
+    next_token_ids: Sequence[int],
+    num_top: int,
+    *,
+    one_by_one: bool = False,
 ) -> list[ScoredToken]:
     """Score the tokens of a prompt under the model's unmodified distribution.
 
@@ -152,6 +163,7 @@ def prompt_logprobs(
         logits: [tokens, vocab], one row for each prompt token that has a next one.
         next_token_ids: the token that follows each of them; the prompt's first token has no score.
         num_top: how many of the likeliest tokens to report beside each.
+        one_by_one: see `Sampler`.
 
     Returns:
         One score a row of `logits`.
@@ -161,8 +173,9 @@ def prompt_logprobs(
     """
     scored: list[ScoredToken] = []
     given = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
-    for first in range(0, len(next_token_ids), PROMPT_ROWS_AT_ONCE):
-        part = slice(first, first + PROMPT_ROWS_AT_ONCE)
+    rows = 1 if one_by_one else PROMPT_ROWS_AT_ONCE
+    for first in range(0, len(next_token_ids), rows):
+        part = slice(first, first + rows)
         if not bool(logits[part].amax(dim=-1).isfinite().all()):
             raise RequestError(f"{BAD_LOGITS} for this prompt")
         scored += _score(logits[part], given[part], num_top)

@@ -55,7 +55,9 @@ class SamplingParams:
         logprobs: how many of the likeliest tokens to report beside each chosen one; 0 reports the
             chosen one only. Up to the vocabulary's size: each costs memory in every answer.
         prompt_logprobs: the same for the tokens of the prompt.
-        seed: makes the draws repeatable, whatever else is in the batch; None: drawn at random.
+        seed: of the draws: equal logits give equal tokens. In float32 an answer then repeats
+            whatever else is in the batch; in bfloat16 and float16 the batch can change logits, and
+            so tokens, except with `--batch-invariant`. None: drawn at random.
         skip_special_tokens: leave special tokens out of the text.
         n: answers to return. The prompt is read once for all of them. Answer i draws with the seed
             `seed + i`, so answer 0 is the one that n=1 gives.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 CONTINUOUS = "continuous"
 OBJECTIVES = ("auto", "latency", "throughput")
 PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
+INVARIANT_ROWS = 32
+"""Rows of every forward with `batch_invariant`: enough to hide the padding behind the weights."""
 
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
@@ -65,6 +67,12 @@ class ScheduleConfig:
         None,
         help="requests of this priority or a lower number take the place of others of lower "
         "priority in the next step; not said: they only go first",
+    )
+    batch_invariant: bool = option(
+        False,
+        help="compute the same logits for a token whatever else is in the batch, however its "
+        "prompt is cut into chunks and whether it was preempted: fixed shapes of products and of "
+        "attention, on CPUs; slower for small batches and for long prompts",
     )
     tenants: str = option(
         "",
@@ -126,6 +134,11 @@ class ScheduleConfig:
     def full_at(self) -> float:
         """Part of the KV memory in use above which nobody is let in."""
         return min(self.low_watermark, self.scale_down_at or 1.0)
+
+    @property
+    def forward_tokens(self) -> int:
+        """Rows of a forward at most."""
+        return min(self.step_tokens, INVARIANT_ROWS) if self.batch_invariant else self.step_tokens
 
     @property
     def longest_chunk(self) -> int:

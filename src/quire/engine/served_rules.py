@@ -51,7 +51,7 @@ def possible(
         if not reasons:
             yield rule
         elif allow != ALL:
-            raise UnsoundCombination(f"{rule.name!r} does not work with this model: {reasons[0]}")
+            raise UnsoundCombination(f"{rule.name!r} cannot be served here: {reasons[0]}")
 
 
 def served_by_rule(text: str, rule: EvictionRule) -> Served:

@@ -67,6 +67,11 @@ class StepSize:
         """Of the next step at most."""
         return self.batch_tokens * self.num_batches
 
+    @property
+    def shares_layers(self) -> bool:
+        """Whether batches of a step can share layers that are brought for it."""
+        return self._brought is not None
+
     def learn(self, tokens: int) -> None:
         """A step has ended.
 

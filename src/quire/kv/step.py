@@ -141,14 +141,24 @@ class StepAttention:
         kv: memory and bytes.
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
         tokens: [rows] new tokens of each.
+        later: [rows] tokens of each that the memory has grown by for a later batch of the step;
+            None where the step is one batch.
 
     Attributes:
         wants_shift: whether any row has `AttentionShift`: then `note_shift` is to be called.
         wants_inputs: whether `note_input` is to be called.
     """
 
-    def __init__(self, kv: PagedKV, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        later: NDArray[np.int32] | None = None,
+    ) -> None:
         self._kv = kv
+        self._later = np.zeros_like(tokens) if later is None else later
+        self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = kv.flat_batch(rows, tokens)
         self._fronts = None if kv.hosting is None else kv.hosting.step(self._batch)
         self._groups = {
@@ -231,7 +241,8 @@ class StepAttention:
             watch.note_shift(index, cosines)
 
     def _group_step(self, group: LaneGroup) -> GroupStep:
-        slots = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
+        held = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
+        slots = held - self._later[:, None]
         attended = slots if self._fronts is None else self._fronts.slots(group, slots)
         layers = self._kv.layer_pages(group, self._batch.row_index)
         pages, offsets = self._new_slots(group, slots)
@@ -245,7 +256,7 @@ class StepAttention:
             ),
             positions=self._kv.store.views(group.page_class).positions,
             watch=watch_group(
-                self._kv.statistics.get(group.name, []), self._batch, slots, self._kv.memory.lengths
+                self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
             ),
             kept=self._kept_step(group.name),
             important=self._kv.important.get(group.name),
@@ -253,7 +264,7 @@ class StepAttention:
 
     def _kept_step(self, name: str) -> KeptStep | None:
         place = self._kv.kept.get(name)
-        return None if place is None else KeptStep(place, self._batch, self._kv.memory.lengths)
+        return None if place is None else KeptStep(place, self._batch, self._lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """One for each layer; where all lanes of a group are equally full, one for all layers."""
@@ -289,9 +300,20 @@ class StepAttention:
     @cached_property
     def _positions(self) -> Tensor:
         """Logical positions of the batch's tokens, int32 [tokens, 1]."""
-        positions = positions_of(self._batch, self._kv.memory.lengths)
+        positions = positions_of(self._batch, self._lengths)
         return self._tensor(positions).int()[:, None]
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = np.ascontiguousarray(numbers, dtype=np.int64)
         return torch.from_numpy(whole).to(self._kv.store.device)
+
+
+def _lengths_before(
+    lengths: NDArray[np.int64], rows: NDArray[np.int64], later: NDArray[np.int32] | None
+) -> NDArray[np.int64]:
+    """Lengths of all rows without the tokens of later batches."""
+    if later is None or not later.any():
+        return lengths
+    before = lengths.copy()
+    before[rows] -= later
+    return before

@@ -24,6 +24,7 @@ from quire.models.packing import pack_linears
 from quire.models.recompute import KeysAndValues
 from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
+from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.streamed.layer_major import LayerMajor
 from quire.models.streamed.stream import WeightStream
 from quire.models.support import refuse_class, refuse_config
@@ -105,6 +106,12 @@ class TransformersDecoder:
     def prepare_unrotated(self) -> str | None:
         """See `Decoder.prepare_unrotated`."""
         return self._observing.prepare_unrotated()
+
+    def prepare_fixed_shapes(self, rows: int) -> str | None:
+        """See `FixedShapes.prepare_fixed_shapes`."""
+        with self._forward_lock:
+            make_activations_rowwise(self._model)
+            return rows_depend(self, rows)
 
     def prepare_recomputation(self) -> str | None:
         """Get ready to make keys and values again, and to show attention what they are made of.

@@ -178,6 +178,19 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
+class FixedShapes(Decoder, Protocol):
+    """A decoder of which a row's logits depend on neither its place nor the other rows."""
+
+    def prepare_fixed_shapes(self, rows: int) -> str | None:
+        """Get ready for forwards of so many rows each, padded ones included.
+
+        Returns:
+            Why a row's logits depend on the others all the same, or None.
+        """
+        ...
+
+
+@runtime_checkable
 class LayerByLayer(Decoder, Protocol):
     """A decoder that runs several batches through a layer before the next one."""
 

@@ -5,7 +5,7 @@ has no code for large chunks; those are matrix products, and go to the gathered 
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class NativePlan:
     Attributes:
         step, lanes: their arrays are contiguous, as C wants them.
         page_tokens, slot_bytes: of the page class.
+        token_row: [tokens] the row of each token, where every token is attended as a row of its
+            own; None where rows are attended whole.
         ready: by what the tensors of a layer are like.
     """
 
@@ -62,6 +64,7 @@ class NativePlan:
     lanes: LaneSlots
     page_tokens: int
     slot_bytes: int
+    token_row: Tensor | None = None
     ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
 
 
@@ -71,14 +74,22 @@ class NativeAttention:
     Args:
         library: the loaded C library.
         gathered: takes what C has no code for.
+        one_by_one: attend for each token of a chunk as for a row that decodes: then its output
+            depends on the tokens before it alone, bit for bit. Gives no column sums.
     """
 
     name = "native"
 
-    def __init__(self, library: NativeLibrary, gathered: GatheredAttention) -> None:
-        self._library, self._gathered = library, gathered
+    def __init__(
+        self, library: NativeLibrary, gathered: GatheredAttention, *, one_by_one: bool = False
+    ) -> None:
+        self._library, self._gathered, self._one_by_one = library, gathered, one_by_one
         self._scratch, self._moving = Scratch(), Scratch()
         self._noticed: set[str] = set()
+
+    def one_by_one(self) -> "NativeAttention":
+        """The same, attending for each token alone."""
+        return NativeAttention(self._library, self._gathered, one_by_one=True)
 
     @property
     def peak_scratch_bytes(self) -> int:
@@ -88,6 +99,8 @@ class NativeAttention:
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Keep the step; how its rows are cut depends on the layers, the first one says."""
+        if self._one_by_one:
+            return _one_by_one(step, lanes, page_tokens, slot_bytes)
         tokens, starts = np.ascontiguousarray(step.tokens), np.ascontiguousarray(step.starts)
         return NativePlan(
             StepShape(tokens, starts, step.num_decode),
@@ -163,6 +176,10 @@ class NativeAttention:
     ) -> Ready:
         _require_room(plan, query, column_sums)
         unfit = unfit_tensors(pages, math, query, column_sums)
+        if plan.token_row is not None:
+            if unfit or column_sums is not None:
+                raise InvariantError(f"tokens cannot be attended one by one: {unfit or 'sums'}")
+            pages = replace(pages, rows=pages.rows[plan.token_row])
         if unfit:
             self._notice(unfit)
             whole = self._gathered.plan(plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes)
@@ -177,6 +194,20 @@ class NativeAttention:
         if reason not in self._noticed:
             self._noticed.add(reason)
             _log.warning("attention runs through torch and not through C: %s", reason)
+
+
+def _one_by_one(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> NativePlan:
+    """Every token as a row with one new token, which sees the slots up to its own."""
+    token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
+    behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
+    slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
+    return NativePlan(
+        StepShape.of(np.ones(len(token_row), dtype=np.int32)),
+        LaneSlots(slots, lanes.window),
+        page_tokens,
+        slot_bytes,
+        torch.from_numpy(token_row),
+    )
 
 
 def _chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:

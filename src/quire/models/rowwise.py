@@ -1,0 +1,84 @@
+"""Forwards of a fixed number of rows, in which a row's result depends on no other row or place.
+
+A forward of one shape runs the same kernels with the same cuts, whatever its rows hold. In a matrix
+product every row is then summed in the same order. Elementwise functions are the exception: torch
+cuts a tensor into equal parts for its threads, computes most of a part with vector instructions and
+the last few numbers without, and the two can round exp, tanh and erf in different ways. So
+activations take as many whole rows at a time as one thread computes alone.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS
+
+from quire.models.base import AttentionCall, Decoder
+
+ONE_THREAD_NUMBERS = 32_768  # torch's grain: an elementwise function of more is cut up for threads
+VECTOR_NUMBERS = 64  # a multiple of what torch computes at a time on any CPU
+_SEED = 20
+_CLASSES = tuple({made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()})
+
+
+class RowwiseActivation(nn.Module):
+    """An activation that treats every row alike, wherever it stands.
+
+    Args:
+        activation: elementwise.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, numbers: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Apply it."""
+        width = numbers.shape[-1]
+        together = 1 if width % VECTOR_NUMBERS else max(1, ONE_THREAD_NUMBERS // width)
+        rows = numbers.reshape(-1, width)
+        parts = [self.activation(part) for part in torch.split(rows, together)]
+        return torch.cat(parts).view(numbers.shape)
+
+
+def make_activations_rowwise(model: nn.Module) -> None:
+    """Wrap every activation of a model; doing it again changes nothing."""
+    for parent in list(model.modules()):
+        if isinstance(parent, (RowwiseActivation, *_CLASSES)):
+            continue
+        for name, child in list(parent._modules.items()):
+            if child is not None and isinstance(child, _CLASSES):
+                setattr(parent, name, RowwiseActivation(child))
+
+
+class _OwnRow:
+    """Attention of every row to itself."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def rows_depend(decoder: Decoder, rows: int) -> str | None:
+    """Compare forwards of the same rows in other places, bit for bit.
+
+    Args:
+        decoder: runs them.
+        rows: of a forward.
+
+    Returns:
+        Why a row depends on its place, or None where all logits are equal.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
+    everything = torch.arange(rows)
+    positions = everything % decoder.spec.max_positions
+    expected = decoder.forward(ids, positions, everything, _OwnRow())
+    orders = (everything.roll(1), everything.flip(0), torch.randperm(rows, generator=generator))
+    for order in orders:
+        found = decoder.forward(ids[order], positions[order], everything, _OwnRow())
+        if not torch.equal(found, expected[order]):
+            return (
+                f"with {torch.get_num_threads()} threads the logits of a token depend on its place "
+                f"among the {rows} rows of a forward; use a number of --threads that is a power of "
+                "two"
+            )
+    return None
