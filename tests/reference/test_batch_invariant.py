@@ -1,12 +1,12 @@
 """With `batch_invariant` a token's logits are, bit for bit, those of its request alone.
 
-Each seed draws a batch, chunk and step sizes, a memory that preempts and ways to preempt; what every
-request was given at each position is compared with what it is given when it runs alone, in whole
+Each seed draws a batch, chunk and step sizes, a memory that preempts and ways to preempt. The
+logits of each request at each position are compared with those of the request alone, in whole
 chunks, in an ample memory.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -16,11 +16,13 @@ from torch import Tensor
 import zoo
 from engines import load
 from quire.engine.core import Engine
+from quire.engine.open_tier import _nature
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.step_plan import StepPlan
 from quire.errors import RequestError, UnsoundCombination
-from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels import select
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
@@ -161,6 +163,16 @@ def test_no_batch_changes_a_bit_in_another_type(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", range(len(PATHS)), ids=PATHS.__getitem__)
+def test_no_batch_changes_a_bit_on_any_path_of_the_c_library(path, monkeypatch):
+    library = load_library()
+    if path > library.path:
+        pytest.skip("this CPU has no such instructions")
+    monkeypatch.setattr(select, "tested_library", lambda: replace(library, path=path))
+    check(model_of("llama"), range(3))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_batch_changes_a_bit_with_several_threads(threads):
     before = torch.get_num_threads()
@@ -224,3 +236,13 @@ def test_a_request_that_depends_on_the_batch_is_refused():
 def test_a_mixture_of_experts_is_refused(architecture):
     with pytest.raises(UnsoundCombination, match="mixture of experts"):
         run(load(architecture), [0])
+
+
+def test_prefixes_are_kept_apart_from_those_of_other_batches():
+    natures = set()
+    for batch_invariant in (False, True):
+        schedule = ScheduleConfig(batch_invariant=batch_invariant)
+        engine = Engine(model_of("llama"), KVConfig(memory="1MiB"), schedule)
+        natures.add(_nature(engine.pool, engine.model))
+
+    assert len(natures) == 2

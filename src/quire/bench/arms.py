@@ -62,6 +62,7 @@ class QuireArm:
         workload: the prompts.
         attention: the backend, as in `KVConfig`.
         step_tokens: the budget of a step; None for the default.
+        batch_invariant: as in `ScheduleConfig`.
     """
 
     name = "quire"
@@ -73,9 +74,10 @@ class QuireArm:
         *,
         attention: str = "auto",
         step_tokens: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self._workload, self._prompts = workload, workload.prompt_ids()
-        schedule = ScheduleConfig(low_watermark=1.0)
+        schedule = ScheduleConfig(low_watermark=1.0, batch_invariant=batch_invariant)
         if step_tokens is not None:
             schedule = ScheduleConfig(
                 step_tokens=step_tokens, chunk_tokens=step_tokens, low_watermark=1.0

@@ -67,8 +67,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
     sampling options. Lines with a cache_salt share KV only with those of the same one. A broken
     line gets an error record and the others run. Killed at any moment and started again with the
-    same arguments, it goes on where it was. Exit code 1 when OUT.jsonl has error records at the
-    end.
+    same arguments, it goes on where it was. In bfloat16, answers that were missing may then differ
+    from those of an unbroken run, except with --batch-invariant. Exit code 1 when OUT.jsonl has
+    error records at the end.
     """
     settings.refuse_other_tenants()
     if overwrite and retry_failed:

@@ -10,6 +10,7 @@ from quire.cli.bench_batch_max import batch_max
 from quire.cli.bench_batch_plan import batch_plan
 from quire.cli.bench_device import device
 from quire.cli.bench_eviction import eviction
+from quire.cli.bench_invariant import invariant
 from quire.cli.bench_kvcrush import kvcrush
 from quire.cli.bench_memory import memory
 from quire.cli.bench_offload import offload
@@ -26,6 +27,7 @@ from quire.cli.report import envelope
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 bench_app.command()(throughput)
 bench_app.command()(prefill)
+bench_app.command()(invariant)
 bench_app.command()(soak)
 bench_app.command()(memory)
 bench_app.command("batch-max")(batch_max)

@@ -118,7 +118,7 @@ class Sampler:
             )
         if not rows:
             return []
-        if self.one_by_one and len(rows) > 1:
+        if self.one_by_one and len(rows) > 1 and not all(map(self._is_exact, rows)):
             return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         logits = logits[:, : self.vocab_size]
         best, token_ids = logits.max(dim=-1)
@@ -130,6 +130,10 @@ class Sampler:
             for index in _where(~has_token):
                 errors.setdefault(shaped[index], NO_TOKEN_LEFT)
         return _report(logits, token_ids, [row.params for row in rows], errors)
+
+    def _is_exact(self, row: SamplingRow) -> bool:
+        """Whether nothing is computed that could round: the likeliest token is all there is."""
+        return self._is_plain(row) and row.params.logprobs is None
 
     def _is_plain(self, row: SamplingRow) -> bool:
         params = row.params

@@ -14,10 +14,18 @@ from transformers.activations import ACT2CLS
 
 from quire.models.base import AttentionCall, Decoder
 
-ONE_THREAD_NUMBERS = 32_768  # torch's grain: an elementwise function of more is cut up for threads
+ONE_THREAD_NUMBERS = 16_384  # torch cuts no elementwise function of so few up for its threads
 VECTOR_NUMBERS = 64  # a multiple of what torch computes at a time on any CPU
 _SEED = 20
-_CLASSES = tuple({made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()})
+
+
+def _class_of(made: object) -> type:
+    found = made[0] if isinstance(made, tuple) else made  # with or without arguments
+    assert isinstance(found, type), "that is what Transformers has there"
+    return found
+
+
+_CLASSES = tuple({_class_of(made) for made in ACT2CLS.values()})
 
 
 class RowwiseActivation(nn.Module):

@@ -309,3 +309,31 @@ def test_a_prompt_with_broken_logits_fails():
 
     with pytest.raises(RequestError, match="NaN"):
         prompt_logprobs(logits, [1, 2], 0)
+
+
+def test_rows_one_by_one_are_rows_together(sampler):
+    alone = Sampler(VOCAB, EOS, one_by_one=True)
+    logits, rows = random_logits(len(MIXED)), mixed_rows()
+
+    assert alone.sample(logits, rows) == sampler.sample(logits, rows)
+
+
+def test_greedy_rows_share_a_pass_also_one_by_one(monkeypatch):
+    """The likeliest token is exact: only what is computed with logarithms is computed alone."""
+    alone, sizes = Sampler(VOCAB, EOS, one_by_one=True), []
+    sample = Sampler.sample
+    monkeypatch.setattr(
+        Sampler, "sample", lambda self, x, rows: sizes.append(len(rows)) or sample(self, x, rows)
+    )
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1)):
+        alone.sample(random_logits(3), [Row(params)] * 3)
+
+    assert sizes == [3, 3, 1, 1, 1]
+
+
+def test_a_prompt_scored_row_by_row_has_the_same_scores():
+    logits, following = random_logits(7), [3, 9, 4, 4, 100, 2, 1]
+
+    assert prompt_logprobs(logits, following, 2, one_by_one=True) == (
+        prompt_logprobs(logits, following, 2)
+    )

@@ -1,0 +1,89 @@
+"""Attention of single tokens: a chunk has the bits that its tokens have one after the other."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import InvariantError
+from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+
+LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(
+    not isinstance(LIBRARY, NativeLibrary), reason="the C extension is not built"
+)
+HEADS, KV_HEADS, DIM, PAGE = 6, 2, 32, 16
+
+
+def backend_of(path: int) -> NativeAttention:
+    library = replace(LIBRARY, path=path)
+    return NativeAttention(library, GatheredAttention(torch.device("cpu")), one_by_one=True)
+
+
+def pages_of(rows: int, dtype: torch.dtype) -> LayerPages:
+    """Filled pages, each row's one after the other."""
+    shape = (rows * 8, KV_HEADS, PAGE, DIM)
+    return LayerPages(
+        key=torch.randn(shape).to(dtype),
+        value=torch.randn(shape).to(dtype),
+        table=torch.arange(rows * 8, dtype=torch.int32).view(rows, 1, 8),
+        rows=torch.arange(rows),
+        first_lane=0,
+        num_lanes=1,
+    )
+
+
+def attend(backend, pages, query, tokens, slots, window, softcap=None):
+    """Rows with so many new tokens, the last of so many slots."""
+    step = StepShape.of(np.array(tokens, dtype=np.int32))
+    lanes = LaneSlots(np.array(slots, dtype=np.int32)[:, None], window)
+    plan = backend.plan(step, lanes, PAGE, 1)
+    math = AttentionMath(DIM**-0.5, softcap)
+    return backend.attend(plan, pages, math, query, (query, query))
+
+
+PATHS_HERE = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("path", PATHS_HERE, ids=lambda path: PATHS[path])
+def test_a_chunk_is_its_tokens_one_after_the_other(path, dtype, window):
+    backend, pages = backend_of(path), pages_of(2, dtype)
+    query = torch.randn(60, HEADS, DIM).to(dtype)
+    whole = attend(backend, pages, query, [1, 59], [77, 100], window, softcap=30.0)
+
+    for token in (0, 1, 13, 59):
+        row = min(token, 1)
+        alone = replace(pages, rows=torch.tensor([row]))
+        slots = 77 if token == 0 else 41 + token
+        one = attend(backend, alone, query[token : token + 1], [1], [slots], window, softcap=30.0)
+        assert torch.equal(one[0], whole[token])
+
+
+@pytest.mark.parametrize("path", PATHS_HERE, ids=lambda path: PATHS[path])
+def test_it_is_the_attention_that_chunks_have(path):
+    pages, query = pages_of(1, torch.float32), torch.randn(50, HEADS, DIM)
+    chunked = NativeAttention(replace(LIBRARY, path=path), GatheredAttention(torch.device("cpu")))
+
+    found = attend(backend_of(path), pages, query, [50], [90], None)
+
+    assert torch.allclose(found, attend(chunked, pages, query, [50], [90], None), atol=1e-5)
+
+
+def test_column_sums_are_not_given():
+    backend, pages = backend_of(LIBRARY.path), pages_of(1, torch.float32)
+    plan = backend.plan(
+        StepShape.of(np.array([2], dtype=np.int32)),
+        LaneSlots(np.array([[9]], dtype=np.int32), None),
+        PAGE,
+        1,
+    )
+    query, sums = torch.randn(2, HEADS, DIM), torch.zeros(2, HEADS, 16)
+
+    with pytest.raises(InvariantError, match="one by one: sums"):
+        backend.attend(plan, pages, AttentionMath(1.0), query, (query, query), column_sums=sums)
