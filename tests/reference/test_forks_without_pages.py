@@ -24,7 +24,7 @@ DRAWS, BEST = {"n": 3}, {"n": 2, "best_of": 4}
 BEAMS = {"use_beam_search": True, "beam_width": 3}
 # rule, codec, what is asked, prefix cache, memory in peaks of the longest sequence
 CASES = [
-    ("h2o", "none", DRAWS, True, 1.8),
+    ("h2o", "none", DRAWS, True, 1.9),
     ("h2o", "int8", DRAWS, False, 2.0),
     ("h2o", "int8", BEAMS, False, 2.1),
     ("average", "none", BEST, False, 1.9),

@@ -189,6 +189,8 @@ class LaneCaps:
     def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
         if keep is None or self._residency.borrows_unwritten(request):
             return False
+        if self._shares_with_group(request):
+            return False
         # what others may find of it goes first: a page that a cached prefix names is not freed
         self._residency.stop_sharing(request)
         self._residency.drop_cached()
@@ -199,6 +201,18 @@ class LaneCaps:
         except PolicyError as error:
             self._fail(request, error)
             return True
+
+    def _shares_with_group(self, request: Request) -> bool:
+        """Whether other members of its group name pages of a request.
+
+        They were admitted as sharing these to the end: with copies of their own all of them could
+        come to hold more than the memory has.
+        """
+        if self._table is None or request.group is None:
+            return False
+        others = [m.row for m in request.group.members if m.row >= 0 and m is not request]
+        theirs = self._table.pages[np.array(others, dtype=np.int64)]
+        return bool(np.isin(self._table.row_pages(request.row), theirs).any())
 
     def _try(self, request: Request) -> bool:
         """Evict; False where the policy failed, or private copies of shared pages found no room."""

@@ -1,5 +1,7 @@
 """Groups whose members lose tokens under pressure only: what they share cannot be relieved."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.engine.request import RequestGroup
@@ -56,3 +58,21 @@ def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
     with pytest.raises(NeverFits, match=r"in 2 beams .*evict with when=prefill_and_decode"):
         load.scheduler.submit(first)
     assert not load.scheduler.has_work
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_members_that_share_pages_keep_their_tokens(atomic):
+    """An eviction from one would copy what it shares: together they could outgrow the memory."""
+    load = SchedulerLoad(Setting(page_tokens=4, cap=20, remembers=True, pages=40))
+    members = [load.request(16, 6) for _ in range(2)]
+    for member in members:
+        member.eviction = replace(member.eviction, cap=16, every=4, when=PRESSURE)
+    load.submit_group(list(members), atomic=atomic)
+    while len(load.scheduler.running) < 2:
+        load.step()
+    caps, running = load.scheduler.caps, load.scheduler.running
+
+    assert not caps.relieve(running)
+    assert not caps.give_up_slots(running)
+    assert [member.num_evictions for member in members] == [0, 0]
+    load.drain()
