@@ -63,7 +63,12 @@ def test_a_field_that_would_change_the_output_is_refused(post, path, field, valu
 
 
 @pytest.mark.parametrize(
-    ("field", "meant"), [("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty")]
+    ("field", "meant"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("max_length", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+    ],
 )
 def test_other_servers_names_are_refused_with_ours(post, field, meant):
     path = COMPLETIONS
@@ -226,8 +231,8 @@ def test_what_open_webui_and_litellm_send_is_answered(serve, options):
     "name",
     [
         *("id", "title", "chat_type", "features", "background_tasks", "variables", "filter_ids"),
-        *("keep_alive", "num_ctx", "cache_control", "provider", "plugins", "extra_body", "timeout"),
-        *("litellm_metadata", "litellm_call_id", "litellm_trace_id", "options", "think", "system"),
+        *("keep_alive", "num_ctx", "cache_control", "provider", "plugins", "timeout"),
+        *("litellm_metadata", "litellm_call_id", "litellm_trace_id", "think", "system"),
     ],
 )
 def test_a_clients_own_field_is_no_near_miss(name):
@@ -239,3 +244,50 @@ def test_a_long_name_is_near_nothing():
     assert nearest("temperature" * 10_000, ("temperature",)) is None
     with pytest.raises(RequestError, match="temperature"):
         unknown_fields({"temperture": 1}, ("temperature",))
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "n", "seed", "top_p", "priority"])
+def test_true_is_no_number(post, path, field):
+    message = refused(post(path, **ASKED[path] | {field: True}), field)
+
+    assert "got true" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "flags"),
+    [
+        (COMPLETIONS, {"logprobs": False, "echo": True, "early_stopping": False}),
+        (CHATS, {"logprobs": True, "top_logprobs": 1, "add_generation_prompt": True}),
+    ],
+)
+def test_flags_may_be_true_or_false(post, path, flags):
+    more = {"ignore_eos": True, "skip_special_tokens": False, "stream": False}
+
+    response = post(path, **ASKED[path], **flags, **more)
+
+    assert response.status_code == 200, response.text
+
+
+def test_token_ids_without_lists_around_them_are_refused_with_the_shape(post):
+    message = refused(
+        post(COMPLETIONS, **ASKED[COMPLETIONS], bad_token_ids=[5]),
+        "bad_token_ids",
+    )
+
+    assert "[[5], [7, 8]]" in message
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_negative_length_is_named_as_the_body_names_it(post, path):
+    asked = ASKED[path] | {"max_completion_tokens": -1}
+
+    assert refused(post(path, **asked), "max_completion_tokens").startswith("max_completion_tokens")
+
+
+@pytest.mark.parametrize("field", ["extra_body", "options"])
+def test_fields_inside_an_object_of_a_client_are_refused(post, field):
+    message = refused(post(CHATS, **ASKED[CHATS], **{field: {"top_k": 1}}), field)
+
+    assert "into the body itself" in message
+    assert post(CHATS, **ASKED[CHATS], **{field: {}}).status_code == 200

@@ -53,9 +53,10 @@ def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
             f"below 1, got {ratio!r}"
         )
     if budget is not None or "cap" in parse_policy(policy).options:
+        named = f"cap= in policy={policy!r}" if budget is None else f"budget={budget!r}"
         raise ConfigError(
-            f"expected one of budget={budget!r}, cap= in policy={policy!r} and compression_ratio="
-            f"{ratio!r}: each says how many tokens stay; remove all but one"
+            f"expected either {named} or compression_ratio={ratio!r}, got both: each says how many "
+            "tokens stay; remove one"
         )
     return ratio
 

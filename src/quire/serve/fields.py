@@ -57,6 +57,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
+    "extra_body": ({},),
     "messages": ([],),
     "negative_prompt": ("",),
     "prompt": ("", []),
@@ -75,6 +76,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "eta_cutoff": (0,),
     "guidance_scale": (1,),
     "logits_processors": ([],),
+    "max_length": (),
     "max_new_tokens": (),
     "max_output_tokens": (),
     "min_new_tokens": (0,),
@@ -86,6 +88,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_predict": (),
     "num_return_sequences": (1,),
+    "options": ({},),
     "penalty_alpha": (0,),
     "random_seed": (),
     "repeat_penalty": (1,),
@@ -118,6 +121,7 @@ INSTEAD: Mapping[str, str] = {
     "bad_words_ids": "bad_token_ids",
     "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
+    "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -133,6 +137,9 @@ INSTEAD: Mapping[str, str] = {
     "top_logprobs": "logprobs",
 }
 """Names that other servers use, and the field of this server that does the same."""
+
+NESTED = frozenset({"extra_body", "options"})
+"""Objects that clients put fields into which belong into the body itself."""
 
 MOST_NAMES = 20
 MOST_NAME_CHARACTERS = 64
@@ -194,6 +201,8 @@ def listed(names: Sequence[str]) -> str:
 def _unsupported(name: str, declared: tuple[str, ...]) -> RequestError:
     instead = INSTEAD.get(name)
     hint = f"use `{instead}`" if instead in declared else "leave it out"
+    if name in NESTED:
+        hint = "write its fields into the body itself"
     return RequestError(f"`{name}` is not supported here: {hint}", param=name)
 
 

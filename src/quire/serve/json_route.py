@@ -33,8 +33,8 @@ class JsonRequest(Request):
             raise _not_json(f"byte {error.start + 1} is not {error.encoding}") from None
         except RecursionError:
             raise _not_json("its brackets are nested too deep") from None
-        except ValueError as error:  # such as an integer of 5,000 digits
-            raise _not_json(str(error)) from None
+        except ValueError:  # Python's limit of digits
+            raise _not_json("an integer has more than 4,300 digits") from None
 
 
 class JsonRoute(APIRoute):

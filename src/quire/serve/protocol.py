@@ -3,7 +3,7 @@
 Types are checked here, ranges by `SamplingParams` and the engine. `None` always means "not said".
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -83,6 +83,26 @@ class GenerationBody(Body):
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_as_number(cls, value: object, info: Any) -> object:
+        """Pydantic takes true for 1; here only fields that are flags may be true or false."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and bool not in get_args(field.annotation):
+            raise ValueError(f"expected no true or false, got {str(value).lower()}")
+        return value
+
+    @field_validator("bad_token_ids", mode="before")
+    @classmethod
+    def _bad_sequences(cls, value: object) -> object:
+        """Show the shape where a plain list of token ids comes."""
+        if isinstance(value, list) and any(type(one) is int for one in value):
+            raise ValueError(
+                "expected a list of sequences of token ids, such as [[5], [7, 8]], got token ids: "
+                "put each into a list of its own"
+            )
+        return value
 
     def unknown_fields(self) -> list[str]:
         """Those of the body and of its stream options."""
