@@ -3,7 +3,7 @@
 import random
 from dataclasses import fields
 
-from quire.errors import UnsoundCombination
+from quire.errors import ConfigError
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered, registered_budgets
@@ -67,7 +67,7 @@ def draw_rule(rng: random.Random, *, page_tokens: int) -> str:
 def _is_sound(text: str) -> bool:
     try:
         make_eviction(text)
-    except UnsoundCombination:
+    except ConfigError:
         return False
     return True
 
