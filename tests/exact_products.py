@@ -10,6 +10,7 @@ how a number is rounded (SiLU and GELU, AVX2 and AVX-512).
 
 import pytest
 from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh
 
 from quire.kernels import gathered, select
 
@@ -25,6 +26,8 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.Linear, "forward", forward)
     for name in ("silu", "gelu"):
         patch.setattr(nn.functional, name, _in_float64(getattr(nn.functional, name)))
+    for kind in (GELUTanh, GELUActivation):  # models made before hold the function itself
+        patch.setattr(kind, "forward", lambda module, x: module.act(x.double()).to(x.dtype))
     for name in ("attend_dense", "column_sums_dense"):
         patch.setattr(gathered, name, _in_float64(getattr(gathered, name)))
     patch.setattr(select, "why_not", lambda spec, _: None if spec.is_plain else "in float64")
