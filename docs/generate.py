@@ -21,9 +21,9 @@ HELP_COLUMNS = "100"
 FLOORS = (
     "cli",
     "serve",
-    "bench",
     "evals",
     "hf",
+    "profile",
     "sim",
     "engine",
     "offload",

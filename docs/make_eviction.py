@@ -1,7 +1,7 @@
 """Draws docs/eviction-measured.md and its pictures from runs of the eviction and Batch-Max benches.
 
-    quire bench batch-max --json > batch-max.out
-    quire bench eviction --json > eviction.out
+    python -m benchmarks batch-max --json > batch-max.out
+    python -m benchmarks eviction --json > eviction.out
     python docs/make_eviction.py batch-max.out eviction.out       needs quire[report]
 
 The last line of each file is a run; with several files, later ones replace the parts they hold.
@@ -12,7 +12,7 @@ made again from that. Parts of the two benches that have one name are told apart
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 BENCHES = {"bench batch-max": "batch-max", "bench eviction": "rules"}
@@ -54,7 +54,8 @@ TARGETS = {
 def about(run: Run) -> str:
     """What was run."""
     return (
-        f"`quire bench batch-max` and `quire bench eviction`, {program(run)}. Quality is that of "
+        f"`python -m benchmarks batch-max` and `python -m benchmarks eviction`, {program(run)}. "
+        "Quality is that of "
         "quire-tiny, a model of 6 million parameters that reads its context; speed is that of "
         "random weights."
     )

@@ -1,6 +1,6 @@
-"""Draws docs/kvcrush-measured.md and its pictures from runs of `quire bench kvcrush`.
+"""Draws docs/kvcrush-measured.md and its pictures from runs of `python -m benchmarks kvcrush`.
 
-    quire bench kvcrush --parts quality --out DIR --json > quality.out
+    python -m benchmarks kvcrush --parts quality --out DIR --json > quality.out
     python docs/make_kvcrush.py quality.out ...       needs quire[report]
 
 The last line of each file is a run; with several files, later ones replace the parts they hold.
@@ -11,7 +11,7 @@ made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -53,7 +53,8 @@ TARGETS = {
 def about(run: Run) -> str:
     """What was run."""
     return (
-        f"`quire bench kvcrush`, {program(run)}. Quality and fidelity are those of quire-tiny, a "
+        f"`python -m benchmarks kvcrush`, {program(run)}. "
+        "Quality and fidelity are those of quire-tiny, a "
         "model of 6 million parameters that reads its context and was trained on 2,048 tokens at "
         "most; times are those of random weights. A gain is over the rule alone, whose heads keep "
         "what each wants; `one_set`: over the rule with one kept set for the heads of a layer, "

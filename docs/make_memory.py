@@ -1,6 +1,6 @@
 """Draws docs/memory-measured.md and its pictures from runs of the memory bench, and keeps them.
 
-    quire bench memory --json > memory.out       or --parts swap,beam
+    python -m benchmarks memory --json > memory.out       or --parts swap,beam
     python docs/make_memory.py memory.out        needs quire[report]
 
 The last line of each file is a run, perhaps of some parts: they replace those that are kept, and
@@ -11,7 +11,7 @@ docs/results/memory.json; with no file given, the page is made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -49,7 +49,8 @@ TARGETS = {
 def about(run: Run) -> str:
     """What was run."""
     return (
-        f"`quire bench memory`, {program(run)}. Simulated parts (waste, watermarks, prefixes of a "
+        f"`python -m benchmarks memory`, {program(run)}. "
+        "Simulated parts (waste, watermarks, prefixes of a "
         "trace, tenants) run the engine's scheduler and memory with a timing model; the others run "
         "the engine."
     )

@@ -1,6 +1,6 @@
-"""Draws docs/offload-measured.md and its pictures from runs of `quire bench offload`.
+"""Draws docs/offload-measured.md and its pictures from runs of `python -m benchmarks offload`.
 
-    quire bench offload --parts arms --out DIR --json > arms.out
+    python -m benchmarks offload --parts arms --out DIR --json > arms.out
     python docs/make_offload.py arms.out ...       needs quire[report]
 
 The last line of each file is a run; with several files, later ones replace the parts they hold.
@@ -11,7 +11,7 @@ made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -63,7 +63,8 @@ TARGETS = {
 def about(run: Run) -> str:
     """What was run."""
     return (
-        f"`quire bench offload`, {program(run)}. On threads products and copies are real; link and "
+        f"`python -m benchmarks offload`, {program(run)}. "
+        "On threads products and copies are real; link and "
         "device are padded until their ratios are those of larger machines, so gains carry over "
         "and times do not. Tables of whole models are arithmetic on data sheets, carried out by "
         "the same schedules on a virtual clock. How all this works: [offload.md](offload.md)."

@@ -1,6 +1,6 @@
-"""Draws docs/quant-measured.md and its pictures from runs of `quire bench quant`.
+"""Draws docs/quant-measured.md and its pictures from runs of `python -m benchmarks quant`.
 
-    quire bench quant --parts quality --out DIR --json > quality.out
+    python -m benchmarks quant --parts quality --out DIR --json > quality.out
     python docs/make_quant.py quality.out ...       needs quire[report]
 
 The last line of each file is a run; with several files, later ones replace the parts they hold.
@@ -11,7 +11,7 @@ made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -61,7 +61,8 @@ TARGETS = {
 def about(run: Run) -> str:
     """What was run."""
     return (
-        f"`quire bench quant`, {program(run)}. Quality is that of quire-tiny, a model of 6 million "
+        f"`python -m benchmarks quant`, {program(run)}. "
+        "Quality is that of quire-tiny, a model of 6 million "
         "parameters that reads its context and was trained on 2,048 tokens at most: small models "
         "bear less than large ones. Times are those of random weights. `net`: pages and their "
         "tables counted; `kept`: with the tokens beside them that stay as they were made. Of two "

@@ -1,6 +1,6 @@
-"""Draws docs/rebatch-measured.md and its pictures from runs of `quire bench rebatch`.
+"""Draws docs/rebatch-measured.md and its pictures from runs of `python -m benchmarks rebatch`.
 
-    quire bench rebatch --out DIR --json > rebatch.out
+    python -m benchmarks rebatch --out DIR --json > rebatch.out
     python docs/make_rebatch.py rebatch.out ...       needs quire[report]
 
 The last line of each file is a run; with several files, later ones replace the parts they hold.
@@ -11,7 +11,7 @@ made again from that.
 import sys
 from pathlib import Path
 
-from quire.bench.measured_page import MeasuredPage, Run, last_line, program
+from benchmarks.common.measured_page import MeasuredPage, Run, last_line, program
 
 DOCS = Path(__file__).resolve().parent
 TITLES = {
@@ -49,7 +49,8 @@ def about(run: Run) -> str:
     """What was run."""
     config = run["config"]
     return (
-        f"`quire bench rebatch`, {program(run)}. Random weights ({config['model']}), float32; "
+        f"`python -m benchmarks rebatch`, {program(run)}. "
+        f"Random weights ({config['model']}), float32; "
         "answers have fixed lengths. The bound is ideal first-come list scheduling of the same "
         "lengths on as many rows, at the costs measured in the same round: `over_bound` is its "
         "makespan over that of `baton_pd`, `bound` what it would gain over static batches. What "

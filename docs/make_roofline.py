@@ -1,6 +1,6 @@
 """Draws docs/roofline.md and its picture from a run of the throughput bench, and keeps that run.
 
-    quire bench throughput --json > throughput.out
+    python -m benchmarks throughput --json > throughput.out
     python docs/make_roofline.py throughput.out        needs quire[report]
 
 The last line of the file is the run. It is kept, without its rounds, as
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quire.bench.page import COLUMNS, Roofline, ceiling_words, cells, roofline_from, svg
+from benchmarks.throughput.page import COLUMNS, Roofline, ceiling_words, cells, roofline_from, svg
 
 DOCS = Path(__file__).resolve().parent
 HEADER = "<!-- Written by docs/make_roofline.py. Run it again, do not change this file. -->\n\n"

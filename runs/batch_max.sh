@@ -5,4 +5,4 @@
 # KV's quality at the caps that the table names. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench batch-max --json "$@"
+exec .venv/bin/python -m benchmarks batch-max --json "$@"

@@ -9,4 +9,4 @@
 # accuracy_remade (at most 4e-3). Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench device --json "$@"
+exec .venv/bin/python -m benchmarks device --json "$@"

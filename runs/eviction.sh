@@ -5,4 +5,4 @@
 # was stopped goes on. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench eviction --json "$@"
+exec .venv/bin/python -m benchmarks eviction --json "$@"

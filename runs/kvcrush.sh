@@ -8,4 +8,4 @@
 # some only; with --out FOLDER a run that was stopped goes on. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench kvcrush --json "$@"
+exec .venv/bin/python -m benchmarks kvcrush --json "$@"

@@ -5,4 +5,4 @@
 # under 0.02 of a decode step at 256 sequences. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench memory --json "$@"
+exec .venv/bin/python -m benchmarks memory --json "$@"

@@ -8,4 +8,4 @@
 # models on a virtual clock. `--parts` runs some only. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench offload --json "$@"
+exec .venv/bin/python -m benchmarks offload --json "$@"

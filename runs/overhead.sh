@@ -3,4 +3,4 @@
 # 125M-parameter model with 256 sequences of 512 tokens. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench overhead --json "$@"
+exec .venv/bin/python -m benchmarks overhead --json "$@"

@@ -8,4 +8,4 @@
 # goes on. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench quant --json "$@"
+exec .venv/bin/python -m benchmarks quant --json "$@"

@@ -7,4 +7,4 @@
 # object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench rebatch --json "$@"
+exec .venv/bin/python -m benchmarks rebatch --json "$@"

@@ -3,4 +3,4 @@
 # cancellations, with and without eviction. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench soak --json "$@"
+exec .venv/bin/python -m benchmarks soak --json "$@"

@@ -4,4 +4,4 @@
 # between them (pages, int8, prefix cache, int4) beside it. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench stack --json "$@"
+exec .venv/bin/python -m benchmarks stack --json "$@"

@@ -5,4 +5,4 @@
 # Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire bench throughput --json "$@"
+exec .venv/bin/python -m benchmarks throughput --json "$@"

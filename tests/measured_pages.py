@@ -4,7 +4,7 @@ import importlib.util
 from types import ModuleType
 from typing import Any
 
-from quire.bench.result import PartResult, Table
+from benchmarks.common.result import PartResult, Table
 from snippets import ROOT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.result import HeatMap, PartResult, Table
+from benchmarks.common.result import HeatMap, PartResult, Table
 from snippets import ROOT
 
 
@@ -81,10 +81,10 @@ def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
 
 
 def test_every_part_has_a_title(maker: ModuleType):
-    from quire.bench.batch_max.parts import make_parts as batch_max_parts
-    from quire.bench.eviction.cells import CellFile
-    from quire.bench.eviction.parts import Material
-    from quire.bench.eviction.parts import make_parts as eviction_parts
+    from benchmarks.batch_max.parts import make_parts as batch_max_parts
+    from benchmarks.eviction.cells import CellFile
+    from benchmarks.eviction.parts import Material
+    from benchmarks.eviction.parts import make_parts as eviction_parts
 
     def nothing(*_: object) -> None:
         raise AssertionError("no part is run here")

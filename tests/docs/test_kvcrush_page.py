@@ -36,8 +36,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
 
 
 def test_every_part_has_a_title(maker: ModuleType):
-    from quire.bench.eviction.cells import CellFile
-    from quire.bench.kvcrush.parts import Material, make_parts
+    from benchmarks.eviction.cells import CellFile
+    from benchmarks.kvcrush.parts import Material, make_parts
 
     def nothing(*_: object) -> None:
         raise AssertionError("no part is run here")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.bench.memory.parts import PARTS
-from quire.bench.result import Chart, PartResult, Table
+from benchmarks.common.result import Chart, PartResult, Table
+from benchmarks.memory.parts import PARTS
 from snippets import ROOT
 
 

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks.offload.parts import PARTS
 from measured_pages import load_maker, run_object
-from quire.bench.offload.parts import PARTS
 
 
 @pytest.fixture

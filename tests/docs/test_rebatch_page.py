@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks.rebatch.parts import PARTS
 from measured_pages import load_maker, run_object
-from quire.bench.rebatch.parts import PARTS
 from quire.hf.dynamic.rules.registry import rule_names
 from snippets import ROOT, snippets
 

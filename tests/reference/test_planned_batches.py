@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.batch_max.batches import rows_that_fit
 from engines import load
-from quire.bench.batch_max.batches import rows_that_fit
 from quire.cli.plan_batches import BatchQuestion, batch_report
 from quire.kv.config import KVConfig
 from quire.plan.ceilings import NotUsable

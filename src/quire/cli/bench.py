@@ -1,78 +1,118 @@
-"""`quire bench`: measures of speed, each with a JSON object as its last line."""
+"""`quire bench`: how fast a model answers on this machine, as throughput and as latency."""
 
 import json
-from dataclasses import asdict, replace
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from quire.cli.bench_batch_max import batch_max
-from quire.cli.bench_batch_plan import batch_plan
-from quire.cli.bench_device import device
-from quire.cli.bench_eviction import eviction
-from quire.cli.bench_invariant import invariant
-from quire.cli.bench_kvcrush import kvcrush
-from quire.cli.bench_memory import memory
-from quire.cli.bench_offload import offload
-from quire.cli.bench_parts import QUICK_NOTE
-from quire.cli.bench_prefill import prefill
-from quire.cli.bench_quant import quant
-from quire.cli.bench_rebatch import rebatch
-from quire.cli.bench_soak import soak
-from quire.cli.bench_stack import stack
-from quire.cli.bench_throughput import throughput
-from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.common import AsJson
 from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure speed.")
-bench_app.command()(throughput)
-bench_app.command()(prefill)
-bench_app.command()(invariant)
-bench_app.command()(soak)
-bench_app.command()(memory)
-bench_app.command("batch-max")(batch_max)
-bench_app.command()(eviction)
-bench_app.command()(kvcrush)
-bench_app.command()(quant)
-bench_app.command()(rebatch)
-bench_app.command()(stack)
-bench_app.command()(offload)
-bench_app.command()(device)
-bench_app.command("batch-plan")(batch_plan)
+if TYPE_CHECKING:
+    from quire.profile.bench import BenchRun
+
+InputLen = Annotated[int, typer.Option(min=1, help="Random tokens of each prompt.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the random prompts.")]
 
 
-@bench_app.command()
-def overhead(
+class _Shape(NamedTuple):
+    """As `BenchShape`, which comes with torch."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    rounds: int
+    warmup_rounds: int
+    seed: int
+
+
+@with_settings()
+def throughput(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
     *,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences that decode together.")] = 256,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="An eighth of rows and lengths. No claims.")
-    ] = False,
-    threads: Threads = 0,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests submitted at once.")] = 32,
+    input_len: InputLen = 512,
+    output_len: OutputLen = 64,
+    num_iters: Repeats = 5,
+    num_iters_warmup: Warmup = 1,
+    prompt_seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how much of a decode step is bookkeeping and not the model."""
-    import torch
+    """Measure requests and tokens per second for a set of requests that are submitted at once."""
+    shape = _Shape(num_prompts, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
+    run = _run(settings, shape)
+    claims = run.throughput()
+    typer.echo(
+        f"Throughput: {claims['requests_per_s']:.2f} requests/s, "
+        f"{claims['total_tokens_per_s']:,.1f} total tokens/s, "
+        f"{claims['output_tokens_per_s']:,.1f} output tokens/s (medians of {num_iters} rounds)"
+    )
+    _finish("throughput", settings, run, claims, as_json=as_json)
 
-    from quire.bench.overhead import OverheadConfig, measure_overhead, summarise
 
-    use_threads(threads)
-    config = OverheadConfig(rows=rows, prompt_tokens=prompt_tokens)
-    if quick:
-        config = replace(config, rows=max(1, rows // 8), prompt_tokens=max(1, prompt_tokens // 8))
-    results = []
-    for result in measure_overhead(config):
-        results.append(result)
-        typer.echo(
-            f"step {result['step_s'] * 1e3:.1f} ms, schedule {result['schedule_s'] * 1e3:.2f} ms, "
-            f"prepare {result['prepare_s'] * 1e3:.2f} ms: {result['share']:.2%} bookkeeping"
-        )
-    claims = summarise(results)
-    typer.echo(f"bookkeeping takes {claims['bookkeeping_share']:.2%} of a step (median)")
-    if quick:
-        typer.echo(QUICK_NOTE)
+@with_settings()
+def latency(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
+    input_len: InputLen = 32,
+    output_len: OutputLen = 128,
+    num_iters: Repeats = 10,
+    num_iters_warmup: Warmup = 2,
+    prompt_seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long one batch of requests takes from submission to its last token."""
+    shape = _Shape(batch_size, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
+    run = _run(settings, shape)
+    claims = run.latency()
+    typer.echo(
+        f"Latency of a batch: mean {claims['latency_mean_s']:.3f} s, "
+        f"p50 {claims['latency_p50_s']:.3f} s, p99 {claims['latency_p99_s']:.3f} s; "
+        f"time to first token p50 {claims['first_token_p50_s']:.3f} s, "
+        f"time per output token p50 {claims['token_p50_s'] * 1e3:.1f} ms"
+    )
+    _finish("latency", settings, run, claims, as_json=as_json)
+
+
+def _run(settings: Settings, shape: _Shape) -> "BenchRun":
+    settings.refuse_other_tenants()
+    llm = settings.open_llm()
+    from quire.profile.bench import BenchShape, run_bench  # with torch, which is loaded by now
+
+    return run_bench(llm, BenchShape(**shape._asdict()), settings.sampling)
+
+
+def _finish(
+    name: str,
+    settings: Settings,
+    run: "BenchRun",
+    claims: Mapping[str, int | float],
+    *,
+    as_json: bool,
+) -> None:
+    typer.echo(
+        f"Peak KV memory: {claims['kv_peak_bytes']:,} of {claims['kv_total_bytes']:,} B; "
+        f"{claims['preemptions']} preemptions, {claims['evicted_tokens']} tokens evicted"
+    )
     if as_json:
-        arms = {"overhead": results}
-        used = asdict(config) | {"threads": torch.get_num_threads()}
-        typer.echo(json.dumps(envelope("bench overhead", claims, arms, used, quick=quick)))
+        used = settings.as_dict() | {"shape": asdict(run.shape)}
+        rounds = [asdict(found) for found in run.rounds]
+        typer.echo(json.dumps(envelope(f"bench {name}", claims, {"rounds": rounds}, used)))
+
+
+def add_to(app: typer.Typer, described: Callable[[str], str]) -> None:
+    """Add the commands to `quire bench`.
+
+    Args:
+        app: of `quire bench`.
+        described: makes a docstring fit for `--help`.
+    """
+    for command in (throughput, latency):
+        app.command(help=described(command.__doc__ or ""))(command)

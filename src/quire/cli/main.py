@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from quire.cli.batch import batch
-from quire.cli.bench import bench_app
+from quire.cli.bench import add_to as add_bench_commands
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
 from quire.cli.demo import demo
@@ -86,6 +86,8 @@ _COMMANDS = (
 for _command in _COMMANDS:
     app.command(help=reflowed(_command.__doc__ or ""))(_command)
 app.add_typer(eval_app, name="eval")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure throughput and latency.")
+add_bench_commands(bench_app, reflowed)
 app.add_typer(bench_app, name="bench")
 
 

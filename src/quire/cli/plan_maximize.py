@@ -165,8 +165,8 @@ class Stopwatch:
 
     def __call__(self, evict: str) -> StepRates:
         """Rates under a rule; rules that differ by their numbers are timed once."""
-        from quire.bench import step_rates
         from quire.kv.host_store import device_name
+        from quire.profile import step_rates
 
         if self._model is None:
             self._model = self._load()

@@ -15,10 +15,10 @@ from quire.errors import ConfigError
 from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
-    from quire.bench.ceilings import ProfileConfig
     from quire.plan.ceilings import Ceilings
     from quire.plan.rates import PrefillRates
     from quire.plan.step_rates import StepRates
+    from quire.profile.ceilings import ProfileConfig
 
 STEP_REPEATS = 3
 DEFAULT_EVICT = "average"
@@ -59,8 +59,8 @@ def profile(
     """
     import torch
 
-    from quire.bench.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
     from quire.plan.ceilings import default_path, write_ceilings
+    from quire.profile.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
 
     refuse_no_name(model)
     if evict is not None and model is None:
@@ -113,9 +113,9 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
 def _of_model(
     name: str, evict: str, config: "ProfileConfig", *, quick: bool
 ) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
-    from quire.bench.prefill_rates import measure_prefill_rates
     from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
+    from quire.profile.prefill_rates import measure_prefill_rates
 
     rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
     model = load_model(name)

@@ -61,7 +61,7 @@ def test_help_names_every_command():
         assert name in result.output
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "eval gate", "bench throughput", "bench prefill"])
+@pytest.mark.parametrize("name", [*COMMANDS, "eval gate", "bench throughput", "bench latency"])
 def test_every_command_explains_itself(name: str):
     result = quire(*name.split(), "--help")
 

@@ -13,8 +13,6 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from quire.bench import step_rates
-from quire.bench.step_rates import RunShape
 from quire.cli.plan import plan
 from quire.cli.plan_maximize import parse_lengths
 from quire.errors import ConfigError
@@ -24,6 +22,8 @@ from quire.plan.machine import this_machine
 from quire.plan.rates import PrefillRates
 from quire.plan.step_rates import DecodeRates, StepRates
 from quire.plan.stored_rates import model_key, steps_key
+from quire.profile import step_rates
+from quire.profile.step_rates import RunShape
 from quire.spec.model import ModelSpec
 
 LLAMA_125M: dict[str, Any] = {

@@ -6,6 +6,9 @@ import random
 import pytest
 import torch
 from tokenizers import Tokenizer
+
+from quire.errors import ConfigError
+from quire.evals.haystack import haystack
 from training.books import hold_out, load_books, split_documents, to_ascii
 from training.config import ModelConfig, Recipe
 from training.data import KINDS, BatchMaker, encode_spans, rough_tokens
@@ -15,9 +18,6 @@ from training.primer import primer_piece
 from training.schedule import Primer, Stage, lr_factor, parse_mixture, parse_plan
 from training.structured_init import structured_init
 from training.tokenizer import train_tokenizer
-
-from quire.errors import ConfigError
-from quire.evals.haystack import haystack
 from unit.training.shapes import QUIRE_TINY
 
 

@@ -5,6 +5,10 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from quire.errors import ConfigError
+from quire.evals.haystack import haystack
 from training.config import Recipe
 from training.data import BatchMaker
 from training.export import load_pretrained, save_pretrained, to_llama_state
@@ -13,10 +17,6 @@ from training.schedule import parse_mixture
 from training.structured_init import structured_init
 from training.train import Run, parse
 from training.trainer import Trainer
-from transformers import AutoTokenizer, LlamaForCausalLM
-
-from quire.errors import ConfigError
-from quire.evals.haystack import haystack
 from unit.training.shapes import QUIRE_TINY, SMALL
 
 RECIPE = Recipe(plan="48:3:192,64:3:128", warmup_steps=2, seed=4)

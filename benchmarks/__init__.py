@@ -1,0 +1,1 @@
+"""Benchmarks behind the numbers of the documents; not part of the wheel."""

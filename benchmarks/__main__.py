@@ -1,0 +1,59 @@
+"""`python -m benchmarks NAME`: measures that stand behind the documents' numbers.
+
+Each ends with a JSON object as its last line (`--json`). None of this is in the wheel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from benchmarks.batch_max.command import batch_max
+from benchmarks.batch_plan.command import batch_plan
+from benchmarks.device.command import device
+from benchmarks.eviction.command import eviction
+from benchmarks.invariant.command import invariant
+from benchmarks.kvcrush.command import kvcrush
+from benchmarks.memory.command import memory
+from benchmarks.offload.command import offload
+from benchmarks.overhead.command import overhead
+from benchmarks.prefill.command import prefill
+from benchmarks.quant.command import quant
+from benchmarks.rebatch.command import rebatch
+from benchmarks.soak.command import soak
+from benchmarks.stack.command import stack
+from benchmarks.throughput.command import throughput
+from quire.cli.main import QuireGroup, reflowed
+
+app = typer.Typer(
+    name="python -m benchmarks",
+    cls=QuireGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Benchmarks of Quire; each ends with a JSON object as its last line.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "throughput": throughput,
+    "prefill": prefill,
+    "overhead": overhead,
+    "soak": soak,
+    "memory": memory,
+    "batch-max": batch_max,
+    "eviction": eviction,
+    "invariant": invariant,
+    "kvcrush": kvcrush,
+    "quant": quant,
+    "rebatch": rebatch,
+    "stack": stack,
+    "offload": offload,
+    "device": device,
+    "batch-plan": batch_plan,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, help=reflowed(_command.__doc__ or ""))(_command)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,145 @@
+"""What the Batch-Max bench runs, at full size and a quarter of it."""
+
+from dataclasses import dataclass, field
+
+from benchmarks.batch_max.arms import ED, FKV, EvictionArm, arms_of, bm_name
+from benchmarks.common.workload import SHAPES
+from quire.errors import ConfigError
+
+TASKS = (
+    *("lines", "longeval", "kv", "niah", "facts"),
+    *("copy", "headline", "variables", "labels", "arithmetic"),
+)
+"""Every task there is; named here, before anything is run, and none is dropped afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedConfig:
+    """Time of the arms in one KV memory, with random weights.
+
+    Attributes:
+        model: a name in SHAPES.
+        dtype: of its weights and of the KV, by PyTorch's name.
+        prompt_tokens, new_tokens: of every row.
+        caps: of Batch-Max; the first is the one that is claimed.
+        every: tokens that leave at a time.
+        pools: KV memories, in rows of full KV.
+        claimed_pool: of `pools`, the one whose ratios are the claims; all caps run there.
+        repeats: rounds of the claimed arms in the claimed pool, taking turns.
+        other_repeats: rounds, the first ones, in which all else runs too.
+        continuous_prompts: requests that come at once to the engine as it is; 0 leaves that out.
+    """
+
+    model: str = "125m"
+    dtype: str = "bfloat16"
+    prompt_tokens: int = 3_584
+    new_tokens: int = 512
+    caps: tuple[int, ...] = (896, 1_792)
+    every: int = 64
+    pools: tuple[int, ...] = (1, 2, 4)
+    claimed_pool: int = 2
+    repeats: int = 5
+    other_repeats: int = 1
+    continuous_prompts: int = 8
+
+    def __post_init__(self) -> None:
+        context = SHAPES[self.model]().max_position_embeddings
+        if self.final_tokens > context:
+            raise ConfigError(
+                f"{self.final_tokens} tokens are over the context of the model {self.model}, "
+                f"{context}: lower prompt_tokens or new_tokens"
+            )
+        if self.claimed_pool not in self.pools:
+            raise ConfigError(f"expected claimed_pool in {self.pools}, got {self.claimed_pool}")
+
+    @property
+    def final_tokens(self) -> int:
+        """Length of each row at the end."""
+        return self.prompt_tokens + self.new_tokens
+
+    def arms_of_round(self, number: int, pool: int) -> tuple[EvictionArm, ...]:
+        """What runs in a pool in round `number` from 0: all, or only what is claimed."""
+        if number < self.other_repeats:
+            return self.arms(pool)
+        claimed = (FKV, ED, bm_name(self.caps[0])) if pool == self.claimed_pool else ()
+        return tuple(arm for arm in self.arms(pool) if arm.name in claimed)
+
+    def arms(self, pool: int) -> tuple[EvictionArm, ...]:
+        """All arms in the claimed pool; one cap in the others."""
+        caps = self.caps if pool == self.claimed_pool else self.caps[:1]
+        return arms_of(caps, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityConfig:
+    """Quality and time of the arms from the same runs, with a model that reads its context.
+
+    Attributes:
+        model: folder, hub name or quire-tiny.
+        tasks: of `quire.evals`.
+        tokens: most of a prompt with its answer.
+        new_tokens: generated behind each prompt, whatever ends before.
+        samples: prompts of each task.
+        pool: KV memory, in rows of full KV.
+        shares: caps of Batch-Max as parts of `tokens`, ascending; the first is the one claimed.
+        every: tokens that leave at a time.
+        wanted: part of full KV's quality that is good enough.
+    """
+
+    model: str = "quire-tiny"
+    tasks: tuple[str, ...] = TASKS
+    tokens: int = 512
+    new_tokens: int = 48
+    samples: int = 48
+    pool: int = 8
+    shares: tuple[float, ...] = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+    every: int = 16
+    wanted: float = 0.975
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """In tokens."""
+        return tuple(int(share * self.tokens) for share in self.shares)
+
+    @property
+    def final_tokens(self) -> int:
+        """Most tokens of a row at its end."""
+        return self.tokens + self.new_tokens
+
+    def arms(self) -> tuple[EvictionArm, ...]:
+        """Those of the paper, and one that evicts behind the prompt."""
+        return arms_of(self.caps, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMaxConfig:
+    """All of it.
+
+    Attributes:
+        speed, quality: the parts.
+    """
+
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    quality: QualityConfig = field(default_factory=QualityConfig)
+
+
+QUICK_BATCH_MAX = BatchMaxConfig(
+    speed=SpeedConfig(
+        prompt_tokens=896,
+        new_tokens=128,
+        caps=(224,),
+        every=16,
+        pools=(2,),
+        repeats=1,
+        continuous_prompts=4,
+    ),
+    quality=QualityConfig(
+        tasks=("lines", "niah", "labels"),
+        tokens=256,
+        new_tokens=32,
+        samples=4,
+        pool=2,
+        shares=(0.25, 0.5, 0.75),
+    ),
+)
+"""All lengths a quarter; quire-tiny's half, where its tasks still fit, and three of these."""

@@ -1,0 +1,175 @@
+"""The paper's protocol on a model and examples of the user's.
+
+    b0        the smallest batch at which decode-only eviction with a cap of 2 runs out of memory
+    ED, FKV   at the largest batch below it; ED's is the highest throughput decode-only can give
+    BM        at smaller caps and with larger batches, as long as quality stays FKV's
+
+Caps are multiples of 128, found by bisection as if quality only rose with the cap, then 64 less is
+tried. Two rows are sought: the smallest cap whose score is FKV's or above, and the smallest whose
+score is near it. All that was tried is reported. The memory is fixed: running out is not entering.
+
+Source: Metel et al. 2025 (Batch-Max), section 4.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from benchmarks.batch_max.arms import EvictionArm, batch_max, decode_only, full_kv
+from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
+from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+COARSE = 128
+NEAR = 0.963  # the paper's lowest ratio to FKV's score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperConfig:
+    """What is run.
+
+    Attributes:
+        model: as it was named.
+        task: of `quire.evals.few_shot`.
+        samples: prompts, the same for every arm; batches divide them.
+        input_tokens: prompts are cut to this, their beginnings left out.
+        new_tokens: generated behind each, end tokens ignored.
+        every: tokens that leave at a time.
+        step: caps are multiples of this, refined to half of it.
+        near: part of FKV's score that is near it.
+    """
+
+    model: str
+    task: str
+    samples: int = 960
+    input_tokens: int = 3_584
+    new_tokens: int = 512
+    every: int = 64
+    step: int = COARSE
+    near: float = NEAR
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "input_tokens", "new_tokens", "every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} of 1 or more, got {getattr(self, name)}")
+        if self.every >= self.step:
+            raise ConfigError(f"expected every below {self.step}, the least cap, got {self.every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperRow:
+    """A row of the paper's tables.
+
+    Attributes:
+        arm: its name.
+        label: for tables.
+        batch: rows at once.
+        cap: of Batch-Max; None for other arms.
+        judged: score and time; None where so many rows run out of memory.
+    """
+
+    arm: str
+    label: str
+    batch: int
+    cap: int | None = None
+    judged: Judged | None = None
+
+
+class PaperProtocol:
+    """Runs arms on one set of prompts.
+
+    Args:
+        model: the user's.
+        kv: the memory; what evicts is replaced.
+        config: lengths and caps.
+        prompts: `config.samples` of them, already cut.
+        show: called with every row as soon as it is known.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: KVConfig,
+        config: PaperConfig,
+        prompts: list[Encoded],
+        show: Callable[[PaperRow], None] = lambda row: None,
+    ) -> None:
+        self._model, self._kv, self._config = model, kv, config
+        self._prompts, self._show = prompts, show
+        self._longest = max(len(prompt.tokens) for prompt in prompts)
+        self._by_cap: dict[int, PaperRow] = {}
+        self.rows: list[PaperRow] = []
+
+    def run(self) -> list[PaperRow]:
+        """All of it, in the order in which it was run."""
+        ed = decode_only(2)
+        most = self._rows(ed)
+        if most < self._config.samples:  # else nothing that is asked here runs out of memory
+            self._note(PaperRow(arm=ed.name, label=ed.label, batch=most + 1))
+        batch = self._batch(most, ed)
+        self._note(self._judge(ed, batch))
+        self._note(self._judge(decode_only(self._config.every + 1), batch))
+        full = self._judge(full_kv(), min(batch, self._batch(self._rows(full_kv()), full_kv())))
+        self._note(full)
+        assert full.judged is not None, "it has just been judged"
+        for part in (1.0, self._config.near):
+            self._search(part * full.judged.score)
+        return self.rows
+
+    def _search(self, wanted: float) -> None:
+        """Find the smallest cap that scores `wanted`; every cap on the way is a row."""
+        step = self._config.step
+        low, high = 0, -(-self._longest // step)  # in steps; a cap of `high` evicts nothing
+        while high - low > 1:
+            middle = (low + high) // 2
+            good = self._score(middle * step) >= wanted
+            low, high = (low, middle) if good else (middle, high)
+        finer = high * step - step // 2
+        if self._config.every < finer < self._longest:
+            self._score(finer)
+
+    def _score(self, cap: int) -> float:
+        if cap not in self._by_cap:
+            arm = batch_max(cap, self._config.every)
+            row = self._judge(arm, self._batch(self._rows(arm), arm), cap)
+            self._by_cap[cap] = row
+            self._note(row)
+        judged = self._by_cap[cap].judged
+        assert judged is not None, "batches that fit are judged"
+        return judged.score
+
+    def _judge(self, arm: EvictionArm, batch: int, cap: int | None = None) -> PaperRow:
+        how = Batches(
+            arm=arm.name,
+            kv=self._memory(arm),
+            batch=batch,
+            new_tokens=self._config.new_tokens,
+        )
+        judged = judge(self._model, self._config.task, self._prompts, how)
+        return PaperRow(arm=arm.name, label=arm.label, batch=batch, cap=cap, judged=judged)
+
+    def _rows(self, arm: EvictionArm) -> int:
+        return rows_that_fit(
+            self._model,
+            self._memory(arm),
+            self._longest,
+            self._config.new_tokens,
+            most=self._config.samples,
+        )
+
+    def _batch(self, rows: int, arm: EvictionArm) -> int:
+        batch = largest_of(batch_sizes(self._config.samples), rows)
+        if not batch:
+            raise ConfigError(
+                f"the KV memory does not hold one row of {self._longest} tokens for arm "
+                f"{arm.name}; raise --kv-memory or lower --input-tokens"
+            )
+        return batch
+
+    def _memory(self, arm: EvictionArm) -> KVConfig:
+        return replace(self._kv, evict=arm.evict, prefix_cache=False)
+
+    def _note(self, row: PaperRow) -> None:
+        self.rows.append(row)
+        self._show(row)

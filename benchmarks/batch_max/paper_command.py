@@ -1,0 +1,125 @@
+"""The paper's protocol of `python -m benchmarks batch-max`: examples read, encoded, run, shown."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from benchmarks.common.questions import load
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.batch_max.judged import Encoded
+    from benchmarks.batch_max.paper import PaperConfig, PaperRow
+    from benchmarks.common.result import PartResult
+    from quire.cli.settings import Settings
+    from quire.evals.few_shot import FewShotTask
+    from quire.evals.samples import Sample
+    from quire.models.loader import LoadedModel
+
+
+def paper_config(
+    settings: "Settings",
+    *,
+    task: str,
+    samples: int,
+    input_tokens: int,
+    new_tokens: int,
+    quick: bool,
+) -> "PaperConfig":
+    """What is run; quick divides all lengths by 4 and asks a tenth.
+
+    Raises:
+        UnknownName: no such task.
+        ConfigError: lengths that cannot be.
+    """
+    from benchmarks.batch_max.paper import PaperConfig
+    from quire.evals.few_shot import task_named
+
+    config = PaperConfig(
+        model=settings.model,
+        task=task_named(task).name,
+        samples=samples,
+        input_tokens=input_tokens,
+        new_tokens=new_tokens,
+    )
+    if not quick:
+        return config
+    return replace(
+        config,
+        samples=max(1, samples // 10),
+        input_tokens=max(1, input_tokens // 4),
+        new_tokens=max(1, new_tokens // 4),
+        every=16,
+        step=32,
+    )
+
+
+def run_paper(
+    settings: "Settings", config: "PaperConfig", data: Path | None, shots: Path | None
+) -> "Iterator[tuple[str, PartResult]]":
+    """Yield the one part there is, when it is done; rows are shown as they come.
+
+    Raises:
+        ConfigError: no data, or too few examples.
+    """
+    from benchmarks.batch_max.paper import PaperProtocol
+    from benchmarks.batch_max.paper_result import paper_result
+    from quire.evals.few_shot import task_named
+
+    task = task_named(config.task)
+    samples = _samples(task, config, data, shots)
+    started_s = time.perf_counter()
+    model = load(settings)
+    prompts = [_encoded(model, task, sample, config.input_tokens) for sample in samples]
+    rows = PaperProtocol(model, settings.kv, config, prompts, _show).run()
+    result = paper_result(config, rows, task.score)
+    yield "paper", replace(result, seconds=time.perf_counter() - started_s)
+
+
+def _samples(
+    task: "FewShotTask", config: "PaperConfig", data: Path | None, shots: Path | None
+) -> "list[Sample]":
+    from quire.evals.samples import make_samples, read_records
+
+    if data is None:
+        raise ConfigError(
+            f"the paper's protocol needs examples of {task.name}: name a file with --data"
+        )
+    shown = [] if shots is None else read_records(shots)
+    return make_samples(task, read_records(data), config.samples, shot_records=shown)
+
+
+def _encoded(
+    model: "LoadedModel", task: "FewShotTask", sample: "Sample", input_tokens: int
+) -> "Encoded":
+    """A prompt whose beginning is left out where it is too long; its first token stays."""
+    from benchmarks.batch_max.judged import Encoded
+    from benchmarks.common.asked import Asked
+    from quire.models.tokenizer import encode_prompt
+
+    if model.tokenizer is None:
+        raise ConfigError(f"{model.name} has no tokenizer: it cannot be given texts")
+    tokens = encode_prompt(model.tokenizer, sample.prompt)
+    if len(tokens) > input_tokens:
+        tokens = tokens[:1] + tokens[len(tokens) - input_tokens + 1 :]
+    grade = partial(_judge, task, sample.references)
+    return Encoded(tokens=tuple(tokens), asked=Asked(prompt=sample.prompt, grade=grade))
+
+
+def _judge(task: "FewShotTask", references: tuple[str, ...], text: str) -> float:
+    return task.judge(text, references)
+
+
+def _show(row: "PaperRow") -> None:
+    if row.judged is None:
+        typer.echo(f"{row.label}: {row.batch} rows do not fit")
+    else:
+        found = row.judged
+        typer.echo(
+            f"{row.label}: {row.batch} rows, {found.score:.3f}, {found.tokens_per_s:.1f} tokens/s"
+        )

@@ -1,0 +1,186 @@
+"""Part `quality`: what the arms answer, and how fast, from the same runs.
+
+A model that reads its context answers all prompts of all tasks under every arm, in static batches
+as large as one KV memory allows. Quality over full KV is the mean, over all tasks, of an arm's
+score over full KV's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name
+from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
+from benchmarks.batch_max.config import QualityConfig
+from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
+from benchmarks.common.asked import Asking
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.models.tokenizer import encode_prompt
+
+MIB = 1 << 20
+
+
+def run_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -> PartResult:
+    """The part.
+
+    Args:
+        model: reads its context.
+        config: what is asked.
+        asking: makes prompts of a task.
+    """
+    found = list(measure_quality(model, config, asking))
+    return PartResult(
+        claims=claims(config, found),
+        tables=(_quality_table(config, found), _speed_table(config, found)),
+        charts=(_chart(config, found),),
+        raw={"cells": [asdict(cell) | {"tokens_per_s": cell.tokens_per_s} for cell in found]},
+    )
+
+
+def measure_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -> Iterator[Judged]:
+    """Yield every arm's answers to every task."""
+    prompts = {task: _encoded(model, config, asking, task) for task in config.tasks}
+    for arm in config.arms():
+        kv = KVConfig(memory=pool_bytes(model, config), evict=arm.evict, prefix_cache=False)
+        rows = rows_that_fit(model, kv, config.tokens, config.new_tokens, most=config.samples)
+        batch = largest_of(batch_sizes(config.samples), rows)
+        if not batch:
+            raise ConfigError(f"{kv.memory:,} B of KV do not hold one row of arm {arm.name}")
+        how = Batches(arm=arm.name, kv=kv, batch=batch, new_tokens=config.new_tokens)
+        for task in config.tasks:
+            yield judge(model, task, prompts[task], how)
+
+
+def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:
+    """KV memory of all arms, in whole MiB: what slabs cut off must cost full KV no row."""
+    number_bytes = model.decoder.dtype.itemsize
+    rows_bytes = config.pool * config.final_tokens * model.spec.kv_bytes_per_token(number_bytes)
+    return -(-rows_bytes // MIB) * MIB
+
+
+def _encoded(model: LoadedModel, config: QualityConfig, asking: Asking, task: str) -> list[Encoded]:
+    assert model.tokenizer is not None, "questions are texts"
+    asked = asking(task, config.tokens, config.samples)
+    return [
+        Encoded(tokens=tuple(encode_prompt(model.tokenizer, found.prompt)), asked=found)
+        for found in asked
+    ]
+
+
+def over_full(found: Sequence[Judged], arm: str) -> dict[str, float]:
+    """An arm's score over full KV's, by task; 1 where full KV got nothing right."""
+    full = {cell.task: cell.score for cell in found if cell.arm == FKV}
+    return {
+        cell.task: cell.score / full[cell.task] if full[cell.task] else 1.0
+        for cell in found
+        if cell.arm == arm
+    }
+
+
+def quality_over_full(found: Sequence[Judged], arm: str) -> float:
+    """The mean over all tasks."""
+    ratios = over_full(found, arm).values()
+    return sum(ratios) / len(ratios)
+
+
+def tokens_per_s(found: Sequence[Judged], arm: str) -> float:
+    """Over all tasks together."""
+    mine = [cell for cell in found if cell.arm == arm]
+    return sum(cell.new_tokens for cell in mine) / sum(cell.total_s for cell in mine)
+
+
+def least_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
+    """The smallest cap, as a part of the prompt, that reaches what is wanted, as all larger do."""
+    best = None
+    for share, cap in sorted(zip(config.shares, config.caps, strict=True), reverse=True):
+        if quality_over_full(found, bm_name(cap)) < config.wanted:
+            break
+        best = share
+    return best
+
+
+def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
+    """Quality over full KV at every cap; `bm_quality_over_fkv` is that of the first.
+
+    `bm_good_cap_share` is there where some cap, and every larger one, is good enough.
+    """
+    made: Numbers = {"bm_quality_over_fkv": quality_over_full(found, bm_name(config.caps[0]))}
+    for arm in config.arms():
+        made[f"{_key(config, arm)}_quality_over_fkv"] = quality_over_full(found, arm.name)
+        made[f"tiny_{_key(config, arm)}_tokens_per_s"] = tokens_per_s(found, arm.name)
+    share = least_good_share(config, found)
+    if share is not None:
+        made["bm_good_cap_share"] = share
+    made["tasks_full_kv_fails"] = sum(c.score == 0 for c in found if c.arm == FKV)
+    return made
+
+
+def _key(config: QualityConfig, arm: EvictionArm) -> str:
+    """A name with the cap as a part of the prompt, in per mille where it is no whole per cent."""
+    kind, _, cap = arm.name.partition("_")
+    shares = dict(zip(map(str, config.caps), config.shares, strict=True))
+    if cap not in shares or kind == "ed":
+        return arm.name
+    return f"{kind}_{100 * shares[cap]:g}".replace(".", "_")
+
+
+def _label(config: QualityConfig, arm: EvictionArm) -> str:
+    shares: Mapping[int, float] = dict(zip(config.caps, config.shares, strict=True))
+    cap = int(arm.name.partition("_")[2] or 0)
+    known = cap in shares and not arm.name.startswith("ed")
+    return arm.label + (f" ({100 * shares[cap]:g} %)" if known else "")
+
+
+def _quality_table(config: QualityConfig, found: Sequence[Judged]) -> Table:
+    scores = {(cell.arm, cell.task): cell.score for cell in found}
+    rows: list[tuple[str | float, ...]] = []
+    for arm in config.arms():
+        by_task = tuple(scores[arm.name, task] for task in config.tasks)
+        rows.append((_label(config, arm), *by_task, quality_over_full(found, arm.name)))
+    return Table(
+        name="batch-max-quality",
+        caption=(
+            f"Share of right answers, {config.samples} prompts a task of at most "
+            f"{config.tokens} tokens, {config.model}; {config.every} tokens leave at a time. Last "
+            "column: mean over all tasks of the score over FKV's."
+        ),
+        columns=("arm", *config.tasks, "over FKV"),
+        rows=tuple(rows),
+    )
+
+
+def _speed_table(config: QualityConfig, found: Sequence[Judged]) -> Table:
+    full = tokens_per_s(found, FKV)
+    rows: list[tuple[str | int | float, ...]] = []
+    for arm in config.arms():
+        mine = [cell for cell in found if cell.arm == arm.name]
+        rate = tokens_per_s(found, arm.name)
+        peak_mib = max(cell.peak_bytes for cell in mine) / MIB
+        rows.append((_label(config, arm), mine[0].batch, rate, rate / full, peak_mib))
+    return Table(
+        name="batch-max-tiny",
+        caption=(
+            f"The same runs: {config.new_tokens} tokens behind every prompt, static batches in a "
+            f"KV memory of {config.pool} x {config.final_tokens} tokens, prefill counted. A model "
+            "of this size is bound by dispatch, not by memory or arithmetic."
+        ),
+        columns=("arm", "batch", "tokens/s", "over FKV", "peak KV MiB"),
+        rows=tuple(rows),
+    )
+
+
+def _chart(config: QualityConfig, found: Sequence[Judged]) -> Chart:
+    return Chart(
+        name="batch-max-quality",
+        title="Quality of Batch-Max over full KV, by cap",
+        x_label="cap, % of the longest prompt",
+        y_label="mean of scores over FKV's",
+        lines={
+            "all tasks": tuple(
+                (100 * share, quality_over_full(found, bm_name(cap)))
+                for share, cap in zip(config.shares, config.caps, strict=True)
+            )
+        },
+    )

@@ -1,0 +1,151 @@
+"""Part `speed`: tokens a second of the arms in equal KV bytes, prefill counted in the time.
+
+The model has random weights: nothing here says anything about quality.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.batch_max.arms import ED, FKV, bm_name
+from benchmarks.batch_max.config import SpeedConfig
+from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime, ArmTimer, measure
+from benchmarks.common.models import random_model
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.common.workload import SHAPES
+
+Round = Sequence[ArmTime]
+
+
+def run_speed(config: SpeedConfig) -> PartResult:
+    """The part."""
+    model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
+    rounds = list(measure(ArmTimer(model, config), config))
+    ways = [STATIC] + [CONTINUOUS] * any(t.way == CONTINUOUS for t in rounds[0])
+    return PartResult(
+        claims=claims(config, rounds),
+        tables=tuple(_table(config, rounds, way) for way in ways),
+        charts=(_chart(config, rounds),),
+        raw={"rounds": [[time.to_json() for time in found] for found in rounds]},
+    )
+
+
+def times_of(rounds: Sequence[Round], way: str, pool: int, arm: str) -> list[ArmTime]:
+    """One arm in one pool, a time for each round it ran in."""
+    wanted = way, pool, arm
+    return [t for found in rounds for t in found if (t.way, t.pool, t.arm) == wanted]
+
+
+def ratio(rounds: Sequence[Round], way: str, pool: int, arm: str, other: str) -> float:
+    """Tokens a second of an arm over another's: median of the ratios within rounds of both."""
+    pairs = (
+        (times_of([found], way, pool, arm), times_of([found], way, pool, other)) for found in rounds
+    )
+    return statistics.median(a[0].tokens_per_s / b[0].tokens_per_s for a, b in pairs if a and b)
+
+
+def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
+    """Ratios of Batch-Max at its first cap, all arms' tokens a second, batches and peak bytes.
+
+    `bm_over_ed_throughput` and `bm_over_fkv_throughput` are those of the claimed pool; names with
+    `_bN` those of the pool of N rows, names that begin with `continuous_` those of the engine as
+    it is.
+    """
+    bm = bm_name(config.caps[0])
+    made: Numbers = {}
+    for name, other in (("ed", ED), ("fkv", FKV)):
+        by_pool = {pool: ratio(rounds, STATIC, pool, bm, other) for pool in config.pools}
+        made[f"bm_over_{name}_throughput"] = by_pool[config.claimed_pool]
+        made |= {f"bm_over_{name}_throughput_b{pool}": value for pool, value in by_pool.items()}
+    for key in dict.fromkeys((t.way, t.pool, t.arm) for found in rounds for t in found):
+        made |= _arm_claims(times_of(rounds, *key))
+    if any(t.way == CONTINUOUS for t in rounds[0]):
+        for arm in config.arms(config.claimed_pool)[1:]:
+            over = ratio(rounds, CONTINUOUS, config.claimed_pool, arm.name, FKV)
+            made[f"continuous_{arm.name}_over_fkv"] = over
+    return made
+
+
+def _arm_claims(times: Sequence[ArmTime]) -> Numbers:
+    first = times[0]
+    place = "continuous" if first.way == CONTINUOUS else f"b{first.pool}"
+    name = f"{place}_{first.arm}"
+    return {
+        f"{name}_tokens_per_s": statistics.median(t.tokens_per_s for t in times),
+        f"{name}_batch": first.batch,
+        f"{name}_peak_bytes": max(t.peak_bytes for t in times),
+    }
+
+
+def _table(config: SpeedConfig, rounds: Sequence[Round], way: str) -> Table:
+    keys = dict.fromkeys((t.pool, t.arm) for found in rounds for t in found if t.way == way)
+    rows = tuple(_row(config, rounds, way, pool, arm) for pool, arm in keys)
+    static = way == STATIC
+    words = (
+        "All rows of a batch start together and run to their end; batches from the paper's set D."
+        if static
+        else f"{config.continuous_prompts} requests at once in the engine as it is: rows enter as "
+        "room comes free, prompts are read in chunks beside rows that decode; batch is the most "
+        "rows at once, prefill the time until the last prompt is read."
+    )
+    return Table(
+        name=f"batch-max-{way}",
+        caption=(
+            f"Prompts of {config.prompt_tokens:,} tokens, {config.new_tokens} new, random-weight "
+            f"Llama ({config.model}), {config.dtype}, one KV memory of equal bytes for every arm. "
+            f"{words} Medians over rounds in turn; prefill counts."
+        ),
+        columns=(
+            "KV, arm",
+            "rounds",
+            "batch",
+            "prefill s",
+            "decode s",
+            "tokens/s",
+            "over ED",
+            "over FKV",
+            "peak KV MiB",
+        ),
+        rows=rows,
+    )
+
+
+def _row(
+    config: SpeedConfig, rounds: Sequence[Round], way: str, pool: int, arm: str
+) -> tuple[str | int | float, ...]:
+    times = times_of(rounds, way, pool, arm)
+    labels = {found.name: found.label for found in config.arms(pool)}
+    return (
+        f"{pool} x {config.final_tokens:,} tokens, {labels[arm]}",
+        len(times),
+        times[0].batch,
+        statistics.median(t.prefill_s for t in times),
+        statistics.median(t.decode_s for t in times),
+        statistics.median(t.tokens_per_s for t in times),
+        ratio(rounds, way, pool, arm, ED),
+        ratio(rounds, way, pool, arm, FKV),
+        max(t.peak_bytes for t in times) / (1 << 20),
+    )
+
+
+def _chart(config: SpeedConfig, rounds: Sequence[Round]) -> Chart:
+    bm = bm_name(config.caps[0])
+    shown = [arm for arm in config.arms(config.claimed_pool) if arm.name in (FKV, ED, bm)]
+    lines = {
+        arm.label: tuple(
+            (
+                f"{pool} x {config.final_tokens:,}",
+                statistics.median(t.tokens_per_s for t in times_of(rounds, STATIC, pool, arm.name)),
+            )
+            for pool in config.pools
+        )
+        for arm in shown
+    }
+    return Chart(
+        name="batch-max",
+        title="Generated tokens a second in equal KV memory, static batches",
+        x_label="KV memory, rows x tokens of full KV",
+        y_label="tokens/s, prefill counted",
+        lines=lines,
+    )

@@ -1,0 +1,170 @@
+"""Times the arms in one KV memory: as the paper's static batches, and in the engine as it is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.batch_max.arms import EvictionArm
+from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
+from benchmarks.batch_max.config import SpeedConfig
+from benchmarks.batch_max.running import Finished, answer_all
+from quire.engine.core import Engine
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.profile.prefill_rates import random_prompt
+from quire.profile.static_schedule import static_schedule
+from quire.spec.dtypes import dtype_bytes
+
+STATIC, CONTINUOUS = "static", "continuous"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmTime:
+    """One arm in one round.
+
+    Attributes:
+        way: STATIC or CONTINUOUS.
+        arm: its name.
+        pool: KV memory in rows of full KV.
+        kv_bytes: that memory.
+        peak_bytes: most of it in use.
+        batch: rows that start together; in the engine as it is, most rows at once.
+        prefill_s, decode_s: of all; in the engine as it is, until the last prompt
+            is read, and after.
+        tokens_per_s: generated, prefill counted in the time.
+        preemptions: rows that gave way.
+    """
+
+    way: str
+    arm: str
+    pool: int
+    kv_bytes: int
+    peak_bytes: int
+    batch: int
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    preemptions: int
+
+    @property
+    def total_s(self) -> float:
+        """From the first prompt to the last token."""
+        return self.prefill_s + self.decode_s
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, and the sum."""
+        return asdict(self) | {"total_s": self.total_s}
+
+
+class ArmTimer:
+    """Runs arms on random weights, each run in a KV memory of its own and of equal bytes.
+
+    Args:
+        model: the weights.
+        config: lengths, caps and pools.
+    """
+
+    def __init__(self, model: LoadedModel, config: SpeedConfig) -> None:
+        self._model, self._config = model, config
+        self._batches: dict[tuple[int, str], int] = {}
+
+    def pool_bytes(self, pool: int) -> int:
+        """KV bytes of so many rows of full KV."""
+        number_bytes = dtype_bytes(self._config.dtype)
+        return pool * self._config.final_tokens * self._model.spec.kv_bytes_per_token(number_bytes)
+
+    def warm_up(self) -> None:
+        """Run every arm once over short rows: nothing is timed when it is touched first."""
+        pool, config = self._config.claimed_pool, self._config
+        tokens = max(config.prompt_tokens // 8, 1)
+        for arm in config.arms(pool):
+            engine = self._engine(arm, pool, static_schedule(2, tokens))
+            answer_all(engine, self._prompts(2, tokens), 4)
+
+    def static(self, arm: EvictionArm, pool: int) -> ArmTime:
+        """One batch, all rows together, as large as the paper's set and the pool allow.
+
+        Pages of several sizes can leave room that none of them fits into: a batch of which a row
+        had to give way is not held, and the next smaller one is run in its place, then and later.
+        """
+        batch = self.batch(arm, pool)
+        engine = self._engine(arm, pool, static_schedule(batch, self._config.prompt_tokens))
+        prompts = self._prompts(batch, self._config.prompt_tokens)
+        done = answer_all(engine, prompts, self._config.new_tokens)
+        if done.preemptions and batch > 1:
+            self._batches[pool, arm.name] = largest_of(batch_sizes(), batch - 1)
+            return self.static(arm, pool)
+        return self._time(STATIC, arm, pool, engine, done)
+
+    def continuous(self, arm: EvictionArm) -> ArmTime:
+        """Many requests at once in the engine as it is, chunks and decoding rows mixed."""
+        pool = self._config.claimed_pool
+        engine = self._engine(arm, pool, ScheduleConfig(low_watermark=1.0))
+        prompts = self._prompts(self._config.continuous_prompts, self._config.prompt_tokens)
+        done = answer_all(engine, prompts, self._config.new_tokens)
+        return self._time(CONTINUOUS, arm, pool, engine, done)
+
+    def batch(self, arm: EvictionArm, pool: int) -> int:
+        """Rows of a static batch.
+
+        Raises:
+            ConfigError: the pool does not hold one.
+        """
+        key = pool, arm.name
+        if key not in self._batches:
+            config = self._config
+            kv = self._kv(arm, pool)
+            rows = rows_that_fit(self._model, kv, config.prompt_tokens, config.new_tokens)
+            self._batches[key] = largest_of(batch_sizes(), rows)
+            if not self._batches[key]:
+                raise ConfigError(
+                    f"{self.pool_bytes(pool):,} B of KV do not hold one row of arm {arm.name}"
+                )
+        return self._batches[key]
+
+    def _kv(self, arm: EvictionArm, pool: int) -> KVConfig:
+        return KVConfig(memory=self.pool_bytes(pool), evict=arm.evict, prefix_cache=False)
+
+    def _engine(self, arm: EvictionArm, pool: int, schedule: ScheduleConfig) -> Engine:
+        return Engine(self._model, self._kv(arm, pool), schedule)
+
+    def _prompts(self, rows: int, tokens: int) -> list[list[int]]:
+        return [random_prompt(self._model, tokens, row) for row in range(rows)]
+
+    def _time(
+        self, way: str, arm: EvictionArm, pool: int, engine: Engine, done: Finished
+    ) -> ArmTime:
+        engine.check()
+        stats = engine.stats()
+        return ArmTime(
+            way=way,
+            arm=arm.name,
+            pool=pool,
+            kv_bytes=stats.kv_total_bytes,
+            peak_bytes=stats.kv_peak_bytes,
+            batch=done.rows_peak,
+            prefill_s=done.prefill_s,
+            decode_s=done.decode_s,
+            tokens_per_s=done.tokens_per_s,
+            preemptions=done.preemptions,
+        )
+
+
+def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
+    """Yield rounds: all arms in all pools and the engine as it is; later what is claimed."""
+    timer.warm_up()
+    for i in range(config.repeats):
+        found = [
+            timer.static(arm, pool)
+            for pool in config.pools
+            for arm in config.arms_of_round(i, pool)
+        ]
+        if config.continuous_prompts and i < config.other_repeats:
+            found += _continuous(timer, config.arms(config.claimed_pool))
+        yield found
+
+
+def _continuous(timer: ArmTimer, arms: Sequence[EvictionArm]) -> list[ArmTime]:
+    return [timer.continuous(arm) for arm in arms]

@@ -1,0 +1,132 @@
+"""`python -m benchmarks batch-plan`: does `quire plan --maximize-batch` say what happens?"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.command import QUICK_NOTE
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.report import envelope
+
+if TYPE_CHECKING:
+    from quire.cli.plan_batches import BatchReport
+    from quire.models.loader import LoadedModel
+    from quire.plan.static_run import RunSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlanConfig:
+    """What is predicted and run.
+
+    Attributes:
+        model: a name in `benchmarks.common.workload.SHAPES`, with random weights in bfloat16.
+        prompt_tokens, new_tokens: of each row.
+        cap, every: of Batch-Max's rule.
+        pool: KV memory in rows of full KV.
+        repeats: of each timed batch that rates are fitted to.
+    """
+
+    model: str = "125m"
+    prompt_tokens: int = 3_584
+    new_tokens: int = 512
+    cap: int = 896
+    every: int = 64
+    pool: int = 2
+    repeats: int = 3
+
+
+QUARTER = BatchPlanConfig(prompt_tokens=896, new_tokens=128, cap=224, every=16, repeats=2)
+
+
+def batch_plan(
+    *,
+    model: Annotated[str, typer.Option(help="Shape: 125m, small or tiny.")] = "125m",
+    pool: Annotated[int, typer.Option(min=1, help="KV memory, in rows of full KV.")] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A quarter of all lengths. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run the batches that `quire plan --maximize-batch` finds, and compare times with its own.
+
+    Rates are measured first, on short batches; then each way of evicting runs at its batch in the
+    same KV memory.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from benchmarks.common.models import random_model
+    from benchmarks.common.workload import SHAPES
+    from quire.errors import UnknownName
+
+    use_threads(threads)
+    if model not in SHAPES:
+        raise UnknownName("model", model, SHAPES)
+    config = replace(QUARTER if quick else BatchPlanConfig(), model=model, pool=pool)
+    loaded = random_model(SHAPES[model](), dtype=torch.bfloat16)
+    report = _predict(loaded, config)
+    measured = _run(loaded, report)
+    claims = _compare(report, measured)
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        arms = report.details() | {"measured": {k: asdict(v) for k, v in measured.items()}}
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        typer.echo(json.dumps(envelope("bench batch-plan", claims, arms, used, quick=quick)))
+
+
+def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
+    from quire.cli.plan_batches import BatchQuestion, batch_report
+    from quire.cli.plan_maximize import Stopwatch
+
+    question = BatchQuestion(
+        prompt_tokens=config.prompt_tokens,
+        new_tokens=config.new_tokens,
+        kv_bytes=config.pool
+        * (config.prompt_tokens + config.new_tokens)
+        * model.spec.kv_bytes_per_token(2),
+        kv_codec="bfloat16",
+        cap=str(config.cap),
+        every=config.every,
+    )
+    timed = Stopwatch(lambda: model, repeats=config.repeats)
+    return batch_report(model.spec, question, timed)
+
+
+def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]":
+    from quire.profile.step_rates import RunShape, run_batch
+
+    asked = report.question
+    return {
+        arm.arm: run_batch(
+            model,
+            RunShape(
+                rows=arm.rows,
+                prompt_tokens=asked.prompt_tokens,
+                new_tokens=asked.new_tokens,
+                evict=arm.evict,
+            ),
+            asked.kv_bytes,
+        )
+        for arm in report.arms
+        if arm.rows
+    }
+
+
+def _compare(report: "BatchReport", measured: "dict[str, RunSeconds]") -> dict[str, int | float]:
+    claims = report.claims()
+    typer.echo("                     batch    tokens/s   predicted   predicted / measured")
+    for arm in report.arms:
+        if arm.arm in measured and arm.seconds is not None:
+            found, predicted = measured[arm.arm].tokens_per_s, arm.seconds.tokens_per_s
+            claims[f"{arm.arm}_measured_tokens_per_s"] = found
+            claims[f"{arm.arm}_predicted_over_measured"] = predicted / found
+            typer.echo(
+                f"{arm.arm:20s} {arm.rows:5d} {found:11.1f} {predicted:11.1f} "
+                f"{predicted / found:11.2f}"
+            )
+    return claims

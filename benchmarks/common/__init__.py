@@ -1,0 +1,1 @@
+"""What several benchmarks share: models, prompts, results, tables, charts, pages."""

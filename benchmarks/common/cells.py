@@ -1,0 +1,82 @@
+"""What benches that ask questions share: material, cells as they are asked, budgets, texts."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from benchmarks.common.questions import asking_for, load
+from quire.cli.report import commit
+from quire.cli.settings import Settings
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.eviction.cells import Cell
+    from benchmarks.eviction.parts import Material
+    from benchmarks.eviction.texts import RunningText
+    from quire.models.loader import LoadedModel
+
+
+def parts_of_budgets(text: str) -> tuple[float, ...]:
+    """Budgets written as per cents, with commas.
+
+    Raises:
+        ConfigError: one is no number above 0 and up to 100.
+    """
+    try:
+        found = tuple(float(part) / 100 for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < part <= 1 for part in found):
+        raise ConfigError(f"expected per cents above 0 and up to 100 such as 50,25, got {text!r}")
+    return found
+
+
+def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Material":
+    """What parts are given: the model and its prompts when they are needed, a place for cells.
+
+    Args:
+        settings: which model.
+        text: a file to read; None for the books.
+        out: folder where cells are kept; None keeps none.
+    """
+    from benchmarks.eviction.cells import CellFile
+    from benchmarks.eviction.parts import Material
+
+    return Material(
+        load=lambda: load(settings),
+        asking_for=asking_for,
+        running_for=lambda model: running_text(model, text),
+        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        commit=commit(),
+        show=show_cell,
+    )
+
+
+def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
+    """A file, or the books; begun with quire-tiny's own token where the model knows it."""
+    from benchmarks.eviction.texts import RunningText
+    from quire.evals.haystack import book_text
+    from quire.evals.questions import DOCUMENT_START
+    from quire.models.tokenizer import encode_prompt
+
+    assert model.tokenizer is not None, "asked for a model that answers"
+    known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
+    start = DOCUMENT_START if known else ""
+    if path is None:
+        return RunningText(text=book_text(), start=start, name="books it was not trained on")
+    try:
+        return RunningText(text=path.read_text(encoding="utf-8"), start=start, name=path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; name a text in UTF-8") from error
+
+
+def show_cell(cell: "Cell") -> None:
+    """Print a cell as it is asked."""
+    key = cell.key
+    where = f"{key.when}, {100 * key.budget:g} %" if key.when else "everything"
+    low, high = cell.interval
+    typer.echo(
+        f"{key.task}, {key.rule} ({where}): {cell.share:.3f} [{low:.3f}, {high:.3f}], "
+        f"{cell.request_bytes / 1024:,.0f} KiB a request, {cell.seconds:.1f} s"
+    )

@@ -1,0 +1,90 @@
+"""What commands share that run a bench in parts: show each, keep all, end with one object."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from quire.cli.out_folder import write_files
+from quire.cli.report import envelope
+
+if TYPE_CHECKING:
+    from benchmarks.common.result import PartResult
+
+QUICK_NOTE = (
+    "--quick ran small shapes: the command works, and its figures support no claim about full ones."
+)
+
+
+def show_parts(
+    found: Iterable[tuple[str, "PartResult"]],
+) -> tuple[dict[str, "PartResult"], dict[str, int | float]]:
+    """Print the tables of each part when it is done.
+
+    Returns:
+        The parts by name, and the claims of all.
+    """
+    from benchmarks.common.tables import plain
+
+    results: dict[str, PartResult] = {}
+    claims: dict[str, int | float] = {}
+    for name, result in found:
+        results[name] = result
+        claims |= result.claims
+        typer.echo("\n\n".join(plain(table) for table in result.tables))
+        typer.echo(f"({name}: {result.seconds:.1f} s)\n")
+    return results, claims
+
+
+def finish(
+    bench: str,
+    results: Mapping[str, "PartResult"],
+    claims: Mapping[str, int | float],
+    config: Mapping[str, object],
+    out: Path | None,
+    *,
+    quick: bool = False,
+) -> dict[str, object]:
+    """Wrap the results, and write them where that was asked for.
+
+    Args:
+        bench: name of the command behind `quire bench`.
+        results: parts by name.
+        claims: of all parts.
+        config: every option as resolved.
+        out: folder, or None.
+        quick: whether small shapes were run, which support no claims.
+
+    Returns:
+        The run, for the last line of the output.
+    """
+    if quick:
+        results = {name: replace(result, claims={}) for name, result in results.items()}
+        typer.echo(QUICK_NOTE)
+    arms = {name: result.to_json() for name, result in results.items()}
+    run = envelope(f"bench {bench}", claims, arms, config, quick=quick)
+    if out is not None:
+        write_files(out, part_files(bench, results, run))
+        typer.echo(f"written: {out}")
+    return run
+
+
+def part_files(
+    bench: str, results: Mapping[str, "PartResult"], run: Mapping[str, object]
+) -> dict[str, bytes]:
+    """Tables, pictures and the run, by name of the file."""
+    from benchmarks.common.charts import svg
+    from benchmarks.common.tables import as_csv, markdown
+
+    tables = [table for result in results.values() for table in result.tables]
+    pictures = [picture for result in results.values() for picture in result.pictures]
+    page = f"# python -m benchmarks {bench}\n\n" + "\n".join(markdown(table) for table in tables)
+    files = {
+        f"{bench}.json": (json.dumps(run, indent=2) + "\n").encode(),
+        f"{bench}.md": page.encode(),
+    }
+    files |= {f"{table.name}.csv": as_csv(table).encode() for table in tables}
+    return files | {f"{picture.name}.svg": svg(picture) for picture in pictures}

@@ -1,0 +1,67 @@
+"""What the throughput benches run: prompts of random tokens through a model of random weights."""
+
+import random
+from dataclasses import dataclass
+
+from transformers import LlamaConfig
+
+from benchmarks.common.models import llama_125m, llama_small, llama_tiny, llama_wide
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.spec.model import ModelSpec
+
+SHAPES = {"125m": llama_125m, "wide": llama_wide, "small": llama_small, "tiny": llama_tiny}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts that arrive at once, in bfloat16, greedy, end tokens ignored.
+
+    Attributes:
+        model: a name in SHAPES.
+        prompts: how many.
+        prompt_tokens, new_tokens: of each.
+    """
+
+    model: str = "125m"
+    prompts: int = 32
+    prompt_tokens: int = 512
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        context = self.shape().max_position_embeddings
+        if self.final_tokens > context:
+            raise ConfigError(
+                f"prompt_tokens + new_tokens = {self.final_tokens} is over the context of the "
+                f"model {self.model}, {context}: lower one of them"
+            )
+
+    @property
+    def final_tokens(self) -> int:
+        """Length of each sequence at the end."""
+        return self.prompt_tokens + self.new_tokens
+
+    def shape(self) -> LlamaConfig:
+        """The model's config."""
+        return SHAPES[self.model]()
+
+    def prompt_ids(self) -> list[list[int]]:
+        """The prompts; the same in every process."""
+        rng = random.Random(0)
+        vocab_size = self.shape().vocab_size
+        return [
+            [rng.randrange(vocab_size) for _ in range(self.prompt_tokens)]
+            for _ in range(self.prompts)
+        ]
+
+    def kv_bytes(self, spec: ModelSpec, *, page_tokens: int = 16) -> int:
+        """KV memory that holds all of it at once, in whole pages."""
+        slots = -(-self.final_tokens // page_tokens) * page_tokens
+        return spec.kv_bytes_per_token(2) * slots * self.prompts
+
+    def kv_config(self, spec: ModelSpec, *, attention: str = "auto") -> KVConfig:
+        """That memory, without a prefix cache: a prompt is read anew in each round."""
+        return KVConfig(memory=self.kv_bytes(spec), attention=attention, prefix_cache=False)
+
+
+QUICK_WORKLOAD = Workload(model="tiny", prompts=4, prompt_tokens=40, new_tokens=8)

@@ -1,0 +1,1 @@
+"""`python -m benchmarks device`: what KV outside the device costs, beside arithmetic."""

@@ -1,0 +1,79 @@
+"""What all parts of one run share: the configuration, the device, and one pool of host memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from benchmarks.device.bed import distinct_layers
+from benchmarks.device.config import DeviceBenchConfig
+from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.rig import DeviceRig
+from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.target import Target
+from benchmarks.device.wire import Wire
+from quire.engine.device_memory import free_device_bytes
+from quire.errors import ConfigError
+
+
+@dataclass(slots=True)
+class DeviceBench:
+    """A run.
+
+    Attributes:
+        config: of all parts.
+        target: the device.
+    """
+
+    config: DeviceBenchConfig
+    target: Target
+    _pool: list[HostBytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: DeviceBenchConfig) -> "DeviceBench":
+        """A run on the configuration's device."""
+        return cls(config, Target.named(config.device))
+
+    @property
+    def pool(self) -> HostBytes:
+        """Pinned when it is first asked for: that takes seconds."""
+        if not self._pool:
+            self._pool.append(HostBytes(self.config.pinned_bytes, self.target))
+        return self._pool[0]
+
+    def fitting(self, case: DecodeCase, wire: Wire | None = None) -> DecodeCase:
+        """The batch, with rows halved until it fits the pool and the device.
+
+        Raises:
+            ConfigError: a single row does not.
+        """
+        while True:
+            try:
+                distinct_layers(case, self.target, self.pool, wire or Wire())
+            except ConfigError:
+                if case.rows == 1:
+                    raise
+                case = replace(case, rows=case.rows // 2)
+            else:
+                return case
+
+    def rig(self, case: DecodeCase, wire: Wire | None = None, *, host: bool = False) -> DeviceRig:
+        """A model of this batch, as large as fits."""
+        fits = self.fitting(case, wire)
+        return DeviceRig(fits, self.target, self.pool, wire, host=host)
+
+    def facts(self) -> Mapping[str, object]:
+        """The device's, for whoever reads the result."""
+        return {
+            "device": self.target.name,
+            "on_gpu": self.target.on_gpu,
+            "free_device_bytes": free_device_bytes(self.target.device),
+            "pinned_bytes": self.pool.num_bytes if self._pool else 0,
+            "touch_s": self.pool.touch_s if self._pool else 0.0,
+            "pin_s": self.pool.pin_s if self._pool else 0.0,
+        }
+
+    @property
+    def where(self) -> str:
+        """For captions; a CPU has no link, and its numbers say so."""
+        if self.target.on_gpu:
+            return f"On {self.target.name}."
+        return "On a CPU, where copies cross no link: only tries the bench out."

@@ -1,0 +1,103 @@
+"""A link of which somebody else takes about half, from a moment on.
+
+On a GPU a thread keeps copying to the device on a stream of its own, and copies of both take turns.
+On a CPU, where there is no link, the lane of copies is throttled to a fixed rate, then to half.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+
+import torch
+
+from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.target import Target
+from quire.offload.executors.base import Executor
+from quire.offload.executors.pace import Pace, ThrottledLink
+from quire.offload.executors.threads import ThreadExecutor
+from quire.offload.schedule.operations import IN
+from quire.plan.rates import CopyRate
+
+_COPY_BYTES = 64 << 20
+_IN_FLIGHT = 4
+_JOIN_S = 30.0
+
+
+class BusyLink(ABC):
+    """Somebody else on the link.
+
+    Attributes:
+        executor: on whose link.
+    """
+
+    executor: Executor
+
+    @abstractmethod
+    def begin(self) -> None:
+        """From now on."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """No longer; again and again does no harm."""
+
+
+class ThrottledHalf(BusyLink):
+    """Without a link.
+
+    Args:
+        rate: of copies at first.
+
+    Attributes:
+        link: whose rate changes.
+    """
+
+    def __init__(self, rate: CopyRate) -> None:
+        self._rate = rate
+        self.link = ThrottledLink(rate)
+        self.executor = ThreadExecutor({IN: Pace(self.link.seconds)})
+
+    def begin(self) -> None:
+        """See `BusyLink`."""
+        self.link.rate = CopyRate(bytes_per_s=self._rate.bytes_per_s / 2, call_s=self._rate.call_s)
+
+    def end(self) -> None:
+        """See `BusyLink`."""
+        self.link.rate = self._rate
+
+
+class SecondStream(BusyLink):
+    """Copies of another stream.
+
+    Args:
+        target: a CUDA device.
+        executor: of the steps.
+    """
+
+    def __init__(self, target: Target, executor: Executor) -> None:
+        self.executor, self._target = executor, target
+        self._pool = HostBytes(_COPY_BYTES, target)
+        self._source = self._pool.take((_COPY_BYTES,), torch.uint8)
+        self._into = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=target.device)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """See `BusyLink`."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """See `BusyLink`."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+            self._thread = None
+
+    def _copy(self) -> None:
+        torch.cuda.set_device(self._target.device)
+        stream = torch.cuda.Stream(self._target.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            while not self._stop.is_set():
+                for _ in range(_IN_FLIGHT):
+                    self._into.copy_(self._source, non_blocking=True)
+                stream.synchronize()

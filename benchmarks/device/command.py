@@ -1,0 +1,106 @@
+"""`python -m benchmarks device`: what KV outside the device costs on this very machine."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+
+if TYPE_CHECKING:
+    from benchmarks.device.config import DeviceBenchConfig
+    from benchmarks.device.shapes import DecodeCase
+
+
+def device(  # noqa: PLR0913 - one parameter an option
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Only these, with commas: link, products, together, step, sweep, codes, swap, "
+            "host, refit, accuracy."
+        ),
+    ] = "",
+    on: Annotated[
+        str, typer.Option("--device", help="Where: auto (a GPU if there is one), cpu, cuda, cuda:N")
+    ] = "auto",
+    models: Annotated[
+        str, typer.Option(help="Of the parts step, sweep and codes only these, with commas.")
+    ] = "",
+    rows: Annotated[int, typer.Option(min=0, help="Of a batch; 0: each model's own.")] = 0,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of each; 0: each model's own.")] = 0,
+    pinned: Annotated[
+        str, typer.Option(help="Host memory for KV, such as 24GiB; pinned for a GPU.")
+    ] = "",
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Of each measurement; 5 if not said.")
+    ] = None,
+    folder: Annotated[
+        str, typer.Option(help="Existing folder on the disk to measure; else a temporary one.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables, pictures and the result as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Toy models and small copies: tries it out on a CPU. No claims."
+        ),
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure copies, products and decode steps with KV on the host, beside what arithmetic says.
+
+    Made for a GPU: real pinned copies and streams, random weights at real shapes. Batches that do
+    not fit have their rows halved. With --quick it runs on a CPU too, where no link is measured.
+    """
+    import torch
+
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.device.bench import DeviceBench
+    from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
+    from benchmarks.device.parts import PARTS
+    from quire.plan.sizes import parse_size
+
+    config = replace(QUICK_DEVICE if quick else DeviceBenchConfig(), device=on, folder=folder)
+    names = names_of(parts, PARTS)
+    if pinned:
+        config = replace(config, pinned_bytes=parse_size(pinned))
+    config = _batches(config, models, rows, context)
+    config = replace(config, repeats=repeats or config.repeats)
+    bench = DeviceBench.of(config)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    use_threads(threads)
+    results, claims = show_parts(run_named(names, PARTS, bench))
+    used = asdict(replace(config, folder=Path(folder).name)) | {"threads": torch.get_num_threads()}
+    run = finish(
+        "device", results, claims, used | {"machine_facts": bench.facts()}, out, quick=quick
+    )
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _batches(
+    config: "DeviceBenchConfig", models: str, rows: int, context: int
+) -> "DeviceBenchConfig":
+    """The models asked for, with other rows and contexts where these are said."""
+    from benchmarks.common.named_parts import names_of
+
+    def sized(case: "DecodeCase") -> "DecodeCase":
+        return replace(case, rows=rows or case.rows, context=context or case.context)
+
+    by_model = {case.model: case for case in config.cases}
+    return replace(
+        config,
+        cases=tuple(sized(by_model[name]) for name in names_of(models, by_model, "model")),
+        grouped=sized(config.grouped),
+        refit_case=sized(config.refit_case),
+        accuracy_case=sized(config.accuracy_case),
+    )

@@ -1,0 +1,95 @@
+"""Host memory that a device copies from and to: pinned in one piece, written before it is timed."""
+
+import math
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from benchmarks.device.target import Target
+from quire.errors import ConfigError
+from quire.kv.pinned import pin_memory
+from quire.plan.container import free_host_bytes
+from quire.profile.timing import seconds, touched_buffer
+
+ALIGNMENT_BYTES = 4096
+CHANGE = "lower --pinned"
+
+
+def require_host(num_bytes: int, what: str, change: str = CHANGE) -> None:
+    """Prove that host memory can be taken, before it is.
+
+    Raises:
+        ConfigError: less is free.
+    """
+    free_bytes = free_host_bytes()
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"{what} needs {num_bytes:,} B of host memory, {free_bytes:,} B are free on this "
+            f"machine or in its container; {change}"
+        )
+
+
+class HostBytes:
+    """A pool that is given out from the front, and taken back as a whole.
+
+    Args:
+        num_bytes: of the pool, above 0.
+        target: the device; a GPU's pool is pinned.
+
+    Attributes:
+        touch_s, pin_s: that writing and pinning took.
+
+    Raises:
+        ConfigError: more than is free, or than the system pins.
+    """
+
+    def __init__(self, num_bytes: int, target: Target) -> None:
+        if num_bytes < ALIGNMENT_BYTES:
+            raise ConfigError(f"expected --pinned of {ALIGNMENT_BYTES} B or more, got {num_bytes}")
+        require_host(num_bytes, "the pool of host memory")
+        found: list[UInt8[Tensor, " num_bytes"]] = []
+        self.touch_s = seconds(lambda: found.append(touched_buffer(num_bytes)))
+        [self._bytes] = found
+        self.pin_s = seconds(self._pin) if target.on_gpu else 0.0
+        self._taken = 0
+
+    def _pin(self) -> None:
+        try:
+            pin_memory(self._bytes, self)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the system does not pin {self.num_bytes:,} B of host memory; {CHANGE}, or raise "
+                "the limit on locked memory (ulimit -l)"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole pool."""
+        return self._bytes.numel()
+
+    @property
+    def free_bytes(self) -> int:
+        """Not given out."""
+        return self.num_bytes - self._taken
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for numbers; what it holds is what was there before.
+
+        Raises:
+            ConfigError: the pool is too small.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.free_bytes:
+            raise ConfigError(
+                f"expected {num_bytes:,} B of host memory, {self.free_bytes:,} of "
+                f"{self.num_bytes:,} B are left; raise --pinned"
+            )
+        found = self._bytes[self._taken : self._taken + num_bytes]
+        lines = -(-num_bytes // ALIGNMENT_BYTES)
+        self._taken = min(self.num_bytes, self._taken + lines * ALIGNMENT_BYTES)
+        return found.view(dtype).view(shape)
+
+    def clear(self) -> None:
+        """Take everything back; nobody may use what was given out."""
+        self._taken = 0

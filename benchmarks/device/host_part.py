@@ -1,0 +1,109 @@
+"""M8: attention where the KV lies: bytes a second of the host's cores, and what a step gains."""
+
+import torch
+
+from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.host_bytes import require_host
+from benchmarks.device.rig import DeviceRig, median_ms
+from benchmarks.device.target import Target
+from benchmarks.offload.arms import BY_NAME, Layout
+from benchmarks.offload.arms_part import ratio
+from benchmarks.offload.rig import ArmStep
+from quire.profile.attention import AttentionBench
+
+ARMS = ("prefetch", "host_share", "all_host")
+_WAYS = ("sdpa", "native")
+_CPU = Target(torch.device("cpu"))
+
+
+def run_host(bench: DeviceBench) -> PartResult:
+    """The part."""
+    rates = host_rates(bench)
+    rig = bench.rig(bench.config.grouped, host=True)
+    layouts = {name: rig.layout(BY_NAME[name]) for name in ARMS}
+    steps = rig.rounds(layouts, bench.config.repeats)
+    return PartResult(
+        claims=_claims(rig, layouts, steps) | rates,
+        tables=(_rate_table(bench, rig, rates), _table(bench, rig, layouts, steps)),
+        raw={"seconds": {name: [s.seconds for s in found] for name, found in steps.items()}},
+    )
+
+
+def host_rates(bench: DeviceBench) -> Numbers:
+    """host_attention_*_gb_per_s: KV read by decode attention of one layer on all threads."""
+    shape = bench.config.host_attention
+    require_host(4 * shape.kv_bytes, "attention on the host", "leave the part host out")
+    found = AttentionBench(shape)
+    ways = {name: call for name, call in found.ways().items() if name in _WAYS}
+    return {
+        f"host_attention_{name}_gb_per_s": shape.kv_bytes
+        / _CPU.median(call, bench.config.repeats)
+        / 1e9
+        for name, call in ways.items()
+    }
+
+
+def _claims(rig: DeviceRig, layouts: dict[str, Layout], steps: dict[str, list[ArmStep]]) -> Numbers:
+    """Of the step.
+
+    host_gain: prefetching over link and host together; host_gain_formula: 1 + k / u.
+    host_all_gain: prefetching over all attention on the host.
+    host_share: of tokens that the host attends to.
+    host_step_gb_per_s: at which it reads KV in a step.
+    """
+    rates = layouts["prefetch"].rates
+    return {
+        "host_gain": ratio(steps, "prefetch", "host_share"),
+        "host_gain_formula": 1 + rates.kv_s / rates.host_s,
+        "host_all_gain": ratio(steps, "prefetch", "all_host"),
+        "host_share": layouts["host_share"].batch.host / rig.case.tokens,
+        "host_step_gb_per_s": rig.sizes.kv_bytes / rates.host_s / 1e9,
+        "host_output_error": max(s.error for found in steps.values() for s in found),
+    }
+
+
+def _rate_table(bench: DeviceBench, rig: DeviceRig, rates: Numbers) -> Table:
+    """The gain that a rate allows: 1 + k / u = 1 + host rate / link rate."""
+    link = rig.speeds.inward.bytes_per_s / 1e9
+    shape = bench.config.host_attention
+    return Table(
+        name="device-host-rates",
+        caption=(
+            f"Decode attention of one layer on the host's {torch.get_num_threads()} threads, "
+            f"{shape.batch} x {shape.tokens:,} tokens in bfloat16, and the gain over prefetching "
+            f"that it allows at {link:.1f} GB/s of the link. Expected on 16 cores: 60 to 150 GB/s."
+        ),
+        columns=("way", "GB/s", "gain allowed"),
+        rows=tuple(
+            (name.removeprefix("host_attention_").removesuffix("_gb_per_s"), gb, 1 + gb / link)
+            for name, gb in rates.items()
+        ),
+    )
+
+
+def _table(
+    bench: DeviceBench,
+    rig: DeviceRig,
+    layouts: dict[str, Layout],
+    steps: dict[str, list[ArmStep]],
+) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (
+            BY_NAME[name].label,
+            layouts[name].batch.host // rig.case.context,
+            median_ms(steps[name]),
+            1e3 * steps[name][0].predicted_s,
+            ratio(steps, "prefetch", name),
+        )
+        for name in ARMS
+    ]
+    return Table(
+        name="device-host",
+        caption=(
+            f"{bench.where} {rig.case.label}, whose activations do not pay: rows whose attention "
+            "is on the host. Expected for Llama-3-8B with an H200: 2 to 3.5 times prefetching."
+        ),
+        columns=("arm", "rows on the host", "ms", "predicted, ms", "gain"),
+        rows=tuple(rows),
+    )

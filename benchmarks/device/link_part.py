@@ -1,0 +1,209 @@
+"""M1: the link by direction, size of a copy and kind of host memory; many small pieces."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.host_bytes import HostBytes, require_host
+from benchmarks.device.side_by_side import run_calls
+from benchmarks.device.target import Target, rate_gb
+from quire.offload.schedule.operations import IN, OUT, Kind
+from quire.plan.fit import fit_seconds
+from quire.profile.timing import touched_buffer
+
+_DUPLEX_COPIES = 12
+_TIMED_BYTES = 64 << 20  # of copies in a row, so that one event's error is small
+_MOST_COPIES = 200
+_CHANGE = "leave the part link out"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Bytes on the host and on the device."""
+
+    host: Tensor
+    device: Tensor
+
+    def inward(self, num_bytes: int, first: int = 0) -> Tensor:
+        source = self.host[first : first + num_bytes]
+        return self.device[first : first + num_bytes].copy_(source, non_blocking=True)
+
+    def outward(self, num_bytes: int) -> Tensor:
+        return self.host[:num_bytes].copy_(self.device[:num_bytes], non_blocking=True)
+
+
+def run_link(bench: DeviceBench) -> PartResult:
+    """The part."""
+    kinds = host_kinds(bench)
+    largest = max(bench.config.copy_bytes)
+    bench.target.require(2 * largest, "a copy each way", _CHANGE)
+    device = torch.ones(largest, dtype=torch.uint8, device=bench.target.device)
+    rows: list[tuple[Cell, ...]] = []
+    lines: dict[str, tuple[tuple[float, float], ...]] = {}
+    claims: Numbers = {}
+    for kind, make in kinds.items():
+        pair = _Pair(make(largest), device)
+        found = _by_size(bench, kind, pair)
+        rows += found
+        lines |= _lines(kind, found)
+        claims |= _claims(kind, found)
+    pair = _Pair(kinds[_best(bench.target)](largest), device)
+    duplex = _duplex(bench, pair)
+    pieces = [_pieces(bench, pair, size) for size in bench.config.piece_bytes]
+    return PartResult(
+        claims=claims | duplex | _call(rows, _best(bench.target)),
+        tables=(_size_table(bench, rows), _duplex_table(bench, duplex), _piece_table(pieces)),
+        charts=(_chart(lines),),
+    )
+
+
+def host_kinds(bench: DeviceBench) -> dict[str, Callable[[int], Tensor]]:
+    """Kinds of host memory to what makes some of it; a CPU knows one."""
+
+    def pageable(num_bytes: int) -> Tensor:
+        require_host(num_bytes, "pageable memory of a copy", _CHANGE)
+        return touched_buffer(num_bytes)
+
+    def pinned(num_bytes: int) -> Tensor:
+        require_host(2 * num_bytes, "pinned memory of a copy", _CHANGE)
+        return torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def registered(num_bytes: int) -> Tensor:
+        pool = HostBytes(num_bytes, bench.target)
+        found = pool.take((num_bytes,), torch.uint8)
+        found.pool = pool  # type: ignore[attr-defined] # pinned for as long as it lives
+        return found
+
+    if not bench.target.on_gpu:
+        return {"pageable": pageable}
+    return {"pinned": pinned, "registered": registered, "pageable": pageable}
+
+
+def _best(target: Target) -> str:
+    return "registered" if target.on_gpu else "pageable"
+
+
+def _by_size(bench: DeviceBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...]]:
+    rows: list[tuple[Cell, ...]] = []
+    for size in bench.config.copy_bytes:
+        times = min(_MOST_COPIES, max(1, _TIMED_BYTES // size))
+        rates: list[float] = []
+        for call in (lambda: pair.inward(size), lambda: pair.outward(size)):  # noqa: B023
+            taken_s = bench.target.samples(call, bench.config.repeats, times)
+            rates.append(rate_gb(size, taken_s))
+        rows.append((kind, size, *rates))
+    return rows
+
+
+def _claims(kind: str, rows: list[tuple[Cell, ...]]) -> Numbers:
+    """h2d_*_gb_per_s, d2h_*_gb_per_s: the best over all sizes."""
+    return {
+        f"{way}_{kind}_gb_per_s": max(float(row[place] or 0) for row in rows)
+        for way, place in (("h2d", 2), ("d2h", 3))
+    }
+
+
+def _call(rows: list[tuple[Cell, ...]], kind: str) -> Numbers:
+    """h2d_call_us: what a copy takes whatever its size, fitted to all sizes."""
+    found = [(float(row[1] or 0), float(row[2] or 1)) for row in rows if row[0] == kind]
+    amounts = [(1.0, size) for size, _ in found]
+    call_s, _ = fit_seconds(amounts, [size / (rate * 1e9) for size, rate in found])
+    return {"h2d_call_us": 1e6 * call_s}
+
+
+def _duplex(bench: DeviceBench, pair: _Pair) -> Numbers:
+    """Both directions at once: bytes of both over the time of the whole."""
+    half = pair.host.numel() // 2
+    size = min(64 << 20, half)
+
+    def out() -> Tensor:
+        return pair.host[half : half + size].copy_(
+            pair.device[half : half + size], non_blocking=True
+        )
+
+    calls = {
+        Kind.KV_IN: (lambda: pair.inward(size), _DUPLEX_COPIES),
+        Kind.KV_OUT: (out, _DUPLEX_COPIES),
+    }
+    executor = bench.target.executor()
+    run_calls(executor, calls)
+    timeline = run_calls(executor, calls)
+    busy = {lane: float(timeline.busy_s(lane)) for lane in (IN, OUT)}
+    moved = _DUPLEX_COPIES * size / 1e9
+    return {
+        "duplex_h2d_gb_per_s": moved / busy[IN],
+        "duplex_d2h_gb_per_s": moved / busy[OUT],
+        "duplex_gb_per_s": 2 * moved / float(timeline.seconds),
+        "duplex_copied_bytes": 2 * _DUPLEX_COPIES * size,
+    }
+
+
+def _pieces(bench: DeviceBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
+    """Pieces one by one, and the same bytes packed on the host's side already."""
+    count = min(bench.config.pieces, pair.host.numel() // size)
+
+    def one_by_one() -> None:
+        for place in range(count):
+            pair.inward(size, place * size)
+
+    target, repeats = bench.target, bench.config.repeats
+    apart_s = target.median(one_by_one, repeats)
+    packed_s = target.median(lambda: pair.inward(count * size), repeats)
+    moved = count * size / 1e9
+    return size, count, 1e6 * apart_s / count, moved / apart_s, moved / packed_s
+
+
+def _size_table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
+    return Table(
+        name="device-link",
+        caption=(
+            f"{bench.where} Copies in a row of one size, medians of {bench.config.repeats}. "
+            "Expected on PCIe 5 x16: pinned 50 to 56 GB/s each way, pageable 5 to 12."
+        ),
+        columns=("host memory", "bytes", "to the device, GB/s", "from it, GB/s"),
+        rows=tuple(rows),
+    )
+
+
+def _duplex_table(bench: DeviceBench, found: Numbers) -> Table:
+    return Table(
+        name="device-duplex",
+        caption=f"{bench.where} Both directions at once, GB/s.",
+        columns=("to the device", "from it", "together"),
+        rows=(tuple(found[f"duplex_{way}gb_per_s"] for way in ("h2d_", "d2h_", "")),),
+    )
+
+
+def _piece_table(rows: list[tuple[Cell, ...]]) -> Table:
+    return Table(
+        name="device-pieces",
+        caption=(
+            "Small pieces to the device, one copy each, beside one copy of the same bytes. "
+            "Expected: below about 28 KiB calls take longer than bytes."
+        ),
+        columns=("bytes", "pieces", "us a piece", "GB/s", "in one copy, GB/s"),
+        rows=tuple(rows),
+    )
+
+
+def _lines(kind: str, rows: list[tuple[Cell, ...]]) -> dict[str, tuple[tuple[float, float], ...]]:
+    return {
+        f"{kind}, {way}": tuple((float(r[1] or 0), float(r[place] or 0)) for r in rows)
+        for way, place in (("to the device", 2), ("from it", 3))
+    }
+
+
+def _chart(lines: dict[str, tuple[tuple[float, float], ...]]) -> Chart:
+    return Chart(
+        name="device-link",
+        title="Copies by size",
+        x_label="bytes",
+        y_label="GB/s",
+        lines=lines,
+        log_x=True,
+        log_y=True,
+    )

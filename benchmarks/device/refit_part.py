@@ -1,0 +1,142 @@
+"""M9: somebody else takes half the link while steps run: how many steps until the split follows?
+
+What is right then is measured: a sweep of splits with the link as it is, and no formula.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.common.result import Chart, PartResult, Table
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.busy_link import BusyLink, SecondStream, ThrottledHalf
+from benchmarks.device.rig import DeviceRig
+from benchmarks.device.sweep_part import splits
+from benchmarks.offload.arms import BY_NAME
+from quire.offload.control import SplitController
+from quire.offload.profiler import OffloadProfiler
+from quire.plan.rates import CopyRate
+
+_WITHIN = 1.05
+_SETTLED_SHARE = 0.2  # of the steps behind the change, at the end, that are called settled
+_CARRY_S = 4e-3  # of a layer's KV, where there is no link to halve
+
+
+@dataclass(slots=True)
+class _Followed:
+    """Every step: tokens recomputed, and seconds."""
+
+    splits: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def run_refit(bench: DeviceBench) -> PartResult:
+    """The part: as many steps before the change as behind it."""
+    rig = bench.rig(bench.config.refit_case)
+    link = _link(bench, rig)
+    rig.executor = link.executor
+    rig.speeds = rig.measured()
+    before = rig.speeds.inward.bytes_per_s
+    try:
+        found, changes = _follow(rig, link, bench.config.refit_steps)
+        curve = _curve(rig, bench)
+        left = rig.measured().inward.bytes_per_s / before
+    finally:
+        link.end()
+    claims = _claims(found, curve, bench.config.refit_steps)
+    return PartResult(
+        claims=claims | {"refit_link_left": left, "refit_noticed_changes": changes},
+        tables=(_table(bench, rig, found),),
+        charts=(_chart(found),),
+        raw={"seconds": found.seconds, "splits": found.splits, "best": curve},
+    )
+
+
+def _link(bench: DeviceBench, rig: DeviceRig) -> BusyLink:
+    if bench.target.on_gpu:
+        return SecondStream(bench.target, rig.executor)
+    layer_bytes = rig.case.tokens * rig.sizes.kv_bytes
+    return ThrottledHalf(CopyRate(bytes_per_s=layer_bytes / _CARRY_S))
+
+
+def _follow(rig: DeviceRig, link: BusyLink, steps: int) -> tuple[_Followed, int]:
+    """Steps with the split that the controller takes, and how many changes were noticed."""
+    profiler, control, found = OffloadProfiler(rig.speeds), SplitController(), _Followed()
+    tokens = rig.case.tokens
+    for number in range(2 * steps):
+        if number == steps:
+            link.begin()
+        rates = rig.layout(BY_NAME["lB"], profiler.speeds).rates
+        split = control.split(rates, tokens)
+        step = rig.run(rig.split_layout(split, profiler.speeds))
+        profiler.observe(step.timeline)
+        now = rig.layout(BY_NAME["lB"], profiler.speeds).rates
+        control.observe(step.timeline, now, tokens)
+        found.splits.append(split)
+        found.seconds.append(step.seconds)
+    return found, profiler.num_changes
+
+
+def _curve(rig: DeviceRig, bench: DeviceBench) -> list[tuple[int, float]]:
+    """Splits and the seconds of a step, as the link is now."""
+    layouts = {str(x): rig.split_layout(x) for x in splits(rig, bench.config.sweep_points)}
+    steps = rig.rounds(layouts, bench.config.repeats)
+    return [(int(x), statistics.median(s.seconds for s in steps[x])) for x in layouts]
+
+
+def _claims(
+    found: _Followed, curve: Sequence[tuple[int, float]], steps: int
+) -> dict[str, int | float]:
+    """Against the best split that was measured behind the change.
+
+    refit_steps: until the split's step is within 5 % of the best and stays so.
+    refit_loss: of settled steps over the best, less 1.
+    """
+    best_s = min(taken_s for _, taken_s in curve)
+    over = [at(curve, x) / best_s for x in found.splits[steps:]]
+    settled = found.seconds[-max(1, round(_SETTLED_SHARE * steps)) :]
+    return {
+        "refit_steps": settling_steps(over),
+        "refit_loss": statistics.median(settled) / best_s - 1,
+    }
+
+
+def at(curve: Sequence[tuple[int, float]], split: int) -> float:
+    """Seconds of a split between measured ones, on straight lines."""
+    places, taken_s = zip(*sorted(curve), strict=True)
+    return float(np.interp(split, places, taken_s))
+
+
+def settling_steps(over: Sequence[float]) -> int:
+    """Steps until all later ones are within 5 % of the best; all of them where the last is not."""
+    bad = [step for step, ratio in enumerate(over) if ratio > _WITHIN]
+    return bad[-1] + 1 if bad else 0
+
+
+def _table(bench: DeviceBench, rig: DeviceRig, found: _Followed) -> Table:
+    pairs = zip(found.splits, found.seconds, strict=True)
+    return Table(
+        name="device-refit",
+        caption=(
+            f"{bench.where} {rig.case.label}: somebody else takes about half the link behind step "
+            f"{bench.config.refit_steps}; what is recomputed, and what the step took. Expected: "
+            "the split follows within 10 steps, and loses less than 5 % against the best measured."
+        ),
+        columns=("step", "recomputed", "share", "ms"),
+        rows=tuple(
+            (n + 1, split, split / rig.case.tokens, 1e3 * taken_s)
+            for n, (split, taken_s) in enumerate(pairs)
+        ),
+    )
+
+
+def _chart(found: _Followed) -> Chart:
+    return Chart(
+        name="device-refit",
+        title="A link of which half is taken",
+        x_label="step",
+        y_label="tokens recomputed",
+        lines={"": tuple((n + 1, split) for n, split in enumerate(found.splits))},
+    )

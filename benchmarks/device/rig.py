@@ -1,0 +1,194 @@
+"""Steps of a model with KV on the host, as this machine does them: nothing is padded.
+
+Speeds      fitted to steps that ran at the start, every operation of them
+splits      of these speeds, as `python -m benchmarks offload` lays its arms out
+predicted   the same schedule on the virtual clock, with these speeds
+expected    the same by a data sheet, before anything was measured
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.device.bed import DeviceBed
+from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.step import DeviceStep, Staging
+from benchmarks.device.target import Target
+from benchmarks.device.wire import Wire, wire_sizes
+from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
+from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
+from benchmarks.offload.rig import ArmStep
+from quire.offload.executors.base import Executor, Work
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.profiler import measure_speeds
+from quire.offload.schedule.operations import Schedule
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens, Sizes, Speeds
+
+_PROBE_SHARES = (0.3, 0.5, 0.7)
+_PROBE_LAYERS = 4
+_PROBE_RULES = Rules(x_chunks=8)
+RESIDENT = "resident"
+"""Not an arm: all KV on the device, which nothing that moves it comes near."""
+
+
+class DeviceRig:
+    """One batch on one device.
+
+    Args:
+        case: the batch.
+        target: the device.
+        pool: host memory.
+        wire: how X and KV cross the link.
+        host: whether the host may attend, so that its speed is measured too.
+        executor: other than the device's own.
+        poison: staging, for tests.
+
+    Attributes:
+        speeds: measured at the start.
+        bed: the model.
+        executor: of the steps.
+        hidden: of the rows, behind the last step.
+    """
+
+    def __init__(
+        self,
+        case: DecodeCase,
+        target: Target,
+        pool: HostBytes,
+        wire: Wire | None = None,
+        *,
+        host: bool = False,
+        executor: Executor | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.case, self.target, self._poison = case, target, poison
+        self.bed = DeviceBed(case, target, pool, wire)
+        self.sizes = wire_sizes(case, self.bed.wire)
+        self.executor = executor or target.executor()
+        self._staging = Staging(target)
+        self.hidden = self.bed.begin
+        self.speeds = self.measured(host=host)
+
+    def measured(self, *, host: bool = False) -> Speeds:
+        """Speeds as they are now, from steps of several sizes."""
+        found = measure_speeds(
+            self.executor, [self._probe(batch) for batch in self._probes(host=host)]
+        )
+        if host and not found.host_token_s:  # tokens too few to tell from a call
+            hosted = max(1, self.case.rows // 2) * self.case.context
+            found = replace(found, host_token_s=found.host_call_s / hosted, host_call_s=0.0)
+        return replace(found, outward=found.inward)
+
+    def _probes(self, *, host: bool) -> list[BatchTokens]:
+        case, found = self.case, []
+        for context in (case.context // 2 or 1, case.context):
+            for share in _PROBE_SHARES if self.bed.with_x else (0.0,):
+                tokens = case.rows * context
+                x = int(share * tokens)
+                found.append(BatchTokens(rows=case.rows, x=x, kv=tokens - x))
+        for rows in sorted({max(1, case.rows // 4), max(1, case.rows // 2)}) if host else ():
+            hosted = rows * case.context
+            found.append(BatchTokens(rows=case.rows, kv=case.tokens - hosted, host=hosted))
+        # the largest first: staging is made once
+        return sorted(found, key=lambda batch: (batch.x, batch.kv), reverse=True)
+
+    def _probe(self, batch: BatchTokens) -> tuple[Schedule, Work]:
+        nominal = speeds_of(MACHINES["h200"], self.case.spec, sizes_of(self.case.spec))
+        layers = min(_PROBE_LAYERS, self.case.spec.num_layers)
+        schedule = plan_step(step_work(batch, layers, self.sizes, nominal), _PROBE_RULES)
+        return schedule, self._step(batch, _PROBE_RULES).work
+
+    def _step(self, batch: BatchTokens, rules: Rules) -> DeviceStep:
+        return DeviceStep(self.bed, self._staging, batch, rules, poison=self._poison)
+
+    # ---- layouts -------------------------------------------------------------------------------
+
+    def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
+        """An arm's division of the tokens, by measured speeds or by these."""
+        found = lay_out(
+            arm, speeds or self.speeds, self.sizes, rows=self.case.rows, tokens=self.case.tokens
+        )
+        return replace(found, batch=whole_rows(self.case, found.batch))
+
+    def split_layout(self, x_tokens: int, speeds: Speeds | None = None) -> Layout:
+        """So many tokens recomputed, through as small a ring as the pipelined split's."""
+        arm = replace(BY_NAME["lB"], divide=lambda _rates, _tokens: (x_tokens, 0))
+        return self.layout(arm, speeds)
+
+    def resident_layout(self) -> Layout:
+        """All KV on the device."""
+        batch = BatchTokens(rows=self.case.rows, resident=self.case.tokens)
+        return replace(self.layout(BY_NAME["prefetch"]), batch=batch)
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def plan(self, layout: Layout, speeds: Speeds | None = None) -> Schedule:
+        """The schedule of a layout."""
+        layers = self.case.spec.num_layers
+        work = step_work(layout.batch, layers, self.sizes, speeds or self.speeds)
+        return plan_step(work, layout.rules)
+
+    def run(self, layout: Layout) -> ArmStep:
+        """One step; its error is relative, over all hidden states."""
+        schedule = self.plan(layout)
+        step = self._step(layout.batch, layout.rules)
+        timeline = self.executor.run(schedule, step.work)
+        self.hidden = step.hidden
+        return ArmStep(
+            timeline=timeline,
+            predicted_s=VirtualClock().run(schedule).seconds,
+            error=self.off(step),
+        )
+
+    def off(self, step: DeviceStep) -> float:
+        """How far a step's hidden states are from those with all KV on the device."""
+        if not hasattr(self, "_expected"):
+            self._expected = self.bed.expected().float()
+        difference = (step.hidden.float() - self._expected).norm()
+        return float(difference / self._expected.norm())
+
+    def rounds(self, layouts: dict[str, Layout], repeats: int) -> dict[str, list[ArmStep]]:
+        """Steps of all layouts in turns, behind one of each that is not counted."""
+        found: dict[str, list[ArmStep]] = {name: [] for name in layouts}
+        for turn in range(repeats + 1):
+            for name, layout in layouts.items():
+                step = self.run(layout)
+                if turn:
+                    found[name].append(step)
+        return found
+
+
+def whole_rows(case: DecodeCase, batch: BatchTokens) -> BatchTokens:
+    """The same batch with whole rows on the host, as near as can be."""
+    host = min(case.rows, round(batch.host / case.context)) * case.context
+    x = min(batch.x, case.tokens - host)
+    return replace(batch, x=x, kv=case.tokens - host - x, host=host, x_here=0)
+
+
+def median_ms(steps: Sequence[ArmStep]) -> float:
+    """Median milliseconds."""
+    return 1e3 * statistics.median(step.seconds for step in steps)
+
+
+def expected_seconds(
+    case: DecodeCase, arm: Arm, machine: str, *, x_tokens: int = -1, sizes: Sizes | None = None
+) -> float:
+    """An arm's step by the data sheet of a machine.
+
+    Args:
+        case: the batch, in half precision.
+        arm: its layout.
+        machine: name in `MACHINES`.
+        x_tokens: other than the arm's own.
+        sizes: other than plain ones.
+    """
+    sizes = sizes or sizes_of(case.spec)
+    speeds = speeds_of(MACHINES[machine], case.spec, sizes)
+    if x_tokens >= 0:
+        arm = replace(arm, divide=lambda _rates, _tokens: (x_tokens, 0))
+    layout = lay_out(arm, speeds, sizes, rows=case.rows, tokens=case.tokens)
+    work = step_work(layout.batch, case.spec.num_layers, sizes, speeds)
+    return float(VirtualClock().run(plan_step(work, layout.rules)).seconds)

@@ -1,0 +1,230 @@
+"""What the operations of a step do on a device: copies that do not wait, products, attention.
+
+Recomputed tokens come first and may end within a row; tokens of the host are whole rows at the end,
+so that nothing has to be merged. Staging is poisoned where that is asked for.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from benchmarks.device.bed import CHANGE, DeviceBed
+from benchmarks.device.layer import attend_rows, normed
+from benchmarks.device.target import Target
+from benchmarks.device.wire import Coder
+from quire.errors import ConfigError
+from quire.offload.executors.base import Work, dispatch
+from quire.offload.schedule.operations import Kind, Operation
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens
+
+
+class Staging:
+    """Buffers of a device that every arm uses again; each as large as its largest use.
+
+    Args:
+        target: the device.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A buffer by name; what it holds is what was there before.
+
+        Raises:
+            ConfigError: the device has no room for it.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if name not in self._flat or self._flat[name].numel() < num_bytes:
+            self._flat.pop(name, None)
+            self._target.require(num_bytes, f"staging for {name}", CHANGE)
+            device = self._target.device
+            self._flat[name] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return self._flat[name][:num_bytes].view(dtype).view(shape)
+
+
+class DeviceStep:
+    """A step of one batch.
+
+    Args:
+        bed: the model.
+        staging: of its device.
+        batch: tokens; those on the host whole rows, those on the device all or none.
+        rules: of the layout.
+        poison: fill staging with NaN when it has been used.
+
+    Attributes:
+        hidden: of the rows, behind the last layer that ran.
+
+    Raises:
+        ConfigError: tokens that are not whole rows, or codes for the host to attend to.
+    """
+
+    def __init__(
+        self,
+        bed: DeviceBed,
+        staging: Staging,
+        batch: BatchTokens,
+        rules: Rules,
+        *,
+        poison: bool = False,
+    ) -> None:
+        case = bed.case
+        self._bed, self._batch, self._poison = bed, batch, poison
+        self._host_rows, rest = divmod(batch.host, case.context)
+        self._rows = case.rows - self._host_rows
+        self._held = batch.x + batch.kv + batch.resident
+        if rest or (self._rows and self._held % self._rows):
+            raise ConfigError(
+                f"expected whole rows of {case.context} tokens on the host and equally many tokens "
+                f"of each of the other rows, got {batch}"
+            )
+        if batch.host and not bed.kv_coder.is_plain:
+            raise ConfigError(
+                f"the host attends to plain KV here, got {bed.wire.label}; leave the codec out"
+            )
+        self._ring = bool(rules.x_ring)
+        self._stage(staging, rules)
+        self.hidden = bed.begin
+        self._query = self._attended = bed.begin
+        self._host_query = self._host_out = torch.zeros(0)
+        self._ask(0)
+
+    def _stage(self, staging: Staging, rules: Rules) -> None:
+        bed, batch, slots = self._bed, self._batch, rules.slots
+        case, dtype = bed.case, bed.kv_coder.dtype
+        self._kv = staging.take("KV", (slots, self._held, case.kv_width), dtype)
+        pieces = rules.x_ring or slots
+        longest = -(-batch.x // rules.x_chunks) if self._ring else batch.x
+        self._x = [_planes(staging, f"X {n}", bed.x_coder, longest) for n in range(pieces)]
+        coded = 0 if bed.kv_coder.is_plain else batch.kv
+        self._codes = [_planes(staging, f"codes {n}", bed.kv_coder, coded) for n in range(slots)]
+        rows = (case.spec.num_layers, case.rows)
+        self._new_kv = staging.take("new KV", (*rows, case.kv_width), dtype)
+        self._new_x = staging.take("new X", (*rows, case.spec.hidden_size), dtype)
+        if batch.resident:
+            shape = (bed.distinct, self._held, case.kv_width)
+            self._resident = staging.take("resident KV", shape, dtype)
+            for place, kept in enumerate(self._resident):
+                kept.copy_(bed.plain_kv(place)[: self._held])
+
+    @property
+    def work(self) -> Work:
+        """Does the step's operations."""
+        kinds: dict[str, Work] = {
+            Kind.X_IN: self._bring_x,
+            Kind.KV_IN: self._bring_kv,
+            Kind.KV_OUT: self._store_kv,
+            Kind.HIDDEN_OUT: self._store_x,
+            Kind.PROJECT: self._project,
+            Kind.ATTEND: self._attend,
+            Kind.HOST_ATTEND: self._host_attend,
+            Kind.LAYER: self._finish,
+        }
+        found = dispatch(kinds)
+
+        def do(operation: Operation) -> None:
+            with torch.inference_mode():
+                found(operation)
+
+        return do
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def _bring_x(self, op: Operation) -> None:
+        source = self._bed.x(op.layer)
+        _copy([plane[op.first : op.first + op.tokens] for plane in source], self._x_place(op))
+
+    def _bring_kv(self, op: Operation) -> None:
+        first, end = op.first, op.first + op.tokens
+        source = [p[self._batch.x + first : self._batch.x + end] for p in self._bed.kv(op.layer)]
+        if self._bed.kv_coder.is_plain:
+            place = self._kv[op.slot, self._batch.x + first : self._batch.x + end]
+            _copy(source, [place.view(source[0].shape)])
+        else:
+            _copy(source, [plane[first:end] for plane in self._codes[op.slot]])
+
+    def _store_kv(self, op: Operation) -> None:
+        self._bed.new_kv[op.layer].copy_(self._new_kv[op.layer], non_blocking=True)
+
+    def _store_x(self, op: Operation) -> None:
+        self._bed.new_x[op.layer].copy_(self._new_x[op.layer], non_blocking=True)
+
+    def _x_place(self, op: Operation) -> list[Tensor]:
+        first = 0 if self._ring else op.first
+        return [plane[first : first + op.tokens] for plane in self._x[op.x_slot]]
+
+    # ---- computing -----------------------------------------------------------------------------
+
+    def _project(self, op: Operation) -> None:
+        bed, end = self._bed, op.first + op.tokens
+        into = self._kv[op.slot, op.first : end]
+        here = op.layer == 0 and bed.embedded is not None
+        staged = self._x_place(op) if not here else []
+        if here:
+            assert bed.embedded is not None, "the first layer's activations are here"
+            x = bed.embedded[op.first : end]
+        elif bed.x_coder.is_plain:
+            x = staged[0].view(op.tokens, -1)
+        else:
+            x = into.new_empty(op.tokens, bed.case.spec.hidden_size)
+            bed.x_coder.decode(staged, x)
+        bed.layer(op.layer).project(x, into)
+        if self._poison and not here:
+            x.fill_(float("nan"))
+
+    def _host_attend(self, op: Operation) -> None:
+        kv = self._bed.kv(op.layer)[0].view(self._bed.case.tokens, -1)[-op.tokens :]
+        self._host_out.copy_(attend_rows(self._bed.case, self._host_query, kv))
+
+    def _attend(self, op: Operation) -> None:
+        bed, batch = self._bed, self._batch
+        kv = self._resident[op.layer % bed.distinct] if batch.resident else self._kv[op.slot]
+        if not bed.kv_coder.is_plain and batch.kv:
+            bed.kv_coder.decode(self._codes[op.slot], kv[batch.x : batch.x + batch.kv])
+        parts = []
+        if self._rows:
+            parts.append(attend_rows(bed.case, self._query[: self._rows], kv))
+        if self._host_rows:
+            parts.append(self._host_out.to(self.hidden.device, non_blocking=True))
+        self._attended = torch.cat(parts)
+        given = normed(self.hidden)
+        self._new_x[op.layer].copy_(given)
+        torch.mm(given, bed.layer(op.layer).kv, out=self._new_kv[op.layer])
+        if self._poison and not batch.resident:
+            kv.fill_(float("nan"))
+
+    def _finish(self, op: Operation) -> None:
+        self.hidden = self._bed.layer(op.layer).finish(self.hidden, self._attended)
+        self._ask(op.layer + 1)
+
+    def _ask(self, number: int) -> None:
+        """Queries of a layer, and a copy for the host's rows."""
+        with torch.inference_mode():
+            self._query = normed(self.hidden) @ self._bed.layer(number).query
+            if not self._host_rows:
+                return
+            asked = self._query[self._rows :]
+            if not self._host_query.numel():  # outside the step: here the host may wait
+                self._host_query, self._host_out = (self._pinned(asked) for _ in range(2))
+                self._host_query.copy_(asked)
+            else:
+                self._host_query.copy_(asked, non_blocking=True)
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def _planes(staging: Staging, name: str, coder: Coder, tokens: int) -> list[Tensor]:
+    return [
+        staging.take(f"{name}.{n}", shape, dtype)
+        for n, (shape, dtype) in enumerate(coder.records(tokens))
+    ]
+
+
+def _copy(source: list[Tensor], into: list[Tensor]) -> None:
+    for plane, place in zip(source, into, strict=True):
+        place.copy_(plane, non_blocking=True)

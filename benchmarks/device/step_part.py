@@ -1,0 +1,106 @@
+"""M4: a decode step with its KV on the host, arm beside arm, beside what a data sheet expects."""
+
+from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.rig import RESIDENT, DeviceRig, expected_seconds, median_ms
+from benchmarks.device.shapes import DecodeCase
+from benchmarks.offload.arms import BY_NAME, Layout
+from benchmarks.offload.arms_part import percentile, ratio
+from benchmarks.offload.rig import ArmStep
+from quire.engine.device_memory import free_device_bytes
+
+ARMS = ("no_overlap", "prefetch", "lA", "lB")
+
+
+def run_step(bench: DeviceBench) -> PartResult:
+    """The part."""
+    claims: Numbers = {}
+    rows: list[tuple[Cell, ...]] = []
+    raw: dict[str, object] = {}
+    for case in bench.config.cases:
+        steps, found = _measured(bench, case)
+        claims |= _claims(case.model, steps)
+        rows += found
+        raw[case.model] = {name: [s.seconds for s in run] for name, run in steps.items()}
+    return PartResult(claims=claims, tables=(_table(bench, rows),), raw={"seconds": raw})
+
+
+def _measured(
+    bench: DeviceBench, case: DecodeCase
+) -> tuple[dict[str, list[ArmStep]], list[tuple[Cell, ...]]]:
+    """Steps of all arms, and a row of each; the model's memory is free again behind it."""
+    rig = bench.rig(case)
+    layouts = layouts_of(rig)
+    steps = rig.rounds(layouts, bench.config.repeats)
+    return steps, [_row(bench, rig, name, layouts[name], steps) for name in layouts]
+
+
+def layouts_of(rig: DeviceRig) -> dict[str, Layout]:
+    """Every arm's, and all KV on the device where it has the room."""
+    found = {name: rig.layout(BY_NAME[name]) for name in ARMS}
+    case = rig.case
+    kept_bytes = case.tokens * case.kv_width * case.value_bytes * (rig.bed.distinct + 2)
+    if kept_bytes < free_device_bytes(rig.target.device):
+        found[RESIDENT] = rig.resident_layout()
+    return found
+
+
+def _claims(model: str, steps: dict[str, list[ArmStep]]) -> Numbers:
+    """Of each model.
+
+    *_ms: of a step. gain_lB_over_*: latency of the one over the pipelined split's, within rounds.
+    model_error_p95: predicted by the rates measured at the start, against measured, all arms.
+    output_error: hidden states against those with all KV on the device, relative, the largest.
+    """
+    found: Numbers = {f"{model}_{name}_ms": median_ms(run) for name, run in steps.items()}
+    for name in ("prefetch", "lA"):
+        found[f"{model}_gain_lB_over_{name}"] = ratio(steps, name, "lB")
+    moved = [step for name, run in steps.items() if name != RESIDENT for step in run]
+    errors = sorted(step.model_error for step in moved)
+    found[f"{model}_model_error_p95"] = percentile(errors, 0.95)
+    found[f"{model}_output_error"] = max(step.error for step in moved)
+    return found
+
+
+def _row(
+    bench: DeviceBench,
+    rig: DeviceRig,
+    name: str,
+    layout: Layout,
+    steps: dict[str, list[ArmStep]],
+) -> tuple[Cell, ...]:
+    case, found = rig.case, steps[name]
+    expected_s = None
+    if name != RESIDENT:
+        expected_s = 1e3 * expected_seconds(case, BY_NAME[name], bench.config.machine)
+    label = "all on the device" if name == RESIDENT else BY_NAME[name].label
+    measured_ms = median_ms(found)
+    return (
+        case.label,
+        round(case.kv_bytes / 1e9, 2),
+        rig.bed.distinct,
+        label,
+        layout.batch.x / case.tokens,
+        measured_ms,
+        1e3 * case.rows / measured_ms,
+        1e3 * found[0].predicted_s if name != RESIDENT else None,
+        expected_s,
+        max(step.error for step in found),
+    )
+
+
+def _table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
+    return Table(
+        name="device-step",
+        caption=(
+            f"{bench.where} A decode step, weights on the device (random), KV on the host; medians "
+            f"of {bench.config.repeats} rounds, in turns. Predicted: by rates measured in steps "
+            f"before. Expected: by the data sheet of {bench.config.machine}. Layers beyond the "
+            "distinct ones share numbers with earlier ones."
+        ),
+        columns=(
+            *("batch", "KV, GB", "distinct layers", "arm", "recomputed", "ms", "tokens/s"),
+            *("predicted, ms", "expected, ms", "error"),
+        ),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,169 @@
+"""M7: a preempted sequence is swapped, read again, or both at once: what each takes, by length."""
+
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.prompt import PromptBed
+from benchmarks.device.shapes import SPECS, DecodeCase
+from benchmarks.memory.swap_bench import measured_breakeven
+from benchmarks.offload.machines import MACHINES
+from quire.errors import ConfigError
+from quire.offload.executors.base import dispatch
+from quire.offload.schedule.operations import Kind
+from quire.offload.schedule.restore import plan_restore
+from quire.plan.fit import fit_seconds
+from quire.plan.known_costs import assumed_prefill
+from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.plan.rates import PrefillRates
+from quire.profile.copies import measure_copies
+
+_LEAST_TOKEN_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthTimes:
+    """One length, medians.
+
+    Attributes:
+        tokens: of the sequence.
+        out_s, back_s: of its KV to the host and back.
+        read_s: of reading it again.
+    """
+
+    tokens: int
+    out_s: float
+    back_s: float
+    read_s: float
+
+
+def run_swap(bench: DeviceBench) -> PartResult:
+    """The part."""
+    bed = _bed(bench)
+    lengths = [n for n in bench.config.swap_tokens if n <= bed.case.context]
+    times = [_times(bench, bed, tokens) for tokens in lengths]
+    prefill, loading = fitted(times)
+    both = [_hybrid(bench, bed, time, prefill, loading) for time in times]
+    rows = [_row(bench, bed.case, time, found) for time, found in zip(times, both, strict=True)]
+    ratios = {t.tokens: t.read_s / (t.out_s + t.back_s) for t in times}
+    return PartResult(
+        claims={
+            "swap_token_us": 1e6 * (times[-1].out_s + times[-1].back_s) / times[-1].tokens,
+            "swap_read_token_us": 1e6 * prefill.token_s,
+            "swap_read_square_ns": 1e9 * prefill.square_s,
+            "swap_breakeven_tokens": measured_breakeven(ratios),
+            "swap_hybrid_over_alone": max(
+                found[1] / min(t.back_s, t.read_s) for t, found in zip(times, both, strict=True)
+            ),
+            "swap_restored_error": max(found[2] for found in both),
+        }
+        | _paged(bench),
+        tables=(_table(bench, bed.case, rows),),
+    )
+
+
+def _bed(bench: DeviceBench) -> PromptBed:
+    """With the longest prompt that the pool has room for."""
+    config, spec = bench.config, SPECS[bench.config.swap_model]
+    token_bytes = spec.kv_bytes_per_token(2)
+    fits = [n for n in config.swap_tokens if n * token_bytes <= bench.pool.num_bytes]
+    if not fits:
+        raise ConfigError(
+            f"expected room for {min(config.swap_tokens) * token_bytes:,} B of KV on the host, the "
+            f"pool has {bench.pool.num_bytes:,} B; raise --pinned"
+        )
+    case = DecodeCase(model=config.swap_model, rows=1, context=max(fits))
+    return PromptBed(case, config.chunk_tokens, bench.target, bench.pool)
+
+
+def _times(bench: DeviceBench, bed: PromptBed, tokens: int) -> LengthTimes:
+    target, repeats = bench.target, bench.config.repeats
+    read_s = target.median(lambda: bed.read_all(tokens), repeats)
+    out_s = target.median(lambda: bed.save(tokens), repeats)
+    back_s = target.median(lambda: bed.load(0, tokens), repeats)
+    return LengthTimes(tokens=tokens, out_s=out_s, back_s=back_s, read_s=read_s)
+
+
+def fitted(times: list[LengthTimes]) -> tuple[PrefillRates, Loading]:
+    """Rates of reading and of loading that fit all lengths best."""
+    amounts = [(1, t.tokens, t.tokens**2) for t in times]
+    call_s, token_s, square_s = fit_seconds(amounts, [t.read_s for t in times])
+    load_call_s, load_s = fit_seconds([a[:2] for a in amounts], [t.back_s for t in times])
+    prefill = PrefillRates(call_s=call_s, token_s=max(token_s, _LEAST_TOKEN_S), square_s=square_s)
+    return prefill, Loading(token_s=max(load_s, _LEAST_TOKEN_S), call_s=load_call_s)
+
+
+def _hybrid(
+    bench: DeviceBench, bed: PromptBed, time: LengthTimes, prefill: PrefillRates, loading: Loading
+) -> tuple[int, float, float]:
+    """Tokens read again, seconds of both at once, and how far the KV is from what was saved."""
+    tokens, chunk = time.tokens, bed.chunk_tokens
+    split = restore_split(prefill, loading, tokens, chunk)
+    bed.read_all(tokens)
+    bed.save(tokens)
+    schedule = plan_restore(
+        prefill,
+        loading,
+        tokens=tokens,
+        read_tokens=split,
+        token_bytes=bed.case.kv_bytes / bed.case.context,
+        chunk_tokens=chunk,
+    )
+    work = dispatch(
+        {
+            Kind.PROJECT: lambda op: bed.read(op.first, op.tokens),
+            Kind.KV_IN: lambda op: bed.load(op.first, op.tokens),
+        }
+    )
+    bench.target.seconds(lambda: None)  # what was begun has ended
+    bed.kv.fill_(0)
+    executor, taken = bench.target.executor(), []
+    for _ in range(bench.config.repeats + 1):
+        timeline = executor.run(schedule, work)
+        taken.append(float(timeline.wall_s or timeline.seconds))
+    return split, statistics.median(taken[1:]), bed.off(tokens)
+
+
+def _paged(bench: DeviceBench) -> Numbers:
+    """swap_pages_*: GB/s through pages that lie scattered, as an engine swaps them."""
+    sizes = (bench.config.paged_bytes,)
+    found = list(measure_copies(bench.target.device, sizes, bench.config.repeats))
+    [scattered] = [time for time in found if time.scattered]
+    return {
+        "swap_pages_out_gb_per_s": scattered.num_bytes / scattered.out_s / 1e9,
+        "swap_pages_back_gb_per_s": scattered.num_bytes / scattered.back_s / 1e9,
+    }
+
+
+def _row(
+    bench: DeviceBench, case: DecodeCase, time: LengthTimes, found: tuple[int, float, float]
+) -> tuple[Cell, ...]:
+    machine = MACHINES[bench.config.machine]
+    sheet = assumed_prefill(case.spec, machine.flops_per_s)
+    loading = Loading(token_s=case.spec.kv_bytes_per_token(2) / machine.link_bytes_per_s)
+    n = time.tokens
+    split = restore_split(sheet, loading, n)
+    expected = (
+        2 * loading.seconds(n),
+        read_seconds(sheet, n),
+        loading.seconds(n) + restore_seconds(sheet, loading, n, split),
+    )
+    measured = (time.out_s + time.back_s, time.read_s, time.out_s + found[1])
+    return (n, *(1e3 * s for s in measured), found[0] / n, *(1e3 * s for s in expected))
+
+
+def _table(bench: DeviceBench, case: DecodeCase, rows: list[tuple[Cell, ...]]) -> Table:
+    return Table(
+        name="device-swap",
+        caption=(
+            f"{bench.where} {case.model}, one sequence, ms: its KV out and back; read again in "
+            f"chunks of {bench.config.chunk_tokens:,}; out, then its front read again while its "
+            f"back is loaded. Expected: by the data sheet of {bench.config.machine}."
+        ),
+        columns=(
+            *("tokens", "swap", "read again", "both", "share read"),
+            *("swap, expected", "read again, expected", "both, expected"),
+        ),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,117 @@
+"""The device that is measured: its clock, what is free on it, who carries schedules out on it.
+
+On a GPU time is what lies between two events of a stream, and nothing but events is waited for; on
+a CPU it is the wall clock's. Everything runs on both, so that it can be tried out without a GPU.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.engine.device_memory import free_device_bytes
+from quire.errors import ConfigError
+from quire.kv.host_store import device_name
+from quire.offload.executors.base import Executor
+from quire.offload.executors.cuda import CudaExecutor
+from quire.offload.executors.threads import ThreadExecutor
+from quire.profile.timing import seconds
+
+_STALL_S = 120.0
+_LEAST_S = 1e-9  # a clock may stand still over something small
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device.
+
+    Attributes:
+        device: of torch.
+    """
+
+    device: torch.device
+
+    @classmethod
+    def named(cls, name: str) -> "Target":
+        """By name; `auto` is a GPU where there is one.
+
+        Raises:
+            ConfigError: torch has no such device here.
+        """
+        has_gpu = torch.cuda.is_available()
+        if name == "auto":
+            name = "cuda" if has_gpu else "cpu"
+        if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
+            raise ConfigError(f"expected --device auto, cpu, cuda or cuda:N, got {name!r}")
+        if name != "cpu" and not has_gpu:
+            raise ConfigError(
+                f"--device {name}: torch sees no CUDA device here; use --device cpu, with --quick "
+                "to try the bench out"
+            )
+        # a tensor's device has its number, without which torch chooses none for a thread
+        return cls(torch.empty(0, device=name).device)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is a CUDA device, so that copies cross a link."""
+        return self.device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return device_name(self.device)
+
+    def executor(self) -> Executor:
+        """Streams of the device, or threads of the host as fast as they are."""
+        if self.on_gpu:
+            return CudaExecutor(self.device, stall_s=_STALL_S)
+        return ThreadExecutor(stall_s=_STALL_S)
+
+    def seconds(self, call: Callable[[], object], times: int = 1) -> float:
+        """Of one of so many calls in a row, begun one behind the other."""
+        if not self.on_gpu:
+            return max(seconds(lambda: _repeat(call, times)) / times, _LEAST_S)
+        with torch.cuda.device(self.device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            _repeat(call, times)
+            end.record()
+            end.synchronize()
+        return max(float(begin.elapsed_time(end)) / 1e3 / times, _LEAST_S)
+
+    def samples(self, call: Callable[[], object], repeats: int, times: int = 1) -> list[float]:
+        """`seconds` again and again, after one that is not counted."""
+        self.seconds(call)
+        return [self.seconds(call, times) for _ in range(repeats)]
+
+    def median(self, call: Callable[[], object], repeats: int, times: int = 1) -> float:
+        """The median of `samples`."""
+        return statistics.median(self.samples(call, repeats, times))
+
+    def require(self, num_bytes: int, what: str, change: str) -> None:
+        """Prove that bytes can be taken on the device, before they are.
+
+        Args:
+            num_bytes: that will be taken.
+            what: needs them, for people.
+            change: how to need less.
+
+        Raises:
+            ConfigError: fewer are free.
+        """
+        free_bytes = free_device_bytes(self.device)
+        if num_bytes > free_bytes:
+            raise ConfigError(
+                f"{what} needs {num_bytes:,} B on {self.name}, {free_bytes:,} B are free; {change}"
+            )
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def rate_gb(num_bytes: int | float, samples: Sequence[float]) -> float:
+    """GB/s at the median of these seconds."""
+    return num_bytes / statistics.median(samples) / 1e9

@@ -1,0 +1,124 @@
+"""KV and activations as they cross the link: plain, or in codes that the device decodes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from benchmarks.device.shapes import DecodeCase
+from quire.codecs.base import DTYPES, Codec
+from quire.codecs.registry import make_codec
+from quire.offload.schedule.work import Sizes
+from quire.plan.offload.gate import activation_gate
+from quire.spec.codec_names import codec_spec
+from quire.spec.codecs import Plane
+
+PLAIN = "plain"
+_MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Codecs by name; `plain` is the model's own type.
+
+    Attributes:
+        kv, x: of KV, of activations.
+    """
+
+    kv: str = PLAIN
+    x: str = PLAIN
+
+    @property
+    def label(self) -> str:
+        """For people: `KV int8, X plain`."""
+        return f"KV {self.kv}, X {self.x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Coder:
+    """Numbers of tokens [token, width] to planes [token, vector, record] and back.
+
+    Attributes:
+        codec: of vectors of a head's width.
+        dtype: of numbers.
+        width: of a token.
+    """
+
+    codec: Codec
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether planes are the numbers themselves."""
+        return self.codec.spec.is_plain
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token, all planes."""
+        return sum(plane.record_bytes for plane in self._planes) * self._vectors
+
+    @property
+    def value_bytes(self) -> float:
+        """Of a number, all that is stored beside its code counted."""
+        return self.token_bytes / self.width
+
+    @property
+    def _planes(self) -> Sequence[Plane]:
+        return self.codec.spec.planes(self.codec.head_dim)
+
+    @property
+    def _vectors(self) -> int:
+        return self.width // self.codec.head_dim
+
+    def records(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each plane of so many tokens."""
+        return [((tokens, self._vectors, p.width), DTYPES[p.dtype]) for p in self._planes]
+
+    def encode(self, numbers: Float[Tensor, "token width"], into: Sequence[Tensor]) -> None:
+        """Write planes of numbers, which may lie elsewhere, a bounded part at a time."""
+        for part in self._parts(len(numbers)):
+            vectors = numbers[part].view(-1, self._vectors, self.codec.head_dim)
+            for plane, place in zip(self.codec.encode(vectors), into, strict=True):
+                place[part].copy_(plane)
+
+    def decode(self, planes: Sequence[Tensor], out: Float[Tensor, "token width"]) -> None:
+        """Write the numbers of planes, a bounded part at a time."""
+        for part in self._parts(len(out)):
+            found = self.codec.decode([plane[part] for plane in planes])
+            out[part].copy_(found.view(-1, self.width))
+
+    def _parts(self, tokens: int) -> Iterator[slice]:
+        step = max(1, _MOST_FLOAT_BYTES // (4 * self.width))
+        for first in range(0, tokens, step):
+            yield slice(first, first + step)
+
+
+def coders(case: DecodeCase, wire: Wire) -> tuple[Coder, Coder]:
+    """Of KV and of activations."""
+    kv, x = (
+        make_codec(codec_spec(case.dtype if name == PLAIN else name), case.spec.head_dim)
+        for name in (wire.kv, wire.x)
+    )
+    dtype = DTYPES[case.dtype]
+    return Coder(kv, dtype, case.kv_width), Coder(x, dtype, case.spec.hidden_size)
+
+
+def activations_pay(case: DecodeCase, wire: Wire) -> bool:
+    """Whether an activation is smaller on this wire than the KV that is made from it."""
+    kv, x = coders(case, wire)
+    gate = activation_gate(case.spec, kv_value_bytes=kv.value_bytes, x_value_bytes=x.value_bytes)
+    return gate.pays
+
+
+def wire_sizes(case: DecodeCase, wire: Wire) -> Sizes:
+    """Bytes on the link; a row's new token leaves as plain numbers."""
+    kv, x = coders(case, wire)
+    return Sizes(
+        kv_bytes=kv.token_bytes,
+        x_bytes=x.token_bytes,
+        new_kv_bytes=case.kv_width * case.value_bytes,
+        new_x_bytes=case.spec.hidden_size * case.value_bytes * activations_pay(case, wire),
+    )

@@ -1,0 +1,155 @@
+"""Cells of the quality table: a task under a rule, a budget and a schedule; kept as they finish."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.intervals import wilson
+from benchmarks.eviction.config import CellsConfig
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellKey:
+    """What a cell asks.
+
+    Attributes:
+        model: as it was named.
+        task: of `quire.evals`.
+        tokens: most of a prompt with its answer.
+        prompts: how many.
+        rule: its text, or FULL.
+        when: the schedule; "" for FULL.
+        budget: cap as a part of `tokens`; 1 for FULL.
+        evict: as `KVConfig.evict`.
+        commit: of the code that asked; None outside a checkout.
+        page_tokens: slots in a page.
+    """
+
+    model: str
+    task: str
+    tokens: int
+    prompts: int
+    rule: str
+    when: str
+    budget: float
+    evict: str
+    commit: str | None
+    page_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What came of it.
+
+    Attributes:
+        key: what was asked.
+        hits: right answers.
+        old_hits, old_prompts: of those about the first quarter of the prompt.
+        request_bytes: most KV bytes of a request, mean over the prompts.
+        seconds: it took.
+        outcomes: 1 for each prompt that was answered rightly, else 0, in their order: the same
+            prompts under two rules make pairs.
+    """
+
+    key: CellKey
+    hits: int
+    old_hits: int
+    old_prompts: int
+    request_bytes: float
+    seconds: float
+    outcomes: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of right answers."""
+        return self.hits / self.key.prompts
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % of it."""
+        return wilson(self.hits, self.key.prompts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, with what follows from them."""
+        return asdict(self) | {"share": self.share, "interval": list(self.interval)}
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "Cell":
+        """From what `to_json` made."""
+        counted = {k: stored[k] for k in ("hits", "old_hits", "old_prompts")}
+        return cls(
+            key=CellKey(**stored["key"]),
+            **counted,
+            request_bytes=stored["request_bytes"],
+            seconds=stored["seconds"],
+            outcomes=stored.get("outcomes", ""),
+        )
+
+
+def cell_keys(config: CellsConfig, model: str, commit: str | None) -> Iterator[CellKey]:
+    """All cells, task by task, full KV first.
+
+    Raises:
+        ConfigError: a budget is too small for a rule.
+    """
+    for task in config.tasks:
+        for rule, when, budget, evict in _arms(config):
+            yield CellKey(
+                model=model,
+                task=task,
+                tokens=config.tokens,
+                prompts=config.prompts,
+                rule=rule,
+                when=when,
+                budget=budget,
+                evict=evict,
+                commit=commit,
+            )
+
+
+def _arms(config: CellsConfig) -> Iterator[tuple[str, str, float, str]]:
+    yield FULL, "", 1.0, FULL
+    for when in config.schedules:
+        for budget in config.budgets:
+            for rule in config.rules:
+                evict = rule.evict(int(budget * config.tokens), config.every, when)
+                yield rule.text, when, budget, evict
+
+
+class CellFile:
+    """Finished cells, a line of JSON each, so that a run that was stopped goes on where it was.
+
+    Args:
+        path: of the file, made when a cell finishes; None keeps nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self) -> dict[CellKey, Cell]:
+        """Cells that have finished; a last line that was not written whole is none."""
+        if self._path is None or not self._path.is_file():
+            return {}
+        found = {}
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                cell = Cell.from_json(json.loads(line))
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue
+            found[cell.key] = cell
+        return found
+
+    def add(self, cell: Cell) -> None:
+        """Keep a cell."""
+        if self._path is None:
+            return
+        with self._path.open("a+b") as file:
+            if file.tell():  # a run that was stopped may have left half a line
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read(1) == b"\n" else b"\n")
+            file.write(json.dumps(cell.to_json()).encode() + b"\n")

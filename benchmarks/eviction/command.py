@@ -1,0 +1,136 @@
+"""`python -m benchmarks eviction`: rules compared in quality, bytes, positions and time."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.cells import material_of, parts_of_budgets
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson
+from quire.cli.options import MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.settings import Settings, with_settings
+
+if TYPE_CHECKING:
+    from benchmarks.eviction.config import CellsConfig, EvictionBenchConfig
+
+
+@with_settings(MODEL, model_as="option")
+def eviction(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[
+        str, typer.Option(help="Only these, with commas: quality, perplexity, kept, cost, ready.")
+    ] = "",
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="Names with commas, or rules with options with semicolons: "
+            "'h2o; snapkv:window=16'. Without it, the usual ones; full is always there."
+        ),
+    ] = "",
+    tasks: Annotated[str, typer.Option(help="Of the part quality, with commas.")] = "",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            help="Caps in per cent of the longest prompt, with commas; 50,25 if not said."
+        ),
+    ] = "",
+    when: Annotated[
+        str,
+        typer.Option(
+            help="Schedules of the part quality, with commas; prefill_and_decode,prefill_end if "
+            "not said."
+        ),
+    ] = "",
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Of each cell; 200 if not said.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables, pictures and the result. Cells of the part quality are kept "
+            "there as they finish: a run that was stopped goes on."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Few short prompts and texts, a small model for cost. No claims."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare eviction rules: right answers, perplexity, kept positions, cost."""
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.eviction.parts import make_parts
+
+    config = _config(settings.model, quick=quick)
+    quality = _cells(config.quality, tasks, budgets, when, prompts)
+    config = replace(config, quality=quality)
+    config = _with_rules(config, rules)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    made = make_parts(material_of(settings, text, out))
+    results, claims = show_parts(run_named(names_of(parts, made), made, config))
+    run = finish("eviction", results, claims, _used(config, settings), out, quick=quick)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(model: str, *, quick: bool) -> "EvictionBenchConfig":
+    from benchmarks.eviction.config import QUICK_EVICTION, EvictionBenchConfig
+
+    return replace(QUICK_EVICTION if quick else EvictionBenchConfig(), model=model)
+
+
+def _cells(
+    config: "CellsConfig", tasks: str, budgets: str, when: str, prompts: int | None
+) -> "CellsConfig":
+    """The cells that were asked for; what was not said stays as it is.
+
+    Raises:
+        UnknownName: no such task or schedule.
+        ConfigError: a budget that is none.
+    """
+    from benchmarks.common.named_parts import names_of
+    from quire.evals.tasks import FAMILIES
+    from quire.spec.eviction import SCHEDULES
+
+    if tasks.strip():
+        config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))
+    if when.strip():
+        schedules = names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule")
+        config = replace(config, schedules=schedules)
+    if budgets.strip():
+        config = replace(config, budgets=parts_of_budgets(budgets))
+    return replace(config, prompts=prompts or config.prompts)
+
+
+def _with_rules(config: "EvictionBenchConfig", rules: str) -> "EvictionBenchConfig":
+    """The same rules in all parts that compare rules; without any, each part's own."""
+    from benchmarks.eviction.rules import rules_of
+
+    if not rules.strip():
+        return config
+    chosen = rules_of(rules)
+    return replace(
+        config,
+        quality=replace(config.quality, rules=chosen),
+        perplexity=replace(config.perplexity, rules=chosen),
+        kept=replace(config.kept, rules=chosen),
+    )
+
+
+def _used(config: "EvictionBenchConfig", settings: Settings) -> dict[str, object]:
+    import torch
+
+    return settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}

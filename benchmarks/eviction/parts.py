@@ -1,0 +1,67 @@
+"""The parts of the eviction bench by name, in the order in which they run and are read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from benchmarks.common.asked import AskingFor
+from benchmarks.common.result import PartResult
+from benchmarks.eviction.cells import Cell, CellFile, cell_keys
+from benchmarks.eviction.config import EvictionBenchConfig
+from benchmarks.eviction.cost import run_cost
+from benchmarks.eviction.kept import run_kept
+from benchmarks.eviction.perplexity import run_perplexity
+from benchmarks.eviction.quality import Judge, run_quality
+from benchmarks.eviction.ready import run_ready
+from benchmarks.eviction.texts import RunningText
+from quire.models.loader import LoadedModel
+
+Part = Callable[[EvictionBenchConfig], PartResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What the parts are given besides their configuration.
+
+    Attributes:
+        load: the model that reads and answers; loaded when the first part needs it.
+        asking_for: makes prompts for it.
+        running_for: what its long texts are cut from.
+        kept: where finished cells are, and go.
+        commit: of this code.
+        show: called with every cell that is asked.
+    """
+
+    load: Callable[[], LoadedModel]
+    asking_for: AskingFor
+    running_for: Callable[[LoadedModel], RunningText]
+    kept: CellFile
+    commit: str | None
+    show: Callable[[Cell], None]
+
+    @cached_property
+    def model(self) -> LoadedModel:
+        """Loaded once."""
+        return self.load()
+
+    @cached_property
+    def running(self) -> RunningText:
+        """For this model."""
+        return self.running_for(self.model)
+
+
+def make_parts(material: Material) -> Mapping[str, Part]:
+    """All parts."""
+
+    def quality(config: EvictionBenchConfig) -> PartResult:
+        keys = list(cell_keys(config.quality, config.model, material.commit))
+        judge = Judge(material.model, config.quality, material.asking_for(material.model))
+        return run_quality(judge, config.quality, keys, material.kept, material.show)
+
+    return {
+        "quality": quality,
+        "perplexity": lambda c: run_perplexity(material.model, c.perplexity, material.running),
+        "kept": lambda c: run_kept(material.model, c.kept, material.running),
+        "cost": lambda c: run_cost(c.cost),
+        "ready": lambda c: run_ready(c.ready),
+    }

@@ -1,0 +1,140 @@
+"""Part `perplexity`: texts read on under a cap, block by block, evicted KV really gone.
+
+Each token is predicted from what its lanes still hold: from the cap on, every rule reads `every`
+tokens after as many have left. Scored are the tokens behind the cap, the same ones for full KV.
+
+Source: the table "Eviction Policy Comparison" of "KV Cache: The Hidden Memory Giant" (4,096 tokens,
+a budget of 1,024), whose numbers come without a way to repeat them: measured anew.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.common.result import Numbers, PartResult, Table
+from benchmarks.eviction.cells import FULL
+from benchmarks.eviction.config import PerplexityConfig
+from benchmarks.eviction.rules import Rule
+from benchmarks.eviction.texts import RunningText, pieces
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answer
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.spec.eviction import PREFILL_AND_DECODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleTexts:
+    """All texts under one rule.
+
+    Attributes:
+        rule: its text, or FULL.
+        nats: mean of each text's scored tokens.
+        request_bytes: most KV of a text.
+    """
+
+    rule: str
+    nats: tuple[float, ...]
+    request_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """Of all scored tokens together; every text has as many."""
+        return math.exp(statistics.mean(self.nats))
+
+    def nats_over(self, other: "RuleTexts") -> tuple[float, float]:
+        """Mean over texts of what a token costs more than under another rule, and its error.
+
+        Returns:
+            nats, and the standard error of that mean; 0 for one text.
+        """
+        more = [a - b for a, b in zip(self.nats, other.nats, strict=True)]
+        error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
+        return statistics.mean(more), error
+
+
+def run_perplexity(
+    model: LoadedModel, config: PerplexityConfig, running: RunningText
+) -> PartResult:
+    """The part."""
+    texts = pieces(model, running, config.tokens, config.texts)
+    found = [read_texts(model, config, texts, rule) for rule in (None, *config.rules)]
+    return PartResult(
+        claims=claims(found),
+        tables=(_table(config, running.name, found),),
+        raw={"rules": [asdict(one) for one in found]},
+    )
+
+
+def read_texts(
+    model: LoadedModel, config: PerplexityConfig, texts: Sequence[list[int]], rule: Rule | None
+) -> RuleTexts:
+    """Read all texts under a rule; None keeps everything."""
+    number_bytes = model.decoder.dtype.itemsize
+    memory = 2 * config.rows * model.spec.kv_bytes(config.tokens, number_bytes) + (8 << 20)
+    evict = FULL if rule is None else rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
+    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
+    llm = LLM(model, kv=kv, schedule=ScheduleConfig(max_running=config.rows))
+    options = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    answers = llm.generate(list(texts), options)
+    return RuleTexts(
+        rule=FULL if rule is None else rule.text,
+        nats=tuple(mean_nats(answer, config.cap) for answer in answers),
+        request_bytes=max(answer.usage.kv_peak_bytes for answer in answers),
+    )
+
+
+def mean_nats(answer: Answer, first: int) -> float:
+    """What a token costs, mean over those from position `first` on.
+
+    Raises:
+        InvariantError: the request failed.
+    """
+    if answer.error is not None or answer.prompt_logprobs is None:
+        raise InvariantError(f"a text of a bench was not scored: {answer.error}")
+    scored = [token for token in answer.prompt_logprobs[first:] if token is not None]
+    return -statistics.mean(token.logprob for token in scored)
+
+
+def claims(found: Sequence[RuleTexts]) -> Numbers:
+    """Perplexity of every rule, over full KV's, and bytes over full KV's."""
+    full = found[0]
+    made: Numbers = {"perplexity_full": full.perplexity}
+    for one in found[1:]:
+        name = Rule(one.rule).name
+        made[f"perplexity_{name}"] = one.perplexity
+        made[f"perplexity_{name}_over_full"] = one.perplexity / full.perplexity
+        made[f"perplexity_{name}_bytes_over_full"] = one.request_bytes / full.request_bytes
+    return made
+
+
+def _table(config: PerplexityConfig, name: str, found: Sequence[RuleTexts]) -> Table:
+    rows = []
+    for one in found:
+        more, error = one.nats_over(found[0])
+        cap = config.tokens if one.rule == FULL else config.cap
+        rows.append(
+            (
+                one.rule,
+                cap,
+                one.request_bytes / 1024,
+                one.perplexity,
+                one.perplexity / found[0].perplexity,
+                f"{more:+.4f} +- {error:.4f}",
+            )
+        )
+    return Table(
+        name="eviction-perplexity",
+        caption=(
+            f"{config.texts} texts of {config.tokens:,} tokens from {name}, read on in blocks of "
+            f"{config.every} under a cap of {config.cap} ({100 * config.budget:g} %); tokens "
+            "behind the cap are scored. KV: most bytes of a text, statistics counted. Nats: mean "
+            "over texts of what a token costs more than with full KV, and its standard error."
+        ),
+        columns=("rule", "tokens kept", "KV KiB", "perplexity", "over full", "nats more"),
+        rows=tuple(rows),
+    )

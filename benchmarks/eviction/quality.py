@@ -1,0 +1,212 @@
+"""Part `quality`: right answers and bytes of rules x budgets x tasks, with 95 % intervals."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from benchmarks.common.asked import Asked, Asking
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
+from benchmarks.eviction.config import CellsConfig
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answer
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+OLD_DEPTH = 0.25
+
+
+class Judge:
+    """Asks cells of a model.
+
+    Args:
+        model: reads its context.
+        config: rows at once.
+        asking: makes the prompts of a task.
+    """
+
+    def __init__(self, model: LoadedModel, config: CellsConfig, asking: Asking) -> None:
+        self._model, self._config, self._asking = model, config, asking
+        self._asked: dict[str, list[Asked]] = {}
+
+    def cell(self, key: CellKey) -> Cell:
+        """Answer all prompts of a cell; the memory holds every row whole, so nobody waits for it.
+
+        Raises:
+            InvariantError: a request failed.
+        """
+        started_s = time.perf_counter()
+        asked = self._prompts(key)
+        llm = self._open(key)
+        most = max(len(llm.encode(found.answer)) for found in asked)
+        options = SamplingParams(max_tokens=most, temperature=0.0)
+        answers = llm.generate([found.prompt for found in asked], options)
+        return judged(key, asked, answers, time.perf_counter() - started_s)
+
+    def _prompts(self, key: CellKey) -> list[Asked]:
+        if key.task not in self._asked:
+            self._asked = {key.task: self._asking(key.task, key.tokens, key.prompts)}
+        return self._asked[key.task]
+
+    def _open(self, key: CellKey) -> LLM:
+        rows, spec = self._config.rows, self._model.spec
+        row_bytes = spec.kv_bytes_per_token(self._model.decoder.dtype.itemsize) * 2 * key.tokens
+        kv = self.kv_config(key, rows * row_bytes + (8 << 20))
+        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
+
+    def kv_config(self, key: CellKey, memory: int) -> KVConfig:
+        """What a cell is asked in."""
+        return KVConfig(
+            memory=memory, page_tokens=key.page_tokens, evict=key.evict, prefix_cache=False
+        )
+
+
+def judged(key: CellKey, asked: Sequence[Asked], answers: Sequence[Answer], seconds: float) -> Cell:
+    """A cell of answers to all of its prompts.
+
+    Raises:
+        InvariantError: a request failed.
+    """
+    hits = [_is_hit(found, answer) for found, answer in zip(asked, answers, strict=True)]
+    old = [hit for hit, found in zip(hits, asked, strict=True) if _is_old(found)]
+    return Cell(
+        key=key,
+        hits=sum(hits),
+        old_hits=sum(old),
+        old_prompts=len(old),
+        request_bytes=sum(a.usage.kv_peak_bytes for a in answers) / len(answers),
+        seconds=seconds,
+        outcomes="".join("1" if hit else "0" for hit in hits),
+    )
+
+
+def _is_hit(asked: Asked, answer: Answer) -> bool:
+    if answer.error is not None:
+        raise InvariantError(f"a request of a bench failed: {answer.error}")
+    return asked.grade(answer.text) == 1.0
+
+
+def _is_old(asked: Asked) -> bool:
+    return asked.depth is not None and asked.depth <= OLD_DEPTH
+
+
+def measure_cells(
+    ask: Callable[[CellKey], Cell],
+    keys: Sequence[CellKey],
+    kept: CellFile,
+    show: Callable[[Cell], None],
+) -> Iterator[Cell]:
+    """Yield all cells; those that a file has are not asked again."""
+    known = kept.read()
+    for key in keys:
+        cell = known.get(key)
+        if cell is None:
+            cell = ask(key)
+            kept.add(cell)
+            show(cell)
+        yield cell
+
+
+def run_quality(
+    judge: Judge,
+    config: CellsConfig,
+    keys: Sequence[CellKey],
+    kept: CellFile,
+    show: Callable[[Cell], None],
+) -> PartResult:
+    """The part.
+
+    Args:
+        judge: asks.
+        config: of the cells.
+        keys: all cells.
+        kept: where finished ones are, and go.
+        show: called with every cell that is asked.
+    """
+    cells = list(measure_cells(judge.cell, keys, kept, show))
+    return PartResult(
+        claims=claims(config, cells),
+        tables=tuple(_tables(config, cells)),
+        charts=tuple(_charts(config, cells)),
+        raw={"cells": [cell.to_json() for cell in cells]},
+    )
+
+
+def rows_of(cells: Sequence[Cell], when: str, budget: float) -> dict[str, dict[str, Cell]]:
+    """Rule to task to cell, of one schedule and budget; full KV is in every one."""
+    found: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        if cell.key.rule == FULL or (cell.key.when, cell.key.budget) == (when, budget):
+            found.setdefault(cell.key.rule, {})[cell.key.task] = cell
+    return found
+
+
+def mean_share(by_task: Mapping[str, Cell]) -> float:
+    """Mean of right answers over tasks."""
+    return sum(cell.share for cell in by_task.values()) / len(by_task)
+
+
+def _mean_bytes(by_task: Mapping[str, Cell]) -> float:
+    return sum(cell.request_bytes for cell in by_task.values()) / len(by_task)
+
+
+def claims(config: CellsConfig, cells: Sequence[Cell]) -> Numbers:
+    """Mean share over all tasks, and bytes of a request over full KV's, of every arm."""
+    made: Numbers = {}
+    for when in config.schedules:
+        for budget in config.budgets:
+            by_rule = rows_of(cells, when, budget)
+            for rule in config.rules:
+                name = f"{when}_{100 * budget:g}_{rule.name}".replace(".", "_")
+                made[f"{name}_quality"] = mean_share(by_rule[rule.text])
+                full_bytes = _mean_bytes(by_rule[FULL])
+                made[f"{name}_bytes_over_full"] = _mean_bytes(by_rule[rule.text]) / full_bytes
+            made["full_quality"] = mean_share(by_rule[FULL])
+    return made
+
+
+def _tables(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Table]:
+    for when in config.schedules:
+        for budget in config.budgets:
+            rows = rows_of(cells, when, budget)
+            yield Table(
+                name=f"eviction-{when}-{100 * budget:g}".replace("_", "-"),
+                caption=(
+                    f"Right answers, {config.prompts} prompts of at most {config.tokens} tokens a "
+                    f"cell, cap {int(budget * config.tokens)} tokens ({100 * budget:g} %), when="
+                    f"{when}. In a cell: share, its 95 % interval (Wilson), and the share about "
+                    "the first quarter of the prompt; KV: most bytes of a request, mean."
+                ),
+                columns=("rule", *config.tasks, "mean", "KV KiB"),
+                rows=tuple(_row(rule, by_task) for rule, by_task in rows.items()),
+            )
+
+
+def _row(rule: str, by_task: Mapping[str, Cell]) -> tuple[str | float, ...]:
+    shown = tuple(map(_shown, by_task.values()))
+    return (rule, *shown, mean_share(by_task), _mean_bytes(by_task) / 1024)
+
+
+def _shown(cell: Cell) -> str:
+    low, high = cell.interval
+    old = f" ({cell.old_hits / cell.old_prompts:.2f})" if cell.old_prompts else ""
+    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]{old}"
+
+
+def _charts(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Chart]:
+    for when in config.schedules:
+        lines = {}
+        for budget in config.budgets:
+            rows = rows_of(cells, when, budget)
+            lines[f"{100 * budget:g} %"] = tuple(
+                (rule, mean_share(by_task)) for rule, by_task in rows.items()
+            )
+        yield Chart(
+            name=f"eviction-{when}".replace("_", "-"),
+            title=f"Right answers over all tasks, when={when}",
+            x_label="rule",
+            y_label="share",
+            lines=lines,
+        )

@@ -1,0 +1,1 @@
+"""What `--batch-invariant` costs."""

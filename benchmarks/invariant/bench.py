@@ -1,0 +1,106 @@
+"""What `--batch-invariant` costs: the same prompts with it and without, in turns."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.workload import Workload
+from benchmarks.throughput.arms import ArmResult, QuireArm
+
+PLAIN, INVARIANT = "plain", "invariant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvariantConfig:
+    """What is compared.
+
+    Attributes:
+        model: a name in SHAPES.
+        rows: sequences of each workload.
+        prompt_tokens, new_tokens: of each sequence.
+        repeats: measured rounds of both, after one that is not.
+    """
+
+    model: str = "125m"
+    rows: tuple[int, ...] = (1, 8, 32)
+    prompt_tokens: int = 512
+    new_tokens: int = 32
+    repeats: int = 5
+
+    def workload(self, rows: int) -> Workload:
+        """Of so many sequences."""
+        return Workload(
+            model=self.model,
+            prompts=rows,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+        )
+
+
+QUICK_INVARIANT = InvariantConfig(
+    model="tiny", rows=(1, 4), prompt_tokens=40, new_tokens=4, repeats=2
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens a second of one run.
+
+    Attributes:
+        rows: of the workload.
+        arm: PLAIN or INVARIANT.
+        prefill: prompt tokens, until each sequence has its first token.
+        decode: generated tokens, after that.
+    """
+
+    rows: int
+    arm: str
+    prefill: float
+    decode: float
+
+    @classmethod
+    def of(cls, arm: str, workload: Workload, result: ArmResult) -> "Speeds":
+        """From a timed run."""
+        rows, decode_s = workload.prompts, result.total_s - result.prefill_s
+        decoded = rows * (workload.new_tokens - 1)
+        prefilled = rows * workload.prompt_tokens
+        return cls(rows, arm, prefilled / result.prefill_s, decoded / decode_s)
+
+
+def measure_invariant(config: InvariantConfig) -> Iterator[Speeds]:
+    """Run both in turns, round by round, one workload after the other, in bfloat16."""
+    shape = config.workload(1).shape()
+    # the option changes a model for good: each arm has one of its own
+    models = {arm: random_model(shape, dtype=torch.bfloat16) for arm in (PLAIN, INVARIANT)}
+    for rows in config.rows:
+        workload = config.workload(rows)
+        arms = {
+            name: QuireArm(model, workload, batch_invariant=name == INVARIANT)
+            for name, model in models.items()
+        }
+        for number in range(config.repeats + 1):
+            for name, arm in arms.items():
+                speeds = Speeds.of(name, workload, arm.run())
+                if number:
+                    yield speeds
+
+
+def summarise(found: Sequence[Speeds]) -> dict[str, float]:
+    """Median tokens a second of both, and the median over rounds of their ratio."""
+    claims: dict[str, float] = {}
+    for rows in dict.fromkeys(one.rows for one in found):
+        for phase in ("prefill", "decode"):
+            speeds = {
+                arm: [getattr(one, phase) for one in found if (one.rows, one.arm) == (rows, arm)]
+                for arm in (PLAIN, INVARIANT)
+            }
+            for arm, numbers in speeds.items():
+                claims[f"{arm}_{phase}_tokens_per_s_{rows}"] = statistics.median(numbers)
+            ratios = [
+                one / other for one, other in zip(speeds[INVARIANT], speeds[PLAIN], strict=True)
+            ]
+            claims[f"invariant_over_plain_{phase}_{rows}"] = statistics.median(ratios)
+    return claims

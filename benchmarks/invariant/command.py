@@ -1,0 +1,61 @@
+"""`python -m benchmarks invariant`: what `--batch-invariant` costs."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import QUICK_NOTE
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.report import envelope
+
+
+def invariant(
+    *,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated for each.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model and short prompts. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the speed of 1, 8 and 32 sequences with --batch-invariant and without."""
+    import torch
+
+    from benchmarks.invariant.bench import (
+        QUICK_INVARIANT,
+        InvariantConfig,
+        measure_invariant,
+        summarise,
+    )
+
+    use_threads(threads)
+    config = replace(
+        InvariantConfig(), prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
+    )
+    if quick:
+        config = QUICK_INVARIANT
+    found = []
+    for speeds in measure_invariant(config):
+        found.append(speeds)
+        typer.echo(
+            f"{speeds.rows:3d} rows, {speeds.arm:9s}: prefill {speeds.prefill:9.1f} tokens/s, "
+            f"decode {speeds.decode:8.1f} tokens/s"
+        )
+    claims = summarise(found)
+    for rows in config.rows:
+        prefill, decode = (
+            claims[f"invariant_over_plain_{phase}_{rows}"] for phase in ("prefill", "decode")
+        )
+        typer.echo(
+            f"{rows:3d} rows: {prefill:.2f} of the prefill, {decode:.2f} of the decode speed"
+        )
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        arms = {"rounds": [asdict(speeds) for speeds in found]}
+        typer.echo(json.dumps(envelope("bench invariant", claims, arms, used, quick=quick)))

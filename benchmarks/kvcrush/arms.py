@@ -1,0 +1,204 @@
+"""Arms of the KVCrush bench: rules with their numbers, with KVCrush around them and without."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.eviction.cells import FULL, CellKey
+from benchmarks.eviction.rules import Rule
+from benchmarks.kvcrush.config import PaperConfig, QualityConfig
+from quire.policies.eviction import make_eviction
+
+PAGES = "granularity=page"
+CRUSH, OPENVINO = "kvcrush", "kvcrush_openvino"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A rule with its numbers.
+
+    Attributes:
+        rule: without cap and schedule.
+        cap: tokens that are written; what a rule adds comes on top.
+        when: the schedule.
+    """
+
+    rule: Rule
+    cap: int
+    when: str
+
+    @property
+    def tokens(self) -> int:
+        """That a lane may hold, what a rule adds among them; by tokens, after a prompt."""
+        policy = make_eviction(self.rule.evict(self.cap, 1, self.when)).policy
+        return self.cap + (0 if policy is None else policy.added_tokens(self.cap))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An arm of a table.
+
+    Attributes:
+        label: for people.
+        arm: what is asked.
+        against: the rule without it, heads keeping what each wants; None: others are compared
+            with this one.
+        one_set: the rule without it, one kept set for the heads of a layer, as KVCrush has.
+    """
+
+    label: str
+    arm: Arm
+    against: Arm | None = None
+    one_set: Arm | None = None
+
+    @property
+    def arms(self) -> Iterator[Arm]:
+        """All that it needs."""
+        yield from (arm for arm in (self.against, self.one_set, self.arm) if arm is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmTable:
+    """Arms that are read together.
+
+    Attributes:
+        name: of it.
+        caption: what is changed.
+        rows: in the order of reading.
+    """
+
+    name: str
+    caption: str
+    rows: tuple[Row, ...]
+
+
+def with_options(rule: Rule, *options: str) -> Rule:
+    """A rule with more options behind its own; empty ones are left out."""
+    name, _, own = rule.text.partition(":")
+    written = ",".join(option for option in (own, *options) if option)
+    return Rule(f"{name}:{written}" if written else name)
+
+
+def around(name: str, base: Rule, *options: str) -> Rule:
+    """A rule around a rule."""
+    return with_options(Rule(f"{name}:base=({base.text})"), *options)
+
+
+def crushed(base: Rule, share: float, *options: str) -> Rule:
+    """KVCrush around a rule."""
+    return around(CRUSH, base, f"share={share:g}", *options)
+
+
+def base_arm(config: QualityConfig, rule: Rule) -> Arm:
+    """A rule in the base configuration."""
+    return Arm(rule=rule, cap=config.cap(config.budget), when=config.when)
+
+
+def page_arm(config: QualityConfig, rule: Rule) -> Arm:
+    """The same by pages; the cap is lower by what OpenVINO's form adds."""
+    added = config.blocks * config.page_tokens if rule.text.startswith(OPENVINO) else 0
+    arm = base_arm(config, with_options(rule, PAGES))
+    return replace(arm, cap=arm.cap - added)
+
+
+def one_set(base: Rule, *options: str) -> Rule:
+    """A rule whose heads share one kept set: KVCrush without representatives."""
+    return crushed(base, 0.0, *options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A base rule and what is made of it, at equal budgets.
+
+    Attributes:
+        alone: each KV head keeps what it wants.
+        one_set: the heads of a layer keep the same, as with KVCrush: KVCrush without
+            representatives.
+        crushing: KVCrush.
+        openvino: OpenVINO's form; None where pages do not leave whole.
+    """
+
+    alone: Arm
+    one_set: Arm
+    crushing: Arm
+    openvino: Arm | None = None
+
+
+def by_token(config: QualityConfig) -> tuple[Compared, ...]:
+    """Of all base rules, and of one under a pyramid budget."""
+    asked = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
+    return tuple(
+        Compared(
+            alone=base_arm(config, with_options(base, budget)),
+            one_set=base_arm(config, one_set(base, budget)),
+            crushing=base_arm(config, crushed(base, config.share, budget)),
+        )
+        for base, budget in asked
+    )
+
+
+def by_page(config: QualityConfig) -> tuple[Compared, ...]:
+    """Of all base rules, whole pages leaving."""
+    return tuple(
+        Compared(
+            alone=page_arm(config, base),
+            one_set=page_arm(config, one_set(base)),
+            crushing=page_arm(config, crushed(base, config.share)),
+            openvino=page_arm(config, around(OPENVINO, base, f"blocks={config.blocks}")),
+        )
+        for base in config.bases
+    )
+
+
+def paper_base(paper: PaperConfig) -> Rule:
+    """H2O with the first and the newest tokens protected, a page's tokens in sum."""
+    sinks, recent = paper.scaled(paper.initial), paper.scaled(paper.recent)
+    return Rule(f"h2o:sinks={sinks},recent={recent}")
+
+
+def paper_rows(
+    paper: PaperConfig, when: str, shares: Sequence[float], anchors: Sequence[str]
+) -> tuple[Row, ...]:
+    """H2O and KVCrush as in the paper's tables I and II: pages, its splits and anchors."""
+    base = paper_base(paper)
+
+    def made(rule: Rule) -> Arm:
+        return Arm(rule=with_options(rule, PAGES), cap=paper.cap, when=when)
+
+    alone, shared = made(base), made(one_set(base))
+    rows = [
+        Row(label="H2O, each head its own", arm=alone),
+        Row(label="H2O, one set a layer (the paper's)", arm=shared, against=alone),
+    ]
+    for share in shares:
+        for anchor in anchors:
+            label = f"KVCrush {100 * (1 - share):.0f}/{100 * share:.0f}, {anchor}"
+            arm = made(crushed(base, share, f"anchor={anchor}"))
+            rows.append(Row(label=label, arm=arm, against=alone, one_set=shared))
+    return tuple(rows)
+
+
+def full_key(config: QualityConfig, task: str, model: str, commit: str | None) -> CellKey:
+    """The cell of full KV."""
+    return CellKey(
+        model=model,
+        task=task,
+        tokens=config.tokens,
+        prompts=config.prompts,
+        rule=FULL,
+        when="",
+        budget=1.0,
+        evict=FULL,
+        commit=commit,
+        page_tokens=config.page_tokens,
+    )
+
+
+def key_of(config: QualityConfig, arm: Arm, task: str, model: str, commit: str | None) -> CellKey:
+    """The cell of an arm and a task."""
+    return replace(
+        full_key(config, task, model, commit),
+        rule=arm.rule.text,
+        when=arm.when,
+        budget=arm.cap / config.tokens,
+        evict=arm.rule.evict(arm.cap, config.every, arm.when),
+    )

@@ -1,0 +1,176 @@
+"""`python -m benchmarks kvcrush`: rules with and without KVCrush: quality, bytes, time."""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.cells import parts_of_budgets, running_text, show_cell
+from benchmarks.common.command import finish, show_parts
+from benchmarks.common.questions import asking_for, load
+from benchmarks.kvcrush.recorded import files_of_tasks, recorded
+from quire.cli.common import AsJson
+from quire.cli.options import MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.report import commit
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.kvcrush.config import KVCrushBenchConfig, QualityConfig
+
+
+@with_settings(MODEL, model_as="option")
+def kvcrush(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Only these, with commas: quality, sweeps, fidelity, long, prompts, overhead, "
+            "bytes. Without it, all for which there is data."
+        ),
+    ] = "",
+    bases: Annotated[
+        str,
+        typer.Option(
+            help="Base rules: names with commas, or rules with options with semicolons: "
+            "'h2o; snapkv:window=16'. The first is also the one whose options are changed."
+        ),
+    ] = "",
+    tasks: Annotated[str, typer.Option(help="Of the parts quality and sweeps, with commas.")] = "",
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            help="Of the longest prompt of quality and sweeps; 512 if not said. The paper's caps "
+            "and pages are divided for prompts below 2,048.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(help="Cap in per cent of the longest prompt; 25 if not said.")
+    ] = "",
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each cell; 100 if not said, 50 of the part sweeps."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Recorded examples for the part prompts, as TASK=FILE, JSON or JSON lines: gsm8k, "
+            "xsum, cnndm, narrativeqa. May be repeated."
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables, pictures and the result. Cells of quality and sweeps are "
+            "kept there as they finish: a run that was stopped goes on."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Few short prompts and texts, a small model for time. No claims."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare rules with KVCrush and without: answers, fidelity, time, bytes of signatures."""
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.eviction.cells import CellFile
+    from benchmarks.kvcrush.parts import Material, make_parts
+    from quire.evals.rouge import rouge_l
+
+    files = files_of_tasks(data or ())
+    config = _config(settings.model, quick=quick)
+    quality, sweeps = (
+        _quality(part, tasks, budget, tokens, prompts) for part in (config.quality, config.sweeps)
+    )
+    config = _with_bases(replace(config, quality=quality, sweeps=sweeps), bases)
+    if settings.loading.dtype != "auto":
+        overhead = replace(config.overhead, dtype=settings.loading.dtype)
+        config = replace(config, overhead=overhead)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    material = Material(
+        load=lambda: load(settings),
+        asking_for=asking_for,
+        running_for=lambda model: running_text(model, text),
+        recorded_for=partial(recorded, files),
+        rouge_l=rouge_l,
+        kept=CellFile(None if out is None else out / "cells.jsonl"),
+        commit=commit(),
+        show=show_cell,
+    )
+    made = make_parts(material)
+    names = names_of(parts, made)
+    if not parts.strip() and not files:
+        names = tuple(name for name in names if name != "prompts")
+    results, claims = show_parts(run_named(names, made, config))
+    run = finish("kvcrush", results, claims, _used(config, settings), out, quick=quick)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(model: str, *, quick: bool) -> "KVCrushBenchConfig":
+    from benchmarks.kvcrush.config import QUICK_KVCRUSH, KVCrushBenchConfig
+
+    return replace(QUICK_KVCRUSH if quick else KVCrushBenchConfig(), model=model)
+
+
+def _quality(
+    config: "QualityConfig", tasks: str, budget: str, tokens: int | None, prompts: int | None
+) -> "QualityConfig":
+    """What was asked for; what was not said stays as it is.
+
+    Raises:
+        UnknownName: no such task.
+        ConfigError: a budget that is none, or more than one.
+    """
+    from benchmarks.common.named_parts import names_of
+    from benchmarks.kvcrush.config import PaperConfig
+    from quire.evals.tasks import FAMILIES
+
+    if tokens is not None:
+        config = replace(config, tokens=tokens, paper=PaperConfig.for_prompts(tokens))
+    if tasks.strip():
+        config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))
+    if budget.strip():
+        found = parts_of_budgets(budget)
+        if len(found) != 1:
+            raise ConfigError(f"expected one budget such as 25, got {budget!r}")
+        config = replace(config, budget=found[0])
+    return replace(config, prompts=prompts or config.prompts)
+
+
+def _with_bases(config: "KVCrushBenchConfig", bases: str) -> "KVCrushBenchConfig":
+    """The same base rules in all parts; without any, each part's own."""
+    from benchmarks.eviction.rules import rules_of
+
+    if not bases.strip():
+        return config
+    chosen = rules_of(bases)
+    first = chosen[0]
+    return replace(
+        config,
+        quality=replace(config.quality, bases=chosen, swept=(first,), pyramid=first),
+        sweeps=replace(config.sweeps, bases=chosen, swept=(first,), pyramid=first),
+        fidelity=replace(config.fidelity, bases=chosen),
+        long=replace(config.long, bases=chosen, pyramid=first),
+        overhead=replace(config.overhead, base=first),
+    )
+
+
+def _used(config: "KVCrushBenchConfig", settings: Settings) -> dict[str, object]:
+    import torch
+
+    return settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}

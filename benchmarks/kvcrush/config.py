@@ -1,0 +1,287 @@
+"""What the KVCrush bench runs, at full size and small."""
+
+from dataclasses import dataclass, field, replace
+
+from benchmarks.common.workload import SHAPES
+from benchmarks.eviction.config import TASKS, CellsConfig
+from benchmarks.eviction.rules import Rule
+from quire.errors import ConfigError
+from quire.policies.signatures.anchors import ALTERNATING, FARTHEST, MEAN, ONES, RANDOM, ZEROS
+from quire.spec.eviction import PREFILL_AND_DECODE, PREFILL_END
+
+BASES = tuple(map(Rule, ("h2o", "average", "snapkv", "expected_attention")))
+SWEPT_TASKS = ("lines", "kv", "niah", "facts")
+"""Those of `TASKS` at which rules differ: all of them do well at `labels` and badly at `copy`."""
+
+CLAIMED = ("bases", "pages")
+SWEEPS = (
+    *("paper", "shares", "additive", "anchors", "granularity", "forms", "schedule", "budgets"),
+)
+
+
+_PAPER_PROMPT_TOKENS = 2_048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperConfig:
+    """The page-level setting of the paper's table I, and by what it is divided.
+
+    Attributes:
+        initial, middle, recent: tokens.
+        page_tokens: slots of a page.
+        divisor: of all of them; 1 is the paper's.
+    """
+
+    initial: int = 32
+    middle: int = 512
+    recent: int = 128
+    page_tokens: int = 32
+    divisor: int = 4
+
+    def __post_init__(self) -> None:
+        for number in (self.initial, self.middle, self.recent, self.page_tokens):
+            if number % self.divisor:
+                raise ConfigError(f"expected a divisor of {number} tokens, got {self.divisor}")
+
+    def scaled(self, tokens: int) -> int:
+        """A number of tokens, divided."""
+        return tokens // self.divisor
+
+    @classmethod
+    def for_prompts(cls, tokens: int) -> "PaperConfig":
+        """So divided that all that stays is about a third of a prompt, or less of a longer one."""
+        made = cls(divisor=1)
+        while made.divisor * tokens < _PAPER_PROMPT_TOKENS and made.divisor < made.page_tokens:
+            made = cls(divisor=2 * made.divisor)
+        return made
+
+    @property
+    def cap(self) -> int:
+        """All that stays."""
+        return self.scaled(self.initial + self.middle + self.recent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityConfig:
+    """One base configuration, and one thing at a time that is changed.
+
+    Attributes:
+        tables: which are made; see `benchmarks.kvcrush.arm_tables`.
+        bases: rules, with and without KVCrush around them.
+        pyramid: the one that gets a pyramid budget too.
+        swept: bases of the tables that change one thing.
+        tasks: of `quire.evals`.
+        tokens: most of a prompt with its answer.
+        prompts: of each cell.
+        budget: cap as a part of `tokens`; 0.25 is 4 x compression.
+        other_budgets: of a table of its own.
+        share: for representatives.
+        shares: of a table of its own.
+        anchors, several, several_kinds: single anchors; how many; and of which kinds those are.
+        chunk_tokens: neighbours that stay or go together.
+        blocks: pages that OpenVINO's form adds; its cap is lower by as many.
+        paper: the setting of the paper's table I; its pages are everybody's.
+        when: the schedule.
+        other_when: of a table of its own.
+        every: tokens that leave at a time, where they leave more than once.
+        rows: requests that run at once.
+        cache: most bytes of prompts that are kept read for the next rules.
+    """
+
+    tables: tuple[str, ...] = CLAIMED
+    bases: tuple[Rule, ...] = BASES
+    pyramid: Rule = Rule("snapkv")  # noqa: RUF009 - frozen
+    swept: tuple[Rule, ...] = (Rule("h2o"), Rule("snapkv"))
+    tasks: tuple[str, ...] = TASKS
+    tokens: int = 512
+    prompts: int = 100
+    budget: float = 0.25
+    other_budgets: tuple[float, ...] = (0.5, 0.125)
+    share: float = 0.25
+    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
+    anchors: tuple[str, ...] = (MEAN, RANDOM, ALTERNATING, ZEROS, ONES)
+    several: tuple[int, ...] = (2, 4, 8)
+    several_kinds: tuple[str, ...] = (RANDOM, MEAN, FARTHEST)
+    chunk_tokens: int = 8
+    blocks: int = 2
+    paper: PaperConfig = field(default_factory=PaperConfig)
+    when: str = PREFILL_END
+    other_when: str = PREFILL_AND_DECODE
+    every: int = 16
+    rows: int = 32
+    cache: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        _ = self.cells  # refuses budgets and prompts that cannot be
+
+    @property
+    def cells(self) -> CellsConfig:
+        """The numbers that all benches of cells check."""
+        return CellsConfig(
+            budgets=(self.budget, *self.other_budgets),
+            tasks=self.tasks,
+            tokens=self.tokens,
+            prompts=self.prompts,
+            every=self.every,
+            rows=self.rows,
+        )
+
+    @property
+    def page_tokens(self) -> int:
+        """Slots of a page."""
+        return self.paper.scaled(self.paper.page_tokens)
+
+    def cap(self, budget: float) -> int:
+        """In tokens."""
+        return int(budget * self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FidelityConfig:
+    """Texts read on, and continued, under a cap.
+
+    Attributes:
+        name: of tables and claims.
+        bases: rules, with and without KVCrush around them.
+        pyramid: the one that gets a pyramid budget too; None: none does.
+        share: for representatives.
+        tokens: of each text.
+        texts: how many.
+        new_tokens: of each continuation.
+        cap: in tokens.
+        every: tokens that leave, and are read, at a time.
+        page_tokens: of a page.
+        blocks: pages that OpenVINO's form adds, its cap is lower by as many; 0: without that form.
+    """
+
+    name: str = "fidelity"
+    bases: tuple[Rule, ...] = BASES
+    pyramid: Rule | None = None
+    share: float = 0.25
+    tokens: int = 1_024
+    texts: int = 16
+    new_tokens: int = 64
+    cap: int = 256
+    every: int = 32
+    page_tokens: int = 8
+    blocks: int = 2
+
+
+LONG = FidelityConfig(
+    name="long",
+    bases=(Rule("h2o"), Rule("snapkv")),
+    pyramid=Rule("snapkv"),
+    tokens=4_032,
+    texts=6,
+    cap=2_048,
+    every=128,
+    blocks=0,
+)
+"""The paper's other budget: 2,048 tokens, a static quarter of them for representatives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsConfig:
+    """Real prompts in the page-level setting of the paper's table I.
+
+    Attributes:
+        tokens: most of a prompt; shots are left out until it fits, then its beginning.
+        prompts: of each file of examples.
+        new_tokens: of each answer.
+        paper: caps and pages.
+        shares: for representatives, in the order of the paper's splits.
+        anchors: of the paper.
+    """
+
+    tokens: int = 1_344
+    prompts: int = 8
+    new_tokens: int = 64
+    paper: PaperConfig = field(default_factory=lambda: PaperConfig(divisor=1))
+    shares: tuple[float, ...] = (0.75, 0.25)
+    anchors: tuple[str, ...] = (RANDOM, MEAN, ALTERNATING)
+
+    @property
+    def least_tokens(self) -> int:
+        """Prompts are longer, so that much of each is read under the cap."""
+        return (self.paper.cap + self.tokens) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadConfig:
+    """What representatives take of a run's time, with random weights.
+
+    Attributes:
+        model: a name in SHAPES.
+        base: the rule around which.
+        rows: requests that run together.
+        prompt_tokens, new_tokens: of each.
+        cap, every: of the evictions.
+        share: for representatives.
+        dtype: of weights and KV.
+    """
+
+    model: str = "125m"
+    base: Rule = Rule("h2o")  # noqa: RUF009 - frozen
+    rows: int = 16
+    prompt_tokens: int = 1_024
+    new_tokens: int = 512
+    cap: int = 672
+    every: int = 64
+    share: float = 0.25
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.model not in SHAPES:
+            raise ConfigError(f"expected one of {', '.join(SHAPES)}, got {self.model!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCrushBenchConfig:
+    """All of it.
+
+    Attributes:
+        model: that reads and answers: a folder, a hub name or quire-tiny.
+        quality, sweeps, fidelity, long, prompts, overhead: the parts.
+    """
+
+    model: str = "quire-tiny"
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    sweeps: QualityConfig = field(
+        default_factory=lambda: QualityConfig(tables=SWEEPS, tasks=SWEPT_TASKS, prompts=50)
+    )
+    fidelity: FidelityConfig = field(default_factory=FidelityConfig)
+    long: FidelityConfig = LONG
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    overhead: OverheadConfig = field(default_factory=OverheadConfig)
+
+
+_QUICK_BASES = (Rule("h2o"), Rule("snapkv:window=16"))
+_QUICK_QUALITY = QualityConfig(
+    bases=_QUICK_BASES,
+    pyramid=Rule("snapkv:window=16"),
+    swept=(Rule("h2o"),),
+    tasks=("lines", "kv"),
+    tokens=256,
+    prompts=10,
+    other_budgets=(0.5,),
+    shares=(0.0, 0.25, 0.75),
+    anchors=(MEAN, RANDOM),
+    several=(2,),
+    several_kinds=(FARTHEST,),
+    chunk_tokens=4,
+    paper=PaperConfig(divisor=8),
+)
+QUICK_KVCRUSH = KVCrushBenchConfig(
+    quality=_QUICK_QUALITY,
+    sweeps=replace(_QUICK_QUALITY, tables=SWEEPS),
+    fidelity=FidelityConfig(
+        bases=_QUICK_BASES, tokens=256, texts=2, new_tokens=16, cap=64, every=16, page_tokens=4
+    ),
+    long=replace(LONG, tokens=512, texts=1, new_tokens=16, cap=256, every=32),
+    prompts=PromptsConfig(
+        tokens=672, prompts=1, new_tokens=16, paper=PaperConfig(divisor=2), anchors=(MEAN,)
+    ),
+    overhead=OverheadConfig(
+        model="small", rows=4, prompt_tokens=256, new_tokens=64, cap=168, every=16
+    ),
+)

@@ -1,0 +1,81 @@
+"""What a rule wins over another one: the same prompts under both, and how sure that is.
+
+A pair is one prompt (each is drawn from a seed of its own). Where several pairs of rules are asked,
+a prompt counts with its mean over them: they share it, so they are not independent. Intervals are
+by bootstrap: prompts are drawn again inside each task, and, for the wider ones, the tasks first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common.intervals import bootstrap_mean
+from benchmarks.eviction.cells import Cell
+from quire.errors import InvariantError
+
+ByTask = Mapping[str, Cell]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A difference of shares of right answers, mean over tasks.
+
+    Attributes:
+        mean: with less without.
+        low, high: 95 % of it, were other prompts and other tasks asked.
+        prompts_low, prompts_high: the same tasks, other prompts.
+    """
+
+    mean: float
+    low: float
+    high: float
+    prompts_low: float
+    prompts_high: float
+
+    def claims(self, name: str) -> dict[str, int | float]:
+        """As numbers under a name."""
+        return {
+            f"{name}_mean": self.mean,
+            f"{name}_low": self.low,
+            f"{name}_high": self.high,
+            f"{name}_prompts_low": self.prompts_low,
+            f"{name}_prompts_high": self.prompts_high,
+        }
+
+
+def gain_of(pairs: Sequence[tuple[ByTask, ByTask]]) -> Gain:
+    """What the second of each pair wins over the first.
+
+    Args:
+        pairs: cells by task, without and with; all of the same tasks.
+    """
+    by_task = [
+        np.mean([_won(without[task], crushing[task]) for without, crushing in pairs], axis=0)
+        for task in pairs[0][0]
+    ]
+    low, high = bootstrap_mean(by_task, groups_too=True)
+    prompts_low, prompts_high = bootstrap_mean(by_task, groups_too=False)
+    return Gain(
+        mean=float(np.mean([won.mean() for won in by_task])),
+        low=low,
+        high=high,
+        prompts_low=prompts_low,
+        prompts_high=prompts_high,
+    )
+
+
+def _won(without: Cell, crushing: Cell) -> NDArray[np.float64]:
+    """Of each prompt: 1 won, 0 as before, -1 lost."""
+    for cell in (without, crushing):
+        if len(cell.outcomes) != cell.key.prompts:
+            raise InvariantError(
+                f"expected an outcome of each of {cell.key.prompts} prompts of {cell.key.evict!r}, "
+                f"got {len(cell.outcomes)}; take another folder for --out"
+            )
+    return _numbers(crushing) - _numbers(without)
+
+
+def _numbers(cell: Cell) -> NDArray[np.float64]:
+    return np.array([outcome == "1" for outcome in cell.outcomes], dtype=np.float64)

@@ -1,0 +1,92 @@
+"""Asks many rules the same prompts, which are read once for all that remember the same of them.
+
+A prompt that loses tokens only when it has been read (`when=prefill_end`) is read alike under all
+rules that have the same remembered of it: the engine's prefix cache keeps its KV and what is
+remembered beside it, and the next rule begins at the prompt's last block.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.common.asked import Asked, Asking
+from benchmarks.eviction.cells import FULL, Cell, CellKey
+from benchmarks.eviction.quality import judged
+from benchmarks.kvcrush.config import QualityConfig
+from quire.engine.llm import LLM
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+REMEMBERED = 1.5
+"""Bytes of a cached prompt over those of its keys and values: what rules remember of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The prompts of a task, and an engine that has read some of them."""
+
+    name: str
+    llm: LLM
+    asked: list[Asked]
+    token_ids: list[list[int]]
+    answer_tokens: int
+
+
+class ManyRules:
+    """Asks cells of a model, task by task: another task begins with an empty memory.
+
+    Args:
+        model: reads its context.
+        config: lengths and rows.
+        asking: makes the prompts of a task.
+        rules: all that will be asked, without caps.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: QualityConfig, asking: Asking, rules: Sequence[str]
+    ) -> None:
+        self._model, self._config, self._asking = model, config, asking
+        self._allow = "; ".join(dict.fromkeys(rule for rule in rules if rule != FULL))
+        self._task: _Task | None = None
+
+    def cell(self, key: CellKey) -> Cell:
+        """Answer all prompts of a cell.
+
+        Raises:
+            InvariantError: a request failed.
+        """
+        started_s = time.perf_counter()
+        task = self._of(key)
+        options = SamplingParams(max_tokens=task.answer_tokens, temperature=0.0)
+        answers = task.llm.generate(task.token_ids, options, evict=key.evict)
+        return judged(key, task.asked, answers, time.perf_counter() - started_s)
+
+    def _of(self, key: CellKey) -> _Task:
+        if self._task is None or self._task.name != key.task:
+            self._task = None  # its memory goes first
+            self._task = self._begun(key)
+        return self._task
+
+    def _begun(self, key: CellKey) -> _Task:
+        asked, llm = self._asking(key.task, key.tokens, key.prompts), self._open(key)
+        return _Task(
+            name=key.task,
+            llm=llm,
+            asked=asked,
+            token_ids=[llm.encode(found.prompt) for found in asked],
+            answer_tokens=max(len(llm.encode(found.answer)) for found in asked),
+        )
+
+    def _open(self, key: CellKey) -> LLM:
+        rows, number_bytes = self._config.rows, self._model.decoder.dtype.itemsize
+        row_bytes = self._model.spec.kv_bytes_per_token(number_bytes) * key.tokens
+        cached = min(int(REMEMBERED * row_bytes) * key.prompts, self._config.cache)
+        kv = KVConfig(
+            memory=2 * rows * row_bytes + cached + (8 << 20),
+            page_tokens=key.page_tokens,
+            evict=FULL,
+            evict_allow=self._allow,
+        )
+        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))

@@ -1,0 +1,92 @@
+"""The parts of the KVCrush bench by name, in the order in which they run and are read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from benchmarks.common.asked import AskingFor
+from benchmarks.common.result import PartResult
+from benchmarks.eviction.cells import Cell, CellFile
+from benchmarks.eviction.texts import RunningText
+from benchmarks.kvcrush.arm_tables import keys
+from benchmarks.kvcrush.config import (
+    FidelityConfig,
+    KVCrushBenchConfig,
+    PromptsConfig,
+    QualityConfig,
+)
+from benchmarks.kvcrush.fidelity import run_fidelity
+from benchmarks.kvcrush.judging import ManyRules
+from benchmarks.kvcrush.overhead import run_overhead
+from benchmarks.kvcrush.prompts import Recorded, run_prompts
+from benchmarks.kvcrush.quality import run_quality
+from benchmarks.kvcrush.reading import JudgeText
+from benchmarks.kvcrush.signature_bytes import run_bytes
+from quire.models.loader import LoadedModel
+
+Part = Callable[[KVCrushBenchConfig], PartResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """What the parts are given besides their configuration.
+
+    Attributes:
+        load: the model that reads and answers; loaded when the first part needs it.
+        asking_for: makes prompts for it.
+        running_for: what its long texts are cut from.
+        recorded_for: prompts of files of examples.
+        rouge_l: judges continuations of texts.
+        kept: where finished cells are, and go.
+        commit: of this code.
+        show: called with every cell that is asked.
+    """
+
+    load: Callable[[], LoadedModel]
+    asking_for: AskingFor
+    running_for: Callable[[LoadedModel], RunningText]
+    recorded_for: Callable[[LoadedModel, PromptsConfig], Sequence[Recorded]]
+    rouge_l: JudgeText
+    kept: CellFile
+    commit: str | None
+    show: Callable[[Cell], None]
+
+    @cached_property
+    def model(self) -> LoadedModel:
+        """Loaded once."""
+        return self.load()
+
+
+def make_parts(material: Material) -> Mapping[str, Part]:
+    """All parts."""
+
+    def quality(config: KVCrushBenchConfig, part: QualityConfig) -> PartResult:
+        model = material.model
+        rules = [key.rule for key in keys(part, config.model, None)]
+        judge = ManyRules(model, part, material.asking_for(model), rules)
+        return run_quality(
+            judge.cell,
+            part,
+            model=config.model,
+            commit=material.commit,
+            kept=material.kept,
+            show=material.show,
+        )
+
+    def fidelity(part: FidelityConfig) -> PartResult:
+        running = material.running_for(material.model)
+        return run_fidelity(material.model, part, running, material.rouge_l)
+
+    def prompts(part: PromptsConfig) -> PartResult:
+        recorded = material.recorded_for(material.model, part)
+        return run_prompts(material.model, part, recorded, material.rouge_l)
+
+    return {
+        "quality": lambda c: quality(c, c.quality),
+        "sweeps": lambda c: quality(c, c.sweeps),
+        "fidelity": lambda c: fidelity(c.fidelity),
+        "long": lambda c: fidelity(c.long),
+        "prompts": lambda c: prompts(c.prompts),
+        "overhead": lambda c: run_overhead(c.overhead),
+        "bytes": lambda c: run_bytes(),
+    }

@@ -1,0 +1,220 @@
+"""Parts `quality` and `sweeps`: right answers with KVCrush and without it.
+
+quality   every base rule, by token and by page, OpenVINO's form beside them: the claims
+sweeps    some of them, one thing changed at a time
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.eviction.cells import Cell, CellFile, CellKey
+from benchmarks.eviction.quality import mean_share, measure_cells
+from benchmarks.kvcrush import arms
+from benchmarks.kvcrush.arm_tables import DYNAMIC, KMEANS, keys, tables
+from benchmarks.kvcrush.arms import Arm, ArmTable, Row, by_page, by_token
+from benchmarks.kvcrush.config import CLAIMED, QualityConfig
+from benchmarks.kvcrush.gains import ByTask, Gain, gain_of
+
+Groups = dict[str, list[tuple[Arm, Arm]]]
+"""Name of a claim to pairs of arms: without, and with."""
+
+
+class Answers:
+    """Cells by arm.
+
+    Args:
+        config: of the part.
+        cells: all of them.
+        model, commit: of their keys.
+    """
+
+    def __init__(
+        self, config: QualityConfig, cells: Iterable[Cell], model: str, commit: str | None
+    ) -> None:
+        self.config = config
+        self._model, self._commit = model, commit
+        self._cells = {cell.key: cell for cell in cells}
+
+    @property
+    def full(self) -> ByTask:
+        """With full KV."""
+        config = self.config
+        wanted = (arms.full_key(config, task, self._model, self._commit) for task in config.tasks)
+        return {key.task: self._cells[key] for key in wanted}
+
+    def of(self, arm: Arm) -> ByTask:
+        """Of an arm."""
+        config = self.config
+        wanted = (
+            arms.key_of(config, arm, task, self._model, self._commit) for task in config.tasks
+        )
+        return {key.task: self._cells[key] for key in wanted}
+
+    def over_full(self, arm: Arm) -> float:
+        """Right answers of an arm over those with full KV; 0 where there are none at all."""
+        full = mean_share(self.full)
+        return mean_share(self.of(arm)) / full if full else 0.0
+
+    def gain(self, pairs: Sequence[tuple[Arm, Arm]]) -> Gain:
+        """Of the second of each pair of arms over the first, all pairs taken together."""
+        return gain_of([(self.of(without), self.of(crushing)) for without, crushing in pairs])
+
+
+def run_quality(
+    ask: Callable[[CellKey], Cell],
+    config: QualityConfig,
+    *,
+    model: str,
+    commit: str | None,
+    kept: CellFile,
+    show: Callable[[Cell], None],
+) -> PartResult:
+    """Either part.
+
+    Args:
+        ask: gives a cell.
+        config: of the part.
+        model: of the cells.
+        commit: of the cells.
+        kept: where finished cells are, and go.
+        show: called with every cell that is asked.
+    """
+    cells = list(measure_cells(ask, keys(config, model, commit), kept, show))
+    answers = Answers(config, cells, model, commit)
+    return PartResult(
+        claims=claims(answers),
+        tables=tuple(_table(answers, table) for table in tables(config)),
+        charts=(_shares_chart(answers),) if "shares" in config.tables else (),
+        raw={
+            "cells": [cell.to_json() for cell in cells],
+            "gains": {name: asdict(gain) for name, gain in gains(answers).items()},
+        },
+    )
+
+
+def gains(answers: Answers) -> dict[str, Gain]:
+    """Of the tables there are, over all their base rules together; see `claims`."""
+    groups: Groups = {}
+    if set(CLAIMED) <= set(answers.config.tables):
+        groups |= _claimed(answers.config)
+    if "forms" in answers.config.tables:
+        groups |= _of_forms(answers.config)
+    return {name: answers.gain(pairs) for name, pairs in groups.items()}
+
+
+def _claimed(config: QualityConfig) -> Groups:
+    tokens, pages = by_token(config), by_page(config)
+    openvino = [(one, one.openvino) for one in pages if one.openvino is not None]
+    by_base = zip(tokens, openvino, strict=False)  # a pyramid comes behind the bases
+    groups: Groups = {
+        "quality_gain": [(one.alone, one.crushing) for one in tokens],
+        "quality_gain_one_set": [(one.one_set, one.crushing) for one in tokens],
+        "one_set_gain": [(one.alone, one.one_set) for one in tokens],
+        "page_gain": [(one.alone, one.crushing) for one in pages],
+        "page_gain_one_set": [(one.one_set, one.crushing) for one in pages],
+        "openvino_gain": [(one.alone, form) for one, form in openvino],
+        "openvino_gain_one_set": [(one.one_set, form) for one, form in openvino],
+        "openvino_over_tokens_gain": [(one.alone, form) for one, (_, form) in by_base],
+    }
+    for one in tokens:
+        groups[f"quality_gain_{one.alone.rule.name}"] = [(one.alone, one.crushing)]
+        groups[f"quality_gain_one_set_{one.alone.rule.name}"] = [(one.one_set, one.crushing)]
+    return groups
+
+
+def _of_forms(config: QualityConfig) -> Groups:
+    [table] = [table for table in tables(config) if table.name == "forms"]
+    return {
+        name: [
+            (row.against, row.arm)
+            for row in table.rows
+            if row.against is not None and row.label.endswith(form)
+        ]
+        for name, form in (("dynamic_share_gain", DYNAMIC), ("kmeans_gain", KMEANS))
+    }
+
+
+def claims(answers: Answers) -> Numbers:
+    """Gains with their intervals, and right answers over full KV's of every rule at the budget.
+
+    quality_gain, page_gain, openvino_gain: KVCrush by token and by page, and OpenVINO's form, over
+    the rules alone, whose heads keep what each wants; openvino_over_tokens_gain: over the rules by
+    token. With _one_set: over the rules with one set for the heads of a layer, as KVCrush (and the
+    paper's H2O) has it: what the representatives are worth. one_set_gain: those over the rules
+    alone: what sharing costs. With a rule's name: of that rule. dynamic_share_gain, kmeans_gain:
+    over KVCrush with a static share.
+    """
+    made: Numbers = {}
+    for name, gain in gains(answers).items():
+        made |= gain.claims(name)
+    if not set(CLAIMED) <= set(answers.config.tables):
+        return made
+    over = {
+        row.arm.rule.name: answers.over_full(row.arm)
+        for table in tables(answers.config)
+        if table.name in CLAIMED
+        for row in table.rows
+    }
+    made |= {f"quality_over_full_{name}": share for name, share in over.items()}
+    return made | {
+        "full_quality": mean_share(answers.full),
+        "quality_over_full_best": max(over.values()),
+    }
+
+
+def _table(answers: Answers, table: ArmTable) -> Table:
+    config, first = answers.config, table.rows[0].arm
+    return Table(
+        name=f"kvcrush-{table.name}",
+        caption=(
+            f"{table.caption}. Right answers, {config.prompts} prompts of at most "
+            f"{config.tokens} tokens a cell, cap {100 * config.budget:g} % and when={first.when} "
+            "where nothing else is said. Gain: over the rule without, or the first row of its "
+            "group; over one set: over the rule whose heads share one kept set, as with KVCrush. "
+            "The same prompts, 95 % by bootstrap over tasks and prompts."
+        ),
+        columns=("rule", "cap", *config.tasks, "mean", "over full", "gain", "over one set"),
+        rows=(_full_row(answers), *(_row(answers, row) for row in table.rows)),
+    )
+
+
+def _full_row(answers: Answers) -> tuple[str | int | float | None, ...]:
+    full, tokens = answers.full, answers.config.tokens
+    shares = (cell.share for cell in full.values())
+    return ("full", tokens, *shares, mean_share(full), 1.0, None, None)
+
+
+def _row(answers: Answers, row: Row) -> tuple[str | int | float | None, ...]:
+    found = answers.of(row.arm)
+    shares = (cell.share for cell in found.values())
+    over = answers.over_full(row.arm)
+    won = (_shown(answers, other, row.arm) for other in (row.against, row.one_set))
+    return (row.label, row.arm.cap, *shares, mean_share(found), over, *won)
+
+
+def _shown(answers: Answers, without: Arm | None, arm: Arm) -> str | None:
+    if without is None:
+        return None
+    gain = answers.gain([(without, arm)])
+    return f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+
+
+def _shares_chart(answers: Answers) -> Chart:
+    """Right answers over the share of representatives, a line for each base rule."""
+    return Chart(
+        name="kvcrush-shares",
+        title="Right answers over all tasks",
+        x_label="share of the budget for representatives",
+        y_label="share of right answers",
+        lines=dict(_share_lines(answers)),
+    )
+
+
+def _share_lines(
+    answers: Answers,
+) -> Iterator[tuple[str, tuple[tuple[str | int | float, int | float], ...]]]:
+    config = answers.config
+    for base in config.swept:
+        made = ((s, arms.base_arm(config, arms.crushed(base, s))) for s in config.shares)
+        yield base.text, tuple((s, mean_share(answers.of(arm))) for s, arm in made)

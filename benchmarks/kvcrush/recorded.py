@@ -1,0 +1,119 @@
+"""Prompts from recorded examples for `python -m benchmarks kvcrush`: `--data gsm8k=FILE`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.common.asked import Asked
+    from benchmarks.kvcrush.config import PromptsConfig
+    from benchmarks.kvcrush.prompts import Recorded
+    from quire.evals.few_shot import FewShotTask
+    from quire.evals.samples import Sample
+    from quire.models.loader import LoadedModel
+
+_DRAWN_FOR_EACH = 8  # examples, of which those stay that make a long prompt
+
+
+def files_of_tasks(named: Sequence[str]) -> Mapping[str, Path]:
+    """Read `TASK=FILE`, each task once.
+
+    Raises:
+        UnknownName: no such task.
+        ConfigError: no file is named, or a task is named twice.
+    """
+    from quire.evals.few_shot import task_named
+
+    found: dict[str, Path] = {}
+    for text in named:
+        name, _, path = text.partition("=")
+        task_named(name)
+        if not path or name in found:
+            raise ConfigError(f"expected each task once, as {name}=FILE, got --data {text!r}")
+        found[name] = Path(path)
+    return found
+
+
+def recorded(
+    files: Mapping[str, Path], model: "LoadedModel", config: "PromptsConfig"
+) -> "list[Recorded]":
+    """Prompts of every file.
+
+    Raises:
+        ConfigError: no file, one that cannot be read, or too few examples that are long enough.
+    """
+    from quire.evals.few_shot import task_named
+
+    if not files:
+        raise ConfigError(
+            "part prompts reads recorded examples: name files, such as --data gsm8k=test.jsonl"
+        )
+    return [_of_task(task_named(name), path, model, config) for name, path in files.items()]
+
+
+def _of_task(
+    task: "FewShotTask", path: Path, model: "LoadedModel", config: "PromptsConfig"
+) -> "Recorded":
+    from benchmarks.kvcrush.prompts import Recorded
+    from quire.evals.samples import make_samples, read_records
+
+    records, n = read_records(path), config.prompts
+    drawn = min(_DRAWN_FOR_EACH * n, len(records) - task.shots)
+    by_shots = [
+        make_samples(replace(task, shots=shots), records, drawn)
+        for shots in range(task.shots, -1, -1)
+    ]
+    found = list(_fitting(task, zip(*by_shots, strict=True), model, config))[:n]
+    if len(found) < n:
+        raise ConfigError(
+            f"{path} has {len(found)} examples of {task.name} that make prompts of more than "
+            f"{config.least_tokens} tokens, {n} were asked for; name a file of longer ones or of "
+            "more"
+        )
+    prompts, asked = zip(*found, strict=True)
+    return Recorded(name=task.name, score=task.score, prompts=prompts, asked=asked)
+
+
+def _fitting(
+    task: "FewShotTask",
+    samples: "Iterator[tuple[Sample, ...]]",
+    model: "LoadedModel",
+    config: "PromptsConfig",
+) -> "Iterator[tuple[list[int], Asked]]":
+    """Each example with as many shots as fit; those that then are long enough."""
+    from benchmarks.common.asked import Asked
+
+    for by_shots in samples:
+        sample, tokens = _longest(by_shots, model, config.tokens)
+        if len(tokens) > config.least_tokens:
+            grade = partial(_judge, task, sample.references)
+            yield tokens, Asked(prompt=sample.prompt, grade=grade)
+
+
+def _longest(
+    by_shots: "Sequence[Sample]", model: "LoadedModel", most_tokens: int
+) -> "tuple[Sample, list[int]]":
+    """The most shots with which a prompt fits; without any its beginning may have to go."""
+    for sample in by_shots:
+        tokens = _encoded(model, sample.prompt)
+        if len(tokens) <= most_tokens:
+            return sample, tokens
+    return sample, tokens[:1] + tokens[len(tokens) - most_tokens + 1 :]
+
+
+def _encoded(model: "LoadedModel", text: str) -> list[int]:
+    from quire.evals.questions import DOCUMENT_START
+    from quire.models.tokenizer import encode_prompt
+
+    if model.tokenizer is None:
+        raise ConfigError(f"{model.name} has no tokenizer: it cannot be given texts")
+    known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
+    return encode_prompt(model.tokenizer, (DOCUMENT_START if known else "") + text)
+
+
+def _judge(task: "FewShotTask", references: tuple[str, ...], text: str) -> float:
+    return task.judge(text, references)

@@ -1,0 +1,88 @@
+"""`python -m benchmarks memory`: what KV memory costs and saves, one table after the other."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+
+if TYPE_CHECKING:
+    from benchmarks.memory.config import MemoryBenchConfig
+
+
+def memory(
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Only these, with commas: waste, pages, watermarks, beam, swap, prefix, cache, "
+            "allocator, reuse, fairness."
+        ),
+    ] = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Conversations to simulate; without it, Azure's, which Quire brings."),
+    ] = None,
+    prefix_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Shared prefixes to simulate, as Mooncake writes them; without it, the first "
+            "2,000 requests of its conversation trace."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few requests and short prompts: tries it out. No claims."),
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the KV memory: waste, sharing, watermarks, preemption, prefixes, fairness.
+
+    Some parts run the engine on random weights; others simulate recorded requests on the engine's
+    scheduler and memory.
+    """
+    import torch
+
+    from benchmarks.memory.parts import parts_of, run_parts
+
+    names = parts_of(parts)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    use_threads(threads)
+    config = _config(trace, prefix_trace, quick=quick)
+    results, claims = show_parts(run_parts(names, config))
+    run = finish(
+        "memory", results, claims, _used(config, torch.get_num_threads()), out, quick=quick
+    )
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "MemoryBenchConfig":
+    from benchmarks.memory.config import QUICK_MEMORY, MemoryBenchConfig
+
+    config = QUICK_MEMORY if quick else MemoryBenchConfig()
+    simulated = replace(
+        config.simulated, trace=str(trace or ""), prefix_trace=str(prefix_trace or "")
+    )
+    return replace(config, simulated=simulated)
+
+
+def _used(config: "MemoryBenchConfig", threads: int) -> dict[str, object]:
+    """The configuration; of files their names, which mean something elsewhere too."""
+    used: dict[str, object] = asdict(config)
+    simulated = asdict(config.simulated)
+    for name in ("trace", "prefix_trace"):
+        simulated[name] = Path(simulated[name]).name
+    return used | {"simulated": simulated, "threads": threads}

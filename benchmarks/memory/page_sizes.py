@@ -1,0 +1,192 @@
+"""Part `pages`: what the size of a page costs: waste, bytes of tables, time of a step.
+
+Waste is that of a simulated trace. Tables are those of sequences of the trace's lengths in all
+layers of the simulated model. Steps are real ones: the engine decodes with pages of each size, in
+turns.
+"""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.common.workload import SHAPES
+from benchmarks.memory.simulated import SimulatedConfig
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.kv.memory import KVMemory
+from quire.kv.waste import measure_waste
+from quire.models.loader import LoadedModel
+from quire.profile.timing import seconds
+from quire.sim.run import simulate
+from quire.sim.traces.base import Trace
+from quire.spec.layout import layout_for
+from quire.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSizesConfig:
+    """What is swept.
+
+    Attributes:
+        sizes: slots in a page.
+        requests: of the trace, at most.
+        table_sequences: whose tables are counted.
+        model: a name in SHAPES, whose steps are timed.
+        rows, prompt_tokens: sequences that decode together, and how far they are.
+        steps: timed in each repeat.
+        repeats: rounds of all sizes, after one that is not counted.
+    """
+
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    requests: int = 1_000
+    table_sequences: int = 16
+    model: str = "small"
+    rows: int = 16
+    prompt_tokens: int = 512
+    steps: int = 8
+    repeats: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSize:
+    """One size of a page.
+
+    Attributes:
+        tokens: slots in it.
+        waste_fraction: allocated slots without a token, over time.
+        table_fraction: bytes of tables, over allocated bytes.
+        step_s: a decode step, by repeat.
+    """
+
+    tokens: int
+    waste_fraction: float
+    table_fraction: float
+    step_s: tuple[float, ...]
+
+    @property
+    def median_step_s(self) -> float:
+        """Of all repeats."""
+        return statistics.median(self.step_s)
+
+
+def measure_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> list[PageSize]:
+    """Every size."""
+    steps_s = time_steps(config)
+    trace, on = simulated.conversations(), simulated.run_config()
+    trace = replace(trace, requests=trace.requests[: config.requests])
+    wastes = {
+        size: simulate(
+            trace, replace(on, kv=replace(on.kv, page_tokens=size))
+        ).gauges.waste_fraction
+        for size in config.sizes
+    }
+    return [
+        PageSize(
+            tokens=size,
+            waste_fraction=wastes[size],
+            table_fraction=table_fraction(on.model, trace, size, config.table_sequences),
+            step_s=tuple(steps_s[size]),
+        )
+        for size in config.sizes
+    ]
+
+
+def table_fraction(model: ModelSpec, trace: Trace, page_tokens: int, sequences: int) -> float:
+    """Bytes of the tables of a trace's first sequences, at their ends, over their KV bytes."""
+    lengths = [request.tokens for request in trace.requests[:sequences]]
+    layout = layout_for(model, codec="bfloat16", page_tokens=page_tokens)
+    pages = sum(length // page_tokens + 2 for length in lengths)
+    memory = KVMemory(layout, pages * layout.smallest_sequence_bytes + (256 << 20), len(lengths))
+    rows = np.array([memory.start() for _ in lengths])
+    memory.grow(rows, np.array(lengths, dtype=np.int32))
+    return measure_waste(memory).table_fraction
+
+
+def time_steps(config: PageSizesConfig) -> Mapping[int, list[float]]:
+    """Seconds of a decode step by page size, one number for each repeat."""
+    model = random_model(SHAPES[config.model](), dtype=torch.float32)
+    engines = {size: _decoding_engine(model, config, size) for size in config.sizes}
+    taken: dict[int, list[float]] = {size: [] for size in config.sizes}
+    for i in range(config.repeats + 1):
+        for size, engine in engines.items():
+            step_s = statistics.median(seconds(engine.step) for _ in range(config.steps))
+            taken[size] += [step_s] if i else []
+    return taken
+
+
+def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: int) -> Engine:
+    """An engine whose rows have read their prompts."""
+    new_tokens = (config.repeats + 1) * config.steps + 2 * config.rows
+    length = config.prompt_tokens + new_tokens + page_tokens
+    memory = model.spec.kv_bytes_per_token(4) * length * config.rows + (16 << 20)
+    engine = Engine(
+        model,
+        KVConfig(memory=memory, page_tokens=page_tokens, prefix_cache=False),
+        ScheduleConfig(max_running=config.rows),
+    )
+    rng = random.Random(0)
+    options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    for _ in range(config.rows):
+        prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
+        engine.submit(prompt, options)
+    running = engine.scheduler.running
+    while len(running) < config.rows or any(r.num_uncomputed > 1 for r in running):
+        engine.step()
+    return engine
+
+
+def run_page_sizes(config: PageSizesConfig, simulated: SimulatedConfig) -> PartResult:
+    """The part."""
+    found = measure_page_sizes(config, simulated)
+    rows = tuple(
+        (
+            size.tokens,
+            100 * size.waste_fraction,
+            100 * size.table_fraction,
+            1e3 * size.median_step_s,
+        )
+        for size in found
+    )
+    table = Table(
+        name="pages",
+        caption=(
+            f"Sizes of pages: waste over time of {simulated.model} on the trace, tables of its "
+            f"layers, and decode steps of a random-weight Llama ({config.model}, float32) with "
+            f"{config.rows} sequences of {config.prompt_tokens:,} tokens, medians of "
+            f"{config.repeats}."
+        ),
+        columns=("tokens of a page", "wasted %", "tables %", "decode step ms"),
+        rows=rows,
+    )
+    chart = Chart(
+        name="pages",
+        title="What is not KV of a token, by the size of pages",
+        x_label="tokens of a page",
+        y_label="% of the allocated bytes",
+        lines={
+            "wasted": tuple((size.tokens, 100 * size.waste_fraction) for size in found),
+            "tables": tuple((size.tokens, 100 * size.table_fraction) for size in found),
+        },
+        log_x=True,
+        log_y=True,
+    )
+    raw = {"step_s": {str(size.tokens): size.step_s for size in found}}
+    return PartResult(claims=claims(found), tables=(table,), charts=(chart,), raw=raw)
+
+
+def claims(found: Sequence[PageSize]) -> Numbers:
+    """Waste, tables and median step of each size."""
+    made: Numbers = {}
+    for size in found:
+        made[f"page_{size.tokens}_waste_fraction"] = size.waste_fraction
+        made[f"page_{size.tokens}_table_fraction"] = size.table_fraction
+        made[f"page_{size.tokens}_step_s"] = size.median_step_s
+    return made

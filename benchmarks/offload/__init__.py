@@ -1,0 +1,1 @@
+"""`python -m benchmarks offload`: a decode step whose KV is not on the device, arm beside arm."""

@@ -1,0 +1,247 @@
+"""Arms in turns on threads: latency of a step, what it is made of, and what was predicted."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Spans, Table
+from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
+from benchmarks.offload.config import OffloadBenchConfig
+from benchmarks.offload.rig import ArmStep, Rig
+from quire.offload.schedule.operations import DEVICE, IN, Kind
+from quire.offload.schedule.rules import staging_bytes
+from quire.offload.timeline import Timeline, chrome_trace
+from quire.plan.offload.split import paper_gain, pipelined_gain
+
+Steps = Mapping[str, Sequence[ArmStep]]
+COMPARED = ("prefetch", "lA", "lB")
+_BREAKDOWN = (
+    ("KV load", Kind.KV_IN),
+    ("X load", Kind.X_IN),
+    ("recompute", Kind.PROJECT),
+    ("attention", Kind.ATTEND),
+    ("host attention", Kind.HOST_ATTEND),
+    ("rest of the layer", Kind.LAYER),
+    ("store", Kind.KV_OUT),
+)
+
+
+def run_arms(config: OffloadBenchConfig) -> PartResult:
+    """The part."""
+    rig = Rig(config.shape, config.ratios)
+    steps = run_rounds(rig, ARMS, config.repeats)
+    others = {name: _other(config, rho) for name, rho in config.others}
+    traced = {name: found[-1].timeline for name, found in steps.items()}
+    return PartResult(
+        claims=claims(rig, steps) | _other_claims(others),
+        tables=(_table(rig, steps), _breakdown(steps), _other_table(config, others)),
+        charts=(_chart(steps),),
+        spans=(_spans({name: traced[name] for name in COMPARED}),),
+        raw={
+            "seconds": {name: [s.seconds for s in found] for name, found in steps.items()},
+            "predicted_s": {name: found[0].predicted_s for name, found in steps.items()},
+            "trace": chrome_trace(traced),
+        },
+    )
+
+
+def run_rounds(rig: Rig, arms: Sequence[Arm], repeats: int) -> dict[str, list[ArmStep]]:
+    """Steps of all arms in turns, behind one of each that is not counted."""
+    layouts = {arm.name: rig.layout(arm) for arm in arms}
+    found: dict[str, list[ArmStep]] = {arm.name: [] for arm in arms}
+    for turn in range(repeats + 1):
+        for arm in arms:
+            step = rig.step(arm, layouts[arm.name])
+            if turn:
+                found[arm.name].append(step)
+    return found
+
+
+def ratio(steps: Steps, over: str, under: str) -> float:
+    """Seconds of one arm over another's within rounds, the median."""
+    pairs = zip(steps[over], steps[under], strict=True)
+    return statistics.median(a.seconds / b.seconds for a, b in pairs)
+
+
+def model_errors(steps: Steps) -> list[float]:
+    """|predicted - measured| / measured of every step."""
+    return sorted(step.model_error for found in steps.values() for step in found)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Of sorted values the one at this share, the nearest above."""
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def claims(rig: Rig, steps: Steps) -> Numbers:
+    """Ratios within rounds, medians over them.
+
+    gain_lB_over_prefetch, gain_lB_over_lA: latency of the one over the pipelined split's.
+    latency_cut_lA: 1 - the paper's split over prefetching.
+    device_busy_fraction: at the pipelined split, first layer included.
+    model_error_p95: of all steps of all arms.
+    staging_bytes_over_prefetch: of the pipelined split.
+    output_error: largest difference of what a step computes, codes left out.
+    """
+    rates = rig.layout(BY_NAME["prefetch"]).rates
+    exact = [s.error for arm in ARMS if not arm.coded for s in steps[arm.name]]
+    busy = [step.timeline.busy_fraction() for step in steps["lB"]]
+    return {
+        "gain_lB_over_prefetch": ratio(steps, "prefetch", "lB"),
+        "gain_lB_over_prefetch_formula": pipelined_gain(rates),
+        "latency_cut_lA": 1 - ratio(steps, "lA", "prefetch"),
+        "latency_cut_lA_formula": 1 - 1 / paper_gain(rates),
+        "gain_lB_over_lA": ratio(steps, "lA", "lB"),
+        "gain_lB_codec_over_lB": ratio(steps, "lB", "lB_codec"),
+        "gain_host_share_over_lB": ratio(steps, "lB", "host_share"),
+        "gain_prefetch_over_no_overlap": ratio(steps, "no_overlap", "prefetch"),
+        "gain_lA_over_serial": ratio(steps, "serial", "lA"),
+        "device_busy_fraction": statistics.median(busy),
+        "model_error_p95": percentile(model_errors(steps), 0.95),
+        "staging_bytes_over_prefetch": _staging(rig, "lB") / _staging(rig, "prefetch"),
+        "output_error": max(exact),
+        "rho": rates.recompute_ratio,
+        "xi": rates.x_ratio,
+        "other_over_carrying": rates.other_s / (rates.kv_s * rig.shape.tokens),
+    }
+
+
+def _staging(rig: Rig, name: str) -> int | float:
+    arm = BY_NAME[name]
+    layout = rig.layout(arm)
+    sizes = rig.shape.sizes(coded=arm.coded)
+    work = step_work(layout.batch, rig.shape.num_layers, sizes, rig.speeds)
+    return staging_bytes(work, layout.rules)
+
+
+def _table(rig: Rig, steps: Steps) -> Table:
+    shape, ratios = rig.shape, rig.ratios
+    return Table(
+        name="offload-arms",
+        caption=(
+            f"A decode step on threads: {shape.num_layers} layers, {shape.tokens:,} tokens of "
+            f"{shape.rows} rows with KV on the host, rho = {ratios.recompute}, xi = "
+            f"{shape.x_ratio}, u / k = {ratios.host}. Products and copies are real; link and "
+            "device are padded to these ratios. Medians of "
+            f"{len(steps['lB'])} rounds, in turns."
+        ),
+        columns=(
+            "arm",
+            "recomputed",
+            "carried",
+            "on the host",
+            "ms",
+            "over prefetch",
+            "predicted ms",
+            "device busy",
+            "link busy",
+            "staging over prefetch",
+        ),
+        rows=tuple(_row(rig, arm, steps) for arm in ARMS),
+    )
+
+
+def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
+    batch, found = rig.layout(arm).batch, steps[arm.name]
+
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    return (
+        arm.label,
+        batch.x,
+        batch.kv,
+        batch.host,
+        1e3 * median([step.seconds for step in found]),
+        ratio(steps, "prefetch", arm.name),
+        1e3 * median([step.predicted_s for step in found]),
+        median([step.timeline.busy_fraction(DEVICE) for step in found]),
+        median([step.timeline.busy_fraction(IN) for step in found]),
+        _staging(rig, arm.name) / _staging(rig, "prefetch"),
+    )
+
+
+def _breakdown(steps: Steps) -> Table:
+    """As the paper's Figure 10: seconds of each kind over the sum of all."""
+    rows: list[tuple[Cell, ...]] = []
+    for arm in ARMS:
+        kinds = steps[arm.name][-1].timeline.by_kind()
+        whole = sum(kinds.values())
+        rows.append((arm.label, *(kinds.get(kind, 0.0) / whole for _, kind in _BREAKDOWN)))
+    return Table(
+        name="offload-breakdown",
+        caption="What a step is made of: each kind's time over the sum of all, overlapping or not.",
+        columns=("arm", *(label for label, _ in _BREAKDOWN)),
+        rows=tuple(rows),
+    )
+
+
+def _chart(steps: Steps) -> Chart:
+    bars = tuple(
+        (arm.name, 1e3 * statistics.median(s.seconds for s in steps[arm.name])) for arm in ARMS
+    )
+    return Chart(
+        name="offload-arms",
+        title="A decode step whose KV is on the host",
+        x_label="arm",
+        y_label="ms",
+        lines={"": bars},
+    )
+
+
+def _spans(timelines: Mapping[str, Timeline]) -> Spans:
+    """The first layers of some arms, lane by lane."""
+    end_s = min(timeline.seconds for timeline in timelines.values()) / 2
+    panels = {
+        BY_NAME[name].label: {
+            lane: tuple(
+                (span.start_s * 1e3, min(span.end_s, end_s) * 1e3, str(span.operation.kind))
+                for span in timeline.of(lane)
+                if span.start_s < end_s
+            )
+            for lane in (IN, DEVICE)
+        }
+        for name, timeline in timelines.items()
+    }
+    return Spans(name="offload-timeline", title="Link and device", x_label="ms", panels=panels)
+
+
+# ---- other machines ----------------------------------------------------------------------------
+
+
+def _other(config: OffloadBenchConfig, rho: float) -> dict[str, Any]:
+    rig = Rig(config.shape, replace(config.ratios, recompute=rho))
+    steps = run_rounds(rig, [BY_NAME[name] for name in COMPARED], config.repeats)
+    return {"rig": rig, "steps": steps}
+
+
+def _other_claims(others: Mapping[str, Any]) -> Numbers:
+    found: Numbers = {}
+    for name, run in others.items():
+        found[f"{name}_gain_lB_over_prefetch"] = ratio(run["steps"], "prefetch", "lB")
+        found[f"{name}_gain_lA_over_prefetch"] = ratio(run["steps"], "prefetch", "lA")
+    return found
+
+
+def _other_table(config: OffloadBenchConfig, others: Mapping[str, Any]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for name, rho in config.others:
+        run = others[name]
+        rates = run["rig"].layout(BY_NAME["prefetch"]).rates
+        rows.append(
+            (
+                name,
+                rho,
+                ratio(run["steps"], "prefetch", "lA"),
+                paper_gain(rates),
+                ratio(run["steps"], "prefetch", "lB"),
+                pipelined_gain(rates),
+            )
+        )
+    return Table(
+        name="offload-machines",
+        caption="The same on the ratios of other machines with OPT-6.7B: gains over prefetching.",
+        columns=("machine", "rho", "paper's split", "formula", "pipelined", "formula"),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,89 @@
+"""`python -m benchmarks offload`: decode steps whose KV is not on the device, arm beside arm."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, use_threads
+from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
+
+if TYPE_CHECKING:
+    from benchmarks.common.result import PartResult
+
+
+def offload(
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Only these, with commas: arms, sweep, host, refit, restore, latency, weights, "
+            "codec, position, engine."
+        ),
+    ] = "",
+    rho: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=100,
+            help="Recomputing over carrying, on threads; 0.58 if not said.",
+        ),
+    ] = None,
+    xi: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=8,
+            help="An activation's bytes over its KV's; 0.5 if not said.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of all arms; 5 if not said.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables, pictures, a Chrome trace and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer tokens, layers, rounds and cells. No claims.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare ways to decode with KV on the host: prefetch, recompute in part, attend there.
+
+    On threads with a throttled link and real copies and products, at the ratios of larger machines,
+    and on a virtual clock at full size. One torch thread computes: the link has the other core.
+    """
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
+    from benchmarks.offload.parts import PARTS
+
+    config = QUICK_OFFLOAD if quick else OffloadBenchConfig()
+    shape = replace(config.shape, x_ratio=xi or config.shape.x_ratio)
+    ratios = replace(config.ratios, recompute=rho or config.ratios.recompute)
+    config = replace(config, shape=shape, ratios=ratios, repeats=repeats or config.repeats)
+    names = names_of(parts, PARTS)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    use_threads(1)
+    results, claims = show_parts(run_named(names, PARTS, config))
+    trace = _take_trace(results)
+    run = finish("offload", results, claims, asdict(config) | {"threads": 1}, out, quick=quick)
+    if out is not None and trace is not None:
+        write_files(out, {"offload-trace.json": json.dumps(trace).encode()})
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _take_trace(results: "dict[str, PartResult]") -> object:
+    """The Chrome trace, which is a file of its own and no part of the result."""
+    if "arms" not in results:
+        return None
+    raw = dict(results["arms"].raw)
+    trace = raw.pop("trace", None)
+    results["arms"] = replace(results["arms"], raw=raw)
+    return trace

@@ -1,0 +1,64 @@
+"""What `python -m benchmarks offload` runs."""
+
+from dataclasses import dataclass, field
+
+from benchmarks.offload.bed import BedShape
+from benchmarks.offload.rig import Ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadBenchConfig:
+    """All parts.
+
+    Attributes:
+        shape: of steps on threads.
+        ratios: of the part `arms`: rho and xi of OPT-13B on an A100 with PCIe 4.
+        others: rho of further machines, whose splits are compared with prefetching.
+        repeats: rounds of all arms, in turns.
+        sweep_shape: of the part `sweep`.
+        rhos, xis: of the part `sweep`.
+        hosts: u / k of the part `host`.
+        refit_steps: of the part `refit`, before and behind the change of the link.
+        restore_tokens: of the prefix that the part `restore` brings back on threads.
+        batches: of the tables on the virtual clock.
+        prompts: likewise.
+        generated: likewise.
+        layers: of models on the virtual clock; 0: all.
+        engine_tokens: of the prompt of the part `engine`.
+        engine_steps: it decodes.
+    """
+
+    shape: BedShape = field(default_factory=lambda: BedShape(tokens=4096))
+    ratios: Ratios = field(default_factory=Ratios)
+    others: tuple[tuple[str, float], ...] = (("rtx5000", 0.85), ("h200", 0.35))
+    repeats: int = 5
+    sweep_shape: BedShape = field(default_factory=lambda: BedShape(tokens=2048, num_layers=12))
+    rhos: tuple[float, ...] = (0.1, 0.35, 0.5, 1.0, 2.0)
+    xis: tuple[float, ...] = (0.5, 1.0, 2.0)
+    hosts: tuple[float, ...] = (1.0, 0.5)
+    refit_steps: int = 12
+    restore_tokens: int = 8192
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
+    prompts: tuple[int, ...] = (128, 256, 512, 1024)
+    generated: tuple[int, ...] = (32, 128)
+    layers: int = 0
+    engine_tokens: int = 2048
+    engine_steps: int = 24
+
+
+QUICK_OFFLOAD = OffloadBenchConfig(
+    shape=BedShape(tokens=2048, num_layers=8),
+    repeats=2,
+    sweep_shape=BedShape(tokens=1024, num_layers=6),
+    rhos=(0.35, 1.0),
+    xis=(0.5, 2.0),
+    hosts=(1.0,),
+    refit_steps=6,
+    restore_tokens=1024,
+    batches=(1, 8, 32),
+    prompts=(128, 1024),
+    generated=(32,),
+    layers=6,
+    engine_tokens=512,
+    engine_steps=8,
+)

@@ -1,0 +1,158 @@
+"""Part `engine`: an engine whose KV memory is too small, and what keeping X costs one that reads.
+
+off     the first pages are carried as they are
+auto    what measured rates say: here, where the device is the host, mostly the same
+half    half of them is made again from X
+host    half of them is attended to where it lies
+
+Steps are timed by the wall clock, reading by CPU seconds; arms take turns.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.common.models import random_model
+from benchmarks.common.result import Numbers, PartResult, Table
+from benchmarks.offload.config import OffloadBenchConfig
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.profile.prefill_rates import random_prompt
+
+ARMS: Mapping[str, Mapping[str, str]] = {
+    "off": {"stream_recompute": "off", "stream_host_attention": "off"},
+    "auto": {},
+    "half": {"stream_recompute": "0.5", "stream_host_attention": "off"},
+    "host": {"stream_recompute": "off", "stream_host_attention": "0.5"},
+}
+_LAYERS, _CHUNK = 6, 64
+_ROOM = 0.75  # of the sequence's KV, in the memory
+
+
+def run_engine(config: OffloadBenchConfig) -> PartResult:
+    """The part."""
+    model = random_model(multi_head(), dtype=torch.float32)
+    tokens = config.engine_tokens
+    reading = _readings(model, tokens, 2 * config.repeats)
+    steps: dict[str, list[Engine]] = {}
+    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    for _ in range(config.repeats):
+        for name in ARMS:
+            step_s, engine = _step_s(model, tokens, config.engine_steps, name)
+            times[name].append(step_s)
+            steps.setdefault(name, []).append(engine)
+    ends = {name: engines[-1] for name, engines in steps.items()}
+    claims: Numbers = {
+        "prefill_overhead_fraction": statistics.median(
+            kept / off for off, kept in zip(reading["off"], reading["kept"], strict=True)
+        )
+        - 1,
+        "engine_auto_over_off": statistics.median(times["auto"]) / statistics.median(times["off"]),
+        "engine_hosted_bytes": _hosted_bytes(ends["off"]),
+    }
+    return PartResult(
+        claims=claims,
+        tables=(_table(tokens, times, ends),),
+        raw={"read_cpu_s": reading, "step_s": times},
+    )
+
+
+def multi_head() -> LlamaConfig:
+    """As many KV heads as heads, so that X is half of the KV: 6 layers of 512."""
+    return LlamaConfig(
+        vocab_size=4_000,
+        hidden_size=512,
+        intermediate_size=1_376,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=False,
+    )
+
+
+def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> Engine:
+    return Engine(
+        model,
+        KVConfig(
+            memory=memory,
+            stream_memory="1GiB",
+            prefix_cache=False,
+            stream_recompute=arm.get("stream_recompute", "auto"),
+            stream_host_attention=arm.get("stream_host_attention", "auto"),
+        ),
+        ScheduleConfig(chunk_tokens=_CHUNK),
+    )
+
+
+def _readings(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of prefills without X and with it, in turns, the first of them not counted."""
+    parts = {"off": "off", "kept": "1"}
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(rounds + 1):
+        for name in parts if turn % 2 else reversed(parts):
+            seconds = _read_cpu_s(model, tokens, parts[name])
+            if turn:
+                found[name].append(seconds)
+    return found
+
+
+def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
+    """CPU seconds of reading a prompt that fits, in memory that was used before."""
+    engine = _engine(model, "1GiB", {"stream_recompute": part, "stream_host_attention": "off"})
+    taken_s = 0.0
+    for seed in (1, 2):
+        engine.submit(random_prompt(model, tokens, seed), SamplingParams(max_tokens=1))
+        started_s = time.process_time()
+        while engine.has_work:
+            engine.step()
+        taken_s = time.process_time() - started_s
+        engine.scheduler.residency.drop_cached()
+    return taken_s
+
+
+def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[float, Engine]:
+    """Median seconds of decode steps of a prompt whose front is on the host."""
+    token_bytes = model.spec.kv_bytes_per_token(4)
+    engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), ARMS[name])
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    engine.submit(random_prompt(model, tokens, 2), params)
+    found: list[float] = []
+    while engine.has_work:
+        before, started_s = engine.num_generated_tokens, time.perf_counter()
+        engine.step()
+        if before:
+            found.append(time.perf_counter() - started_s)
+    return statistics.median(found), engine
+
+
+def _hosted_bytes(engine: Engine) -> int:
+    """Most KV that was on the host."""
+    return 0 if engine.pool.fronts is None else engine.pool.fronts.fronts.pool.peak_bytes
+
+
+def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Engine]) -> Table:
+    return Table(
+        name="offload-engine",
+        caption=(
+            f"Decode steps of one sequence of {tokens:,} tokens in a KV memory for {_ROOM:.0%} of "
+            f"it; {_LAYERS} layers of 512, 8 heads over 8 KV heads, float32."
+        ),
+        columns=("arm", "ms", "made again", "attended to on the host", "why"),
+        rows=tuple(
+            (
+                name,
+                1e3 * statistics.median(times[name]),
+                ends[name].stats().made_again_tokens,
+                ends[name].stats().host_attended_tokens,
+                "" if (fronts := ends[name].pool.fronts) is None else fronts.why,
+            )
+            for name in ARMS
+        ),
+    )

@@ -1,0 +1,103 @@
+"""The link loses half its rate while steps run: how many steps until the split is right again?"""
+
+from dataclasses import replace
+
+from benchmarks.common.result import Chart, PartResult, Table
+from benchmarks.offload.arms import BY_NAME, step_work
+from benchmarks.offload.config import OffloadBenchConfig
+from benchmarks.offload.rig import Rig
+from quire.offload.control import SplitController
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.profiler import OffloadProfiler
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.work import BatchTokens, Speeds
+from quire.offload.timeline import Timeline
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.rates import CopyRate
+
+_FACTOR = 0.5
+_WITHIN = 1.05
+
+
+def run_refit(config: OffloadBenchConfig) -> PartResult:
+    """The part: as many steps before the change as behind it."""
+    rig = Rig(config.shape, config.ratios)
+    profiler, control, splits = OffloadProfiler(rig.speeds), SplitController(), []
+    slower = CopyRate(bytes_per_s=rig.nominal.inward.bytes_per_s * _FACTOR)
+    seconds = []
+    for step in range(2 * config.refit_steps):
+        if step == config.refit_steps:
+            rig.link.rate = slower
+        split = control.split(_rates(rig, profiler.speeds), rig.shape.tokens)
+        timeline = _run(rig, profiler.speeds, split)
+        profiler.observe(timeline)
+        control.observe(timeline, _rates(rig, profiler.speeds), rig.shape.tokens)
+        splits.append(split)
+        seconds.append(timeline.wall_s or timeline.seconds)
+    needed = _needed(rig, splits[config.refit_steps :], slower)
+    return PartResult(
+        claims={
+            "refit_steps": needed,
+            "refit_noticed_changes": profiler.num_changes,
+            "refit_last_over_best": _over_best(rig, splits[-1], slower),
+        },
+        tables=(
+            Table(
+                name="offload-refit",
+                caption=(
+                    f"The link drops to half its rate behind step {config.refit_steps}; tokens of "
+                    f"{rig.shape.tokens:,} that are recomputed, and what the step took."
+                ),
+                columns=("step", "recomputed", "ms"),
+                rows=tuple(
+                    (step + 1, split, 1e3 * taken_s)
+                    for step, (split, taken_s) in enumerate(zip(splits, seconds, strict=True))
+                ),
+            ),
+        ),
+        charts=(
+            Chart(
+                name="offload-refit",
+                title="A link that loses half its rate",
+                x_label="step",
+                y_label="tokens recomputed",
+                lines={"": tuple((step + 1, split) for step, split in enumerate(splits))},
+            ),
+        ),
+        raw={"seconds": seconds},
+    )
+
+
+def _rates(rig: Rig, speeds: Speeds) -> OffloadRates:
+    return rig.layout(BY_NAME["lB"], speeds).rates
+
+
+def _run(rig: Rig, speeds: Speeds, split: int) -> Timeline:
+    batch, rules = _divided(rig, split), rig.layout(BY_NAME["lB"], speeds).rules
+    work = step_work(batch, rig.shape.num_layers, rig.shape.sizes(), speeds)
+    return rig.executor.run(plan_step(work, rules), rig.bed.work(batch, rules))
+
+
+def _divided(rig: Rig, split: int) -> BatchTokens:
+    return BatchTokens(rows=rig.shape.rows, x=split, kv=rig.shape.tokens - split)
+
+
+def _step_s(rig: Rig, split: int, link: CopyRate) -> float:
+    """A step at the rates that really hold, on the virtual clock."""
+    speeds = replace(rig.nominal, inward=link)
+    work = step_work(_divided(rig, split), rig.shape.num_layers, rig.shape.sizes(), speeds)
+    rules = rig.layout(BY_NAME["lB"], speeds).rules
+    return float(VirtualClock().run(plan_step(work, rules)).seconds)
+
+
+def _over_best(rig: Rig, split: int, link: CopyRate) -> float:
+    tokens = rig.shape.tokens
+    best_s = min(_step_s(rig, x, link) for x in range(0, tokens + 1, max(1, tokens // 64)))
+    return _step_s(rig, split, link) / best_s
+
+
+def _needed(rig: Rig, splits: list[int], link: CopyRate) -> int:
+    """Steps until a split is within 5 % of the best and stays so."""
+    good = [_over_best(rig, split, link) <= _WITHIN for split in splits]
+    bad = [step for step, fine in enumerate(good) if not fine]
+    return bad[-1] + 1 if bad else 0

@@ -1,0 +1,78 @@
+"""Every rho and xi: is what is chosen ever slower than carrying all KV?"""
+
+from dataclasses import replace
+
+from benchmarks.common.result import Cell, PartResult, Table
+from benchmarks.offload.arms import BY_NAME, step_work
+from benchmarks.offload.arms_part import model_errors, percentile, ratio, run_rounds
+from benchmarks.offload.config import OffloadBenchConfig
+from benchmarks.offload.rig import Rig
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.schedule.choose import fastest
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens
+from quire.plan.offload.split import pipelined_gain
+
+_TOLERANCE = 0.05
+
+
+def run_sweep(config: OffloadBenchConfig) -> PartResult:
+    """The part."""
+    rows, slower, virtual, errors = [], [], [], []
+    for xi in config.xis:
+        for rho in config.rhos:
+            shape = replace(config.sweep_shape, x_ratio=xi)
+            rig = Rig(shape, replace(config.ratios, recompute=rho))
+            steps = run_rounds(rig, [BY_NAME["prefetch"], BY_NAME["lB"]], config.repeats)
+            rows.append(_row(rig, xi, rho, ratio(steps, "prefetch", "lB")))
+            slower.append(ratio(steps, "lB", "prefetch"))
+            virtual.append(_virtual_ratio(rig))
+            errors += model_errors(steps)
+    never = max(virtual) <= 1 and max(slower) <= 1 + _TOLERANCE
+    return PartResult(
+        claims={
+            "never_slower": int(never),
+            "slowest_over_prefetch": max(slower),
+            "slowest_over_prefetch_virtual": max(virtual),
+            "sweep_model_error_p95": percentile(sorted(errors), 0.95),
+        },
+        tables=(_table(config, rows),),
+        raw={"threads": slower, "virtual": virtual},
+    )
+
+
+def _virtual_ratio(rig: Rig) -> float:
+    """What is chosen, over carrying all KV, both on the virtual clock at the nominal speeds."""
+    shape = rig.shape
+    sizes, tokens = shape.sizes(), shape.tokens
+    arm = BY_NAME["lB"]
+    parted = rig.layout(arm, rig.nominal)
+    whole = BatchTokens(rows=shape.rows, kv=tokens)
+    ways = [
+        (step_work(batch, shape.num_layers, sizes, rig.nominal), rules)
+        for batch, rules in ((whole, Rules()), (parted.batch, parted.rules))
+    ]
+    _, chosen = fastest(ways)
+    plain_s = VirtualClock().run(plan_step(*ways[0])).seconds
+    return VirtualClock().run(chosen).seconds / plain_s
+
+
+def _row(rig: Rig, xi: float, rho: float, gain: float) -> tuple[Cell, ...]:
+    share = rig.layout(BY_NAME["lB"]).batch.x / rig.shape.tokens
+    plain = rig.layout(BY_NAME["prefetch"]).rates
+    return xi, rho, share, gain, pipelined_gain(plain)
+
+
+def _table(config: OffloadBenchConfig, rows: list[tuple[Cell, ...]]) -> Table:
+    shape = config.sweep_shape
+    return Table(
+        name="offload-sweep",
+        caption=(
+            f"The pipelined split over carrying all KV, {shape.num_layers} layers of "
+            f"{shape.tokens:,} tokens on threads, medians of {config.repeats}. The formula's gain "
+            "is that of endless layers and a device with nothing else to do."
+        ),
+        columns=("xi", "rho", "recomputed share", "gain", "formula"),
+        rows=tuple(rows),
+    )

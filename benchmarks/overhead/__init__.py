@@ -1,0 +1,1 @@
+"""The share of a decode step that is bookkeeping."""

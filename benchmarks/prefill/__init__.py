@@ -1,0 +1,1 @@
+"""Prefill times by tokens of a step."""

@@ -1,0 +1,67 @@
+"""How many tokens a step should read: the same prompts with one budget after the other."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.workload import QUICK_WORKLOAD, Workload
+from benchmarks.throughput.arms import QuireArm
+
+BUDGETS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """What is swept.
+
+    Attributes:
+        workload: the prompts; one token is generated for each.
+        budgets: tokens a step processes at most.
+        repeats: measured rounds of all budgets, after one that is not.
+        attention: Quire's backend.
+    """
+
+    workload: Workload = field(default_factory=lambda: Workload(new_tokens=1))
+    budgets: tuple[int, ...] = BUDGETS
+    repeats: int = 5
+    attention: str = "auto"
+
+
+QUICK_PREFILL = PrefillConfig(
+    workload=Workload(
+        model=QUICK_WORKLOAD.model,
+        prompts=QUICK_WORKLOAD.prompts,
+        prompt_tokens=QUICK_WORKLOAD.prompt_tokens,
+        new_tokens=1,
+    ),
+    budgets=(32, 64),
+    repeats=2,
+)
+
+
+def measure_prefill(config: PrefillConfig) -> Iterator[dict[int, float]]:
+    """Yield, round by round, the seconds that reading all prompts takes with each budget."""
+    model = random_model(config.workload.shape(), dtype=torch.bfloat16)
+    arms = {
+        budget: QuireArm(model, config.workload, attention=config.attention, step_tokens=budget)
+        for budget in config.budgets
+    }
+    for i in range(config.repeats + 1):
+        taken = {budget: arm.run().total_s for budget, arm in arms.items()}
+        if i:
+            yield taken
+
+
+def summarise(rounds: Sequence[Mapping[int, float]]) -> dict[str, int | float]:
+    """Median seconds by budget, the best budget, and what the others cost beside it."""
+    medians_s = {budget: statistics.median(r[budget] for r in rounds) for budget in rounds[0]}
+    best = min(medians_s, key=medians_s.__getitem__)
+    claims: dict[str, int | float] = {"best_step_tokens": best}
+    for budget, median_s in medians_s.items():
+        claims[f"prefill_s_{budget}"] = median_s
+        ratios = [found[budget] / found[best] for found in rounds]
+        claims[f"over_best_{budget}"] = statistics.median(ratios)
+    return claims

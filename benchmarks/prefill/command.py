@@ -1,0 +1,52 @@
+"""`python -m benchmarks prefill`: how many tokens a step should read."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import QUICK_NOTE
+from quire.cli.common import AsJson, Attention, Threads, use_threads
+from quire.cli.report import envelope
+
+
+def prefill(
+    *,
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    attention: Attention = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model, two budgets. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Read the same prompts with one step budget after the other, 256 to 16,384 tokens."""
+    import torch
+
+    from benchmarks.common.workload import Workload
+    from benchmarks.prefill.bench import QUICK_PREFILL, PrefillConfig, measure_prefill, summarise
+
+    use_threads(threads)
+    config = replace(QUICK_PREFILL, attention=attention)
+    if not quick:
+        work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=1)
+        config = PrefillConfig(workload=work, repeats=repeats, attention=attention)
+    rounds = []
+    for taken in measure_prefill(config):
+        rounds.append(taken)
+        typer.echo("  ".join(f"{budget}: {took_s:.2f} s" for budget, took_s in taken.items()))
+    claims = summarise(rounds)
+    typer.echo("budget   median s   over best")
+    for budget in config.budgets:
+        over = claims[f"over_best_{budget}"]
+        typer.echo(f"{budget:6d}   {claims[f'prefill_s_{budget}']:8.3f}   {over:9.2f}")
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        typer.echo(
+            json.dumps(envelope("bench prefill", claims, {"rounds": rounds}, used, quick=quick))
+        )

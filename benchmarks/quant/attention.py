@@ -1,0 +1,147 @@
+"""Part `attention`: decode attention over codes against the same over bfloat16, alone.
+
+Every round reads a buffer far beyond the caches first, then attends once over each kind of pages,
+so that a ratio compares neighbours in time. Pages are scattered at random; all of them are read.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.quant.config import QuantAttentionConfig
+from quire.profile.attention import PLAIN, AttentionBench
+from quire.profile.ceilings import MemoryProbe
+from quire.profile.timing import seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTimes:
+    """One length of sequences.
+
+    Attributes:
+        tokens: of each.
+        read_bytes_per_s: the ceiling, round by round.
+        kv_bytes: that a step reads, by codec.
+        taken_s: a step, by codec, round by round.
+    """
+
+    tokens: int
+    read_bytes_per_s: tuple[float, ...]
+    kv_bytes: Mapping[str, int]
+    taken_s: Mapping[str, tuple[float, ...]]
+
+    def speedup(self, codec: str) -> float:
+        """Over bfloat16: median of the ratios within rounds."""
+        pairs = zip(self.taken_s[PLAIN], self.taken_s[codec], strict=True)
+        return statistics.median(plain / coded for plain, coded in pairs)
+
+    def bytes_per_s(self, codec: str) -> float:
+        """Bytes of pages that are read in a second, median."""
+        return self.kv_bytes[codec] / statistics.median(self.taken_s[codec])
+
+    def over_ceiling(self, codec: str) -> float:
+        """The same over what the machine reads: median of the ratios within rounds."""
+        rounds = zip(self.taken_s[codec], self.read_bytes_per_s, strict=True)
+        return statistics.median(self.kv_bytes[codec] / taken / read for taken, read in rounds)
+
+
+def run_attention(config: QuantAttentionConfig) -> PartResult:
+    """The part.
+
+    Raises:
+        ConfigError: the C extension cannot run here.
+    """
+    found = [measure_length(config, tokens) for tokens in config.lengths]
+    raw = [
+        {
+            "tokens": one.tokens,
+            "read_bytes_per_s": one.read_bytes_per_s,
+            "kv_bytes": dict(one.kv_bytes),
+            "taken_s": dict(one.taken_s),
+        }
+        for one in found
+    ]
+    return PartResult(
+        claims=claims(config, found),
+        tables=tuple(_table(config, one) for one in found),
+        charts=(_chart(found),),
+        raw={"lengths": raw},
+    )
+
+
+def measure_length(config: QuantAttentionConfig, tokens: int) -> AttentionTimes:
+    """All codecs in turns at one length."""
+    shape = replace(config.shape, tokens=tokens)
+    benches = {codec: AttentionBench(shape, codec) for codec in (PLAIN, *config.codecs)}
+    calls = {codec: bench.paged("native") for codec, bench in benches.items()}
+    memory = MemoryProbe(config.buffer_bytes)
+    read: list[float] = []
+    taken: dict[str, list[float]] = {codec: [] for codec in calls}
+    for i in range(config.repeats + 1):
+        rate = memory.read_rate()
+        read += [rate] if i else []
+        for codec, call in calls.items():
+            taken_s = seconds(call)
+            taken[codec] += [taken_s] if i else []
+    return AttentionTimes(
+        tokens=tokens,
+        read_bytes_per_s=tuple(read),
+        kv_bytes={codec: bench.kv_bytes for codec, bench in benches.items()},
+        taken_s={codec: tuple(times) for codec, times in taken.items()},
+    )
+
+
+def claims(config: QuantAttentionConfig, found: Sequence[AttentionTimes]) -> Numbers:
+    """Speedups over bfloat16 and bytes a second over the read ceiling, at the claimed length."""
+    [claimed] = (one for one in found if one.tokens == config.shape.tokens)
+    made: Numbers = {"bfloat16_over_read_ceiling": claimed.over_ceiling(PLAIN)}
+    for codec in config.codecs:
+        name = codec.replace("/", "_")
+        made[f"{name}_attention_speedup"] = claimed.speedup(codec)
+        made[f"{name}_over_read_ceiling"] = claimed.over_ceiling(codec)
+    return made
+
+
+def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
+    shape = config.shape
+    rows: list[tuple[Cell, ...]] = []
+    for codec, times in one.taken_s.items():
+        rows.append(
+            (
+                codec,
+                one.kv_bytes[codec] / 1e6,
+                one.kv_bytes[PLAIN] / one.kv_bytes[codec],
+                1e3 * statistics.median(times),
+                one.speedup(codec),
+                one.bytes_per_s(codec) / 1e9,
+                one.over_ceiling(codec),
+            )
+        )
+    return Table(
+        name=f"quant-attention-{one.tokens}",
+        caption=(
+            f"Attention of one step: {shape.batch} sequences x {one.tokens:,} tokens, "
+            f"{shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
+            f"pages of {shape.page_tokens} scattered at random, the C extension. Medians of "
+            f"{config.repeats} rounds in turns; memory was read at "
+            f"{statistics.median(one.read_bytes_per_s) / 1e9:.1f} GB/s."
+        ),
+        columns=("codec", "MB", "bytes less", "ms", "faster", "GB/s", "of what is read"),
+        rows=tuple(rows),
+    )
+
+
+def _chart(found: Sequence[AttentionTimes]) -> Chart:
+    return Chart(
+        name="quant-attention",
+        title="Time of one step's attention",
+        x_label="tokens of a sequence",
+        y_label="ms",
+        lines={
+            codec: tuple((one.tokens, 1e3 * statistics.median(one.taken_s[codec])) for one in found)
+            for codec in found[0].taken_s
+        },
+        log_x=True,
+        log_y=True,
+    )

@@ -1,0 +1,212 @@
+"""Part `bandwidth`: what a decode step reads, and how long it takes, from small batches to large.
+
+The article's table, measured: weights are read once a step and KV once a sequence, so the larger
+the batch, the larger the share that a codec makes smaller. Beside the time of the bytes alone, the
+article's prediction, stands that with products: where cores are slow these take longer than reading
+the weights.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.workload import SHAPES
+from benchmarks.quant.config import PLAIN, BandwidthConfig
+from benchmarks.quant.decode_steps import DecodeSteps
+from quire.models.loader import LoadedModel
+from quire.models.widening import multiplies
+from quire.plan.roofline import weights_read_bytes
+from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe
+from quire.profile.timing import seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """One batch under one codec.
+
+    Attributes:
+        codec: as it is written.
+        batch: sequences.
+        weight_bytes: read once a step.
+        kv_bytes: pages of all sequences.
+        read_s: the time of these bytes at the machine's rate.
+        predicted_s: with the products' time where that is longer than the weights'.
+        step_s: measured, round by round.
+    """
+
+    codec: str
+    batch: int
+    weight_bytes: int
+    kv_bytes: int
+    read_s: float
+    predicted_s: float
+    step_s: tuple[float, ...]
+
+    @property
+    def kv_share(self) -> float:
+        """Of the bytes that a step reads."""
+        return self.kv_bytes / (self.kv_bytes + self.weight_bytes)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the median step."""
+        return self.batch / statistics.median(self.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """What the machine does at most.
+
+    Attributes:
+        read_bytes_per_s: of memory.
+        flops: of products, in the faster type.
+    """
+
+    read_bytes_per_s: float
+    flops: float
+
+
+def run_bandwidth(config: BandwidthConfig) -> PartResult:
+    """The part."""
+    found = measure_steps(config)
+    return PartResult(
+        claims=claims(found),
+        tables=(_table(config, found),),
+        charts=(_chart(found),),
+        raw={"steps": [asdict(one) for one in found]},
+    )
+
+
+def measure_rates(config: BandwidthConfig) -> MachineRates:
+    """Medians of five."""
+    memory = MemoryProbe(config.buffer_bytes)
+    products = [ProductProbe(dtype, *config.product) for dtype in DTYPES]
+    return MachineRates(
+        read_bytes_per_s=statistics.median(memory.read_rate() for _ in range(5)),
+        flops=max(statistics.median(one.rate() for _ in range(5)) for one in products),
+    )
+
+
+def measure_steps(config: BandwidthConfig) -> list[StepTime]:
+    """All codecs of a batch in turns, batch by batch."""
+    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+    rates = measure_rates(config)
+    found = []
+    for batch in config.batches:
+        steps = {
+            codec: DecodeSteps(model, codec, batch, config.tokens, config.repeats + 1)
+            for codec in config.all_codecs
+        }
+        taken: dict[str, list[float]] = {codec: [] for codec in steps}
+        for i in range(config.repeats + 1):
+            for codec, step in steps.items():
+                step_s = seconds(step)
+                taken[codec] += [step_s] if i else []
+        for codec, step in steps.items():
+            found.append(_timed(model, rates, step, codec, tuple(taken[codec])))
+    return found
+
+
+def _timed(
+    model: LoadedModel,
+    rates: MachineRates,
+    step: DecodeSteps,
+    codec: str,
+    step_s: tuple[float, ...],
+) -> StepTime:
+    value_bytes = 2 if multiplies(torch.bfloat16) else 4
+    weight_bytes = weights_read_bytes(model.spec, step.batch, value_bytes)
+    products_s = 2 * weight_bytes / value_bytes * step.batch / rates.flops
+    weights_s, kv_s = (x / rates.read_bytes_per_s for x in (weight_bytes, step.kv_bytes))
+    return StepTime(
+        codec=codec,
+        batch=step.batch,
+        weight_bytes=weight_bytes,
+        kv_bytes=step.kv_bytes,
+        read_s=weights_s + kv_s,
+        predicted_s=max(weights_s, products_s) + kv_s,
+        step_s=step_s,
+    )
+
+
+def claims(found: Sequence[StepTime]) -> Numbers:
+    """At the largest batch: tokens a second over plain numbers', in the same length of sequences.
+
+    CODEC_gain_same_batch: median of the ratios within rounds.
+    CODEC_predicted_gain: by the bytes alone.
+    """
+    largest = [one for one in found if one.batch == found[-1].batch]
+    [plain] = (one for one in largest if one.codec == PLAIN)
+    made: Numbers = {"bandwidth_batch": plain.batch, "plain_kv_share": plain.kv_share}
+    for one in largest:
+        if one is plain:
+            continue
+        name = one.codec.replace("/", "_")
+        pairs = zip(plain.step_s, one.step_s, strict=True)
+        made[f"{name}_gain_same_batch"] = statistics.median(a / b for a, b in pairs)
+        made[f"{name}_predicted_gain"] = plain.read_s / one.read_s
+    return made
+
+
+def _table(config: BandwidthConfig, found: Sequence[StepTime]) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            one.batch,
+            one.codec,
+            one.weight_bytes / 1e6,
+            one.kv_bytes / 1e6,
+            one.kv_share,
+            1e3 * one.read_s,
+            1e3 * one.predicted_s,
+            1e3 * statistics.median(one.step_s),
+            one.tokens_per_s,
+        )
+        for one in found
+    )
+    return Table(
+        name="quant-bandwidth",
+        caption=(
+            f"A decode step of a random-weight Llama ({config.model}), sequences of "
+            f"{config.tokens:,} tokens; medians of {config.repeats} rounds in turns. Predicted by "
+            "bytes: weights and KV at the rate at which memory is read; with products: these in "
+            "place of the weights where they take longer."
+        ),
+        columns=(
+            "batch",
+            "codec",
+            "weights MB",
+            "KV MB",
+            "KV share",
+            "by bytes ms",
+            "with products ms",
+            "measured ms",
+            "tokens/s",
+        ),
+        rows=rows,
+    )
+
+
+def _chart(found: Sequence[StepTime]) -> Chart:
+    codecs = dict.fromkeys(one.codec for one in found)
+
+    def line(codec: str, rate: Callable[[StepTime], float]) -> tuple[tuple[float, float], ...]:
+        return tuple((float(one.batch), rate(one)) for one in found if one.codec == codec)
+
+    measured = {codec: line(codec, lambda one: one.tokens_per_s) for codec in codecs}
+    predicted = {
+        f"{codec}, predicted": line(codec, lambda one: one.batch / one.predicted_s)
+        for codec in codecs
+    }
+    return Chart(
+        name="quant-bandwidth",
+        title="Decoding by batch",
+        x_label="sequences",
+        y_label="tokens/s",
+        lines=measured | predicted,
+        log_x=True,
+        log_y=True,
+    )

@@ -1,0 +1,108 @@
+"""Part `capacity`: tokens that fit the same bytes, codec by codec, counted in three ways.
+
+codes       what the codec stores of a vector, scales and outliers counted
+pages       whole pages of the class, alignment and their numbers in page tables counted
+with kept   the same, and the page of tokens that each lane keeps as they were made
+"""
+
+from math import ceil
+
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.quant.config import CapacityConfig
+from quire.profile.attention import PLAIN
+from quire.spec.codec_names import codec_pair
+from quire.spec.kv_format import fill_plain
+from quire.spec.layout import layout_for
+from quire.spec.model import LayerSpec, ModelSpec
+
+_TABLE_ENTRY_BYTES = 4
+_PAGE_TOKENS_OF_PAGE_CODECS = 32
+
+
+def run_capacity(config: CapacityConfig) -> PartResult:
+    """The part."""
+    rows = tuple(_row(config, codec) for codec in (PLAIN, *config.codecs))
+    made: Numbers = {}
+    for codec in config.codecs:
+        name = codec.replace(":", "_").replace("=", "_")
+        plain = codes_bytes(config, PLAIN) / codes_bytes(config, codec)
+        made[f"{name}_capacity_ratio"] = plain
+        made[f"{name}_net_capacity_ratio"] = _ratio(config, codec)
+        made[f"{name}_kept_capacity_ratio"] = _ratio(config, codec + config.kept)
+    table = Table(
+        name="quant-capacity",
+        caption=(
+            f"Tokens in the same bytes, over bfloat16: heads of {config.head_dim}, sequences of "
+            f"{config.tokens:,} tokens in pages of {config.page_tokens} (codecs of whole pages: "
+            f"{_PAGE_TOKENS_OF_PAGE_CODECS}). Codes: all that the codec stores; pages: with page "
+            f"tables and alignment; kept: with {config.kept[1:].replace('+', ' and ')} beside them."
+        ),
+        columns=(
+            *("codec", "bits of a number", "bytes of a token and head"),
+            *("codes: times", "pages: times", "kept: times"),
+        ),
+        rows=rows,
+    )
+    chart = Chart(
+        name="quant-capacity",
+        title="Tokens in the same bytes",
+        x_label="codec",
+        y_label="times bfloat16",
+        lines={"pages": tuple((codec, _ratio(config, codec)) for codec in config.codecs)},
+    )
+    return PartResult(claims=made, tables=(table,), charts=(chart,))
+
+
+def codes_bytes(config: CapacityConfig, codec: str) -> float:
+    """Bytes of a token's key and value of one head, with all that decodes them."""
+    tokens = _page_tokens(config, codec)
+    return sum(spec.vector_bytes(config.head_dim, tokens) for spec in codec_pair(codec))
+
+
+def sequence_bytes(config: CapacityConfig, codec: str) -> int:
+    """Bytes of pages and page tables of a sequence, in a layer."""
+    layout = layout_for(
+        _one_layer(config), codec=fill_plain(codec, PLAIN), page_tokens=_page_tokens(config, codec)
+    )
+    total = 0
+    for group in layout.groups:
+        slots = group.fixed_slots if group.fixed_slots is not None else config.tokens
+        pages = ceil(slots / group.page_class.tokens)
+        total += group.num_lanes * pages * (group.page_class.page_bytes + _TABLE_ENTRY_BYTES)
+    return total
+
+
+def _ratio(config: CapacityConfig, codec: str) -> float:
+    return sequence_bytes(config, PLAIN) / sequence_bytes(config, codec)
+
+
+def _page_tokens(config: CapacityConfig, codec: str) -> int:
+    codecs, *_ = codec.split("+")
+    per_page = any(spec.per_page for spec in codec_pair(codecs))
+    return _PAGE_TOKENS_OF_PAGE_CODECS if per_page else config.page_tokens
+
+
+def _row(config: CapacityConfig, codec: str) -> tuple[Cell, ...]:
+    num_bytes = codes_bytes(config, codec)
+    bits = 8 * num_bytes / (2 * config.head_dim)
+    plain = codes_bytes(config, PLAIN) / num_bytes
+    kept = None if codec == PLAIN else _ratio(config, codec + config.kept)
+    return (codec, bits, num_bytes, plain, _ratio(config, codec), kept)
+
+
+def _one_layer(config: CapacityConfig) -> ModelSpec:
+    hidden_size = config.num_kv_heads * config.head_dim
+    return ModelSpec(
+        architecture="llama",
+        num_layers=1,
+        num_heads=config.num_kv_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=1,
+        vocab_size=1,
+        max_positions=config.tokens,
+        tied_embeddings=True,
+        gated_mlp=True,
+        layers=(LayerSpec(),),
+    )

@@ -1,0 +1,115 @@
+"""`python -m benchmarks quant`: KV in codes, in bytes, time and quality."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.common.cells import material_of
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson
+from quire.cli.options import MODEL
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+from quire.cli.settings import Settings, with_settings
+
+if TYPE_CHECKING:
+    from benchmarks.quant.config import QuantBenchConfig
+
+
+@with_settings(MODEL, model_as="option")
+def quant(  # noqa: PLR0913 - one parameter per option
+    settings: Settings,
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Only these, with commas: capacity, attention, throughput, bandwidth, quality, "
+            "orderings, eviction."
+        ),
+    ] = "",
+    codecs: Annotated[
+        str,
+        typer.Option(
+            help="Codecs of attention, throughput and quality, with semicolons: "
+            "'int8; int8/int4:group=32'."
+        ),
+    ] = "",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of the part attention; 32 if not said.")
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Of each task; 100 if not said.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A long text to read; without it, the books Quire brings.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for tables, pictures and the result. Cells of tasks are kept there as "
+            "they finish: a run that was stopped goes on."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small shapes, few short prompts and texts. No claims.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare codecs of KV: bytes, attention, throughput, fidelity, tasks."""
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.quant.parts import make_parts
+
+    config = _config(settings, codecs, batch, prompts, quick=quick)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    settings.set_threads()
+    made = make_parts(material_of(settings, text, out))
+    results, claims = show_parts(run_named(names_of(parts, made), made, config))
+    run = finish("quant", results, claims, _used(config, settings), out, quick=quick)
+    if as_json:
+        typer.echo(json.dumps(run))
+
+
+def _config(
+    settings: Settings, codecs: str, batch: int | None, prompts: int | None, *, quick: bool
+) -> "QuantBenchConfig":
+    """What was asked for; what was not said stays as it is.
+
+    Raises:
+        UnknownName: no such codec.
+        ConfigError: a codec's option cannot be.
+    """
+    from benchmarks.quant.config import QUICK_QUANT, QuantBenchConfig
+    from quire.spec.kv_format import fill_plain, read_format
+
+    config = replace(QUICK_QUANT if quick else QuantBenchConfig(), model=settings.model)
+    if batch is not None:
+        shape = replace(config.attention.shape, batch=batch)
+        config = replace(config, attention=replace(config.attention, shape=shape))
+    if prompts is not None:
+        config = replace(config, tasks=replace(config.tasks, prompts=prompts))
+    if settings.loading.dtype != "auto" and not quick:
+        throughput = replace(config.throughput, dtype=settings.loading.dtype)
+        config = replace(config, throughput=throughput)
+    if not codecs.strip():
+        return config
+    chosen = tuple(codec.strip() for codec in codecs.split(";"))
+    for codec in chosen:
+        read_format(fill_plain(codec, "float32"))
+    return replace(
+        config,
+        attention=replace(config.attention, codecs=chosen),
+        bandwidth=replace(config.bandwidth, codecs=chosen),
+        throughput=replace(config.throughput, codecs=chosen),
+        texts=replace(config.texts, codecs=chosen),
+        task_codecs=chosen,
+    )
+
+
+def _used(config: "QuantBenchConfig", settings: Settings) -> dict[str, object]:
+    import torch
+
+    return settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}

@@ -1,0 +1,245 @@
+"""What the bench of codecs runs, at full size and small."""
+
+from dataclasses import dataclass, field
+
+from benchmarks.common.workload import SHAPES
+from benchmarks.eviction.config import TASKS, CellsConfig
+from quire.errors import ConfigError
+from quire.profile.attention import AttentionShape
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantAttentionConfig:
+    """Attention of a decoding batch, alone.
+
+    Attributes:
+        codecs: beside bfloat16.
+        shape: of the claims.
+        lengths: tokens of a sequence, those of the shape among them.
+        repeats: rounds in which all take turns, behind one that is not counted.
+        buffer_bytes: what the read ceiling reads.
+    """
+
+    codecs: tuple[str, ...] = ("int8", "int4", "int4_outliers", "int8/int4", "fp8")
+    shape: AttentionShape = field(default_factory=lambda: AttentionShape(tokens=4_096))
+    lengths: tuple[int, ...] = (2_048, 4_096, 8_192)
+    repeats: int = 7
+    buffer_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.shape.tokens not in self.lengths:
+            raise ConfigError(
+                f"expected the claimed length {self.shape.tokens} among {self.lengths}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityConfig:
+    """Bytes, computed.
+
+    Attributes:
+        codecs: beside bfloat16.
+        kept: what is kept as it was made, added to each in a column of its own.
+        head_dim, num_kv_heads: of a layer.
+        page_tokens: slots in a page; codecs of whole pages have 32.
+        tokens: of a sequence.
+    """
+
+    codecs: tuple[str, ...] = (
+        *("int8", "fp8", "int4", "int4:group=32", "int4_outliers", "int4_hadamard"),
+        *("int3", "int2", "kivi4", "kivi2"),
+    )
+    kept: str = "+sinks=4+residual=128"
+    head_dim: int = 128
+    num_kv_heads: int = 8
+    page_tokens: int = 16
+    tokens: int = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantThroughputConfig:
+    """Decoding in one KV memory, each codec with as many rows as it holds.
+
+    Attributes:
+        codecs: beside plain numbers.
+        model: a name in SHAPES.
+        rows: that the memory holds in plain numbers.
+        prompt_tokens: of each.
+        steps: timed in each round.
+        repeats: rounds in which all take turns.
+        dtype: of weights and plain KV.
+    """
+
+    codecs: tuple[str, ...] = ("int8", "int4")
+    model: str = "125m"
+    rows: int = 8
+    prompt_tokens: int = 1_024
+    steps: int = 8
+    repeats: int = 5
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.model not in SHAPES:
+            raise ConfigError(f"expected one of {', '.join(SHAPES)}, got {self.model!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextsConfig:
+    """Texts read through codes.
+
+    Attributes:
+        codecs: beside plain numbers.
+        tokens: of each text.
+        texts: how many.
+        first: token from which on they are scored.
+        page_tokens: slots in a page.
+    """
+
+    codecs: tuple[str, ...]
+    tokens: int = 1_024
+    texts: int = 16
+    first: int = 64
+    page_tokens: int = 32
+
+
+QUALITY_CODECS = (
+    *("int8", "fp8", "int4", "int4_outliers", "int4_hadamard", "int3", "int3_hadamard", "int2"),
+    *("int4_page/int4", "int2_page/int2", "int8/int4", "int4_outliers+residual=64"),
+)
+GRID = ("none", "int8", "int4", "int3", "int2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderingsConfig:
+    """Codecs against each other on the same texts.
+
+    Attributes:
+        grid: codecs of keys times those of values.
+        texts: which, and how they are read; their codecs follow from the rest.
+    """
+
+    grid: tuple[str, ...] = GRID
+    texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=(), texts=8))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthConfig:
+    """Decode steps by batch.
+
+    Attributes:
+        codecs: beside plain numbers.
+        model: a name in SHAPES.
+        batches: sequences, ascending.
+        tokens: of each.
+        repeats: rounds in which codecs take turns, behind one that is not counted.
+        buffer_bytes: what the read ceiling reads.
+        product: [rows, inner, columns] multiplied to measure the cores.
+    """
+
+    codecs: tuple[str, ...] = ("int8", "int4")
+    model: str = "125m"
+    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
+    tokens: int = 1_024
+    repeats: int = 5
+    buffer_bytes: int = 256 << 20
+    product: tuple[int, int, int] = (2_048, 768, 2_048)
+
+    @property
+    def all_codecs(self) -> tuple[str, ...]:
+        """Plain numbers first."""
+        return (PLAIN, *self.codecs)
+
+
+EVICTING_CODECS = (
+    *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
+    *("int4+residual=64+important=32:int8", "int3+residual=64+important=32:int8"),
+    *("int2+residual=64+important=32:int8", "int2+residual=64+important=64:int8"),
+    *("int2+residual=64+important=64:int4", "int3+residual=64+important=64:int4"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictingConfig:
+    """Codecs under a rule, in the same bytes.
+
+    Attributes:
+        rule: as `--evict` takes it, without a cap.
+        shares: caps, over the bytes of a whole text in plain numbers.
+        texts: which, and the codecs.
+    """
+
+    rule: str = "h2o:recent=32,every=64"
+    shares: tuple[float, ...] = (0.25, 0.15)
+    texts: TextsConfig = field(
+        default_factory=lambda: TextsConfig(codecs=EVICTING_CODECS, texts=8, first=256)
+    )
+
+    def evict(self, cap_bytes: int) -> str:
+        """The rule under a cap."""
+        return f"{self.rule},cap={cap_bytes}B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantBenchConfig:
+    """All of it.
+
+    Attributes:
+        model: that reads and answers: a folder, a hub name or quire-tiny.
+        attention, capacity, throughput, orderings, evicting, bandwidth: parts.
+        texts, task_codecs, tasks: the part quality.
+    """
+
+    model: str = "quire-tiny"
+    attention: QuantAttentionConfig = field(default_factory=QuantAttentionConfig)
+    capacity: CapacityConfig = field(default_factory=CapacityConfig)
+    throughput: QuantThroughputConfig = field(default_factory=QuantThroughputConfig)
+    texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=QUALITY_CODECS))
+    task_codecs: tuple[str, ...] = ("int8", "int4", "int4_outliers", "int2")
+    tasks: CellsConfig = field(
+        default_factory=lambda: CellsConfig(
+            rules=(), budgets=(), tasks=TASKS, tokens=512, prompts=100
+        )
+    )
+    orderings: OrderingsConfig = field(default_factory=OrderingsConfig)
+    evicting: EvictingConfig = field(default_factory=EvictingConfig)
+    bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
+
+
+_TINY = AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64)
+QUICK_QUANT = QuantBenchConfig(
+    attention=QuantAttentionConfig(
+        codecs=("int8", "int4"), shape=_TINY, lengths=(64,), repeats=2, buffer_bytes=16 << 20
+    ),
+    throughput=QuantThroughputConfig(
+        model="tiny", rows=2, prompt_tokens=64, steps=2, repeats=2, dtype="float32"
+    ),
+    texts=TextsConfig(codecs=("int8", "int4", "int4_outliers"), tokens=160, texts=2),
+    task_codecs=("int8", "int4"),
+    tasks=CellsConfig(rules=(), budgets=(), tasks=("lines",), tokens=128, prompts=4),
+    orderings=OrderingsConfig(
+        grid=("none", "int4", "int2"), texts=TextsConfig(codecs=(), tokens=160, texts=2)
+    ),
+    evicting=EvictingConfig(
+        rule="h2o:recent=8,every=16",
+        shares=(0.5,),
+        texts=TextsConfig(
+            codecs=(
+                *("int8+residual=16", "int2+residual=16", "int2+residual=16+important=8:int8"),
+            ),
+            tokens=160,
+            texts=2,
+            page_tokens=8,
+        ),
+    ),
+    bandwidth=BandwidthConfig(
+        model="tiny",
+        batches=(1, 4),
+        tokens=64,
+        repeats=2,
+        buffer_bytes=16 << 20,
+        product=(64, 64, 64),
+    ),
+)
+"""Seconds, not minutes."""

@@ -1,0 +1,133 @@
+"""Reads texts through codes and with plain numbers, and says how far apart the two are.
+
+KL          sum over the vocabulary of p_plain log(p_plain / p_codec), nats, mean over tokens
+top-1       share of tokens at which the likeliest next one is the same
+nats        what the text's next token costs, mean
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from benchmarks.eviction.cells import FULL
+from benchmarks.kvcrush.listening import Listening
+from benchmarks.kvcrush.reading import divergence
+from benchmarks.quant.config import PLAIN, TextsConfig
+from quire.engine.llm import LLM
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecTexts:
+    """All texts through one codec, against plain numbers.
+
+    Attributes:
+        codec: as it is written.
+        kl, top_1, nats: of each text.
+        request_bytes: most KV of a text.
+    """
+
+    codec: str
+    kl: tuple[float, ...]
+    top_1: tuple[float, ...]
+    nats: tuple[float, ...]
+    request_bytes: int
+
+    @property
+    def mean_kl(self) -> float:
+        """Over texts, all equally long."""
+        return statistics.mean(self.kl)
+
+    @property
+    def perplexity(self) -> float:
+        """Of all scored tokens together."""
+        return math.exp(statistics.mean(self.nats))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+class Reader:
+    """Reads texts one by one through one codec.
+
+    Args:
+        model: reads.
+        config: lengths and pages.
+        codec: of keys and values.
+        evict: what leaves meanwhile.
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: TextsConfig, codec: str, evict: str = FULL
+    ) -> None:
+        self._config, self._heard = config, Listening(model.decoder)
+        memory = 3 * model.spec.kv_bytes(config.tokens, model.decoder.dtype.itemsize) + (8 << 20)
+        kv = KVConfig(
+            memory=memory,
+            page_tokens=config.page_tokens,
+            codec=codec,
+            evict=evict,
+            prefix_cache=False,
+        )
+        self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
+
+    def read(self, text: list[int]) -> tuple[Float[Tensor, "token vocab"], int]:
+        """Natural logarithms of what each scored token's successor was given, and KV bytes.
+
+        Raises:
+            InvariantError: the request failed.
+        """
+        options = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of all tokens
+        [answer] = self._llm.generate([text], options)
+        heard = self._heard.take()
+        if answer.error is not None or len(heard) < len(text) - 1:
+            raise InvariantError(f"a text of a bench was not read: {answer.error}")
+        rows = heard[self._config.first : len(text) - 1]
+        return rows.log_softmax(dim=1), answer.usage.kv_peak_bytes
+
+
+def read_texts(
+    model: LoadedModel,
+    config: TextsConfig,
+    codecs: Sequence[str],
+    texts: Sequence[list[int]],
+    evict: str = FULL,
+) -> dict[str, CodecTexts]:
+    """Every codec, plain numbers first; text by text, two distributions at a time.
+
+    Args:
+        model: reads.
+        config: how.
+        codecs: beside plain numbers.
+        texts: as token ids.
+        evict: what leaves under each of them, plain numbers too; all are compared with plain
+            numbers of which nothing leaves.
+    """
+    names = tuple(dict.fromkeys((PLAIN, *codecs)))
+    readers = {codec: Reader(model, config, codec, evict) for codec in names}
+    whole = readers[PLAIN] if evict == FULL else Reader(model, config, PLAIN)
+    scores: dict[str, list[tuple[float, float, float, int]]] = {codec: [] for codec in names}
+    for text in texts:
+        wanted, _ = whole.read(text)
+        following = torch.tensor(text[config.first + 1 :])
+        for codec, reader in readers.items():
+            found, num_bytes = reader.read(text)
+            kl, top_1 = divergence(wanted, found)
+            nats = -float(found.gather(1, following[:, None]).mean())
+            scores[codec].append((max(kl, 0.0), top_1, nats, num_bytes))
+    return {codec: _joined(codec, rows) for codec, rows in scores.items()}
+
+
+def _joined(codec: str, rows: Sequence[tuple[float, float, float, int]]) -> CodecTexts:
+    kl, top_1, nats, num_bytes = zip(*rows, strict=True)
+    return CodecTexts(codec=codec, kl=kl, top_1=top_1, nats=nats, request_bytes=max(num_bytes))

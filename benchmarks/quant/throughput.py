@@ -1,0 +1,150 @@
+"""Part `throughput`: decoding in one KV memory, each codec with as many rows as the memory holds.
+
+The memory holds `rows` sequences of plain numbers at their ends. A codec's rows are the most whose
+pages fit. All prompts are read first; decode steps of all engines are timed in turns.
+"""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.workload import SHAPES
+from benchmarks.quant.config import PLAIN, QuantThroughputConfig
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.profile.timing import seconds
+from quire.spec.kv_format import fill_plain
+from quire.spec.layout import layout_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRate:
+    """One codec in the memory.
+
+    Attributes:
+        codec: as it is written.
+        rows: at once.
+        attention: who computed it.
+        step_s: a decode step, median of each round.
+    """
+
+    codec: str
+    rows: int
+    attention: str
+    step_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> tuple[float, ...]:
+        """Of each round."""
+        return tuple(self.rows / taken for taken in self.step_s)
+
+
+def run_throughput(config: QuantThroughputConfig) -> PartResult:
+    """The part."""
+    found = measure_rates(config)
+    return PartResult(
+        claims=claims(found),
+        tables=(_table(config, found),),
+        raw={"codecs": [asdict(one) for one in found]},
+    )
+
+
+def measure_rates(config: QuantThroughputConfig) -> list[CodecRate]:
+    """All codecs, plain numbers first."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model = random_model(SHAPES[config.model](), dtype=dtype)
+    memory = config.rows * row_bytes(config, model, PLAIN)
+    rows = {codec: memory // row_bytes(config, model, codec) for codec in (PLAIN, *config.codecs)}
+    engines = {codec: _reading(model, config, codec, rows[codec], memory) for codec in rows}
+    for engine in engines.values():
+        _read_all(engine)
+    taken: Mapping[str, list[float]] = {codec: [] for codec in engines}
+    for _ in range(config.repeats):
+        for codec, engine in engines.items():
+            steps_s = [seconds(engine.step) for _ in range(config.steps)]
+            taken[codec].append(statistics.median(steps_s))
+    return [
+        CodecRate(
+            codec=codec,
+            rows=rows[codec],
+            attention=engine.pool.kv.backend.name,
+            step_s=tuple(taken[codec]),
+        )
+        for codec, engine in engines.items()
+    ]
+
+
+def row_bytes(config: QuantThroughputConfig, model: LoadedModel, codec: str) -> int:
+    """Bytes of a sequence at its end, in whole pages."""
+    layout = layout_for(model.spec, codec=fill_plain(codec, config.dtype), page_tokens=16)
+    tokens = config.prompt_tokens + _new_tokens(config)
+    return sum(group.bytes_at_most(tokens, config.prompt_tokens) for group in layout.groups)
+
+
+def claims(found: Sequence[CodecRate]) -> Numbers:
+    """Tokens a second over plain numbers': median of the ratios within rounds; rows over theirs."""
+    plain, *coded = found
+    made: Numbers = {"plain_tokens_per_s": statistics.median(plain.tokens_per_s)}
+    for one in coded:
+        name = one.codec.replace("/", "_")
+        pairs = zip(one.tokens_per_s, plain.tokens_per_s, strict=True)
+        made[f"{name}_gain_max_batch"] = statistics.median(a / b for a, b in pairs)
+        made[f"{name}_max_batch_ratio"] = one.rows / plain.rows
+    return made
+
+
+def _new_tokens(config: QuantThroughputConfig) -> int:
+    """Enough for the rounds, and for rows that wait until the last prompt is read."""
+    return config.repeats * config.steps + 64
+
+
+def _reading(
+    model: LoadedModel, config: QuantThroughputConfig, codec: str, rows: int, memory: int
+) -> Engine:
+    """An engine with all its rows submitted."""
+    # slabs have borders: one more row than fits by bytes alone is never needed
+    kv = KVConfig(memory=memory + row_bytes(config, model, codec), codec=codec, prefix_cache=False)
+    engine = Engine(model, kv, ScheduleConfig(max_running=rows))
+    rng = random.Random(0)
+    options = SamplingParams(max_tokens=_new_tokens(config), temperature=0.0, ignore_eos=True)
+    for _ in range(rows):
+        prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
+        engine.submit(prompt, options)
+    return engine
+
+
+def _read_all(engine: Engine) -> None:
+    """Step until every row decodes, and once more."""
+    rows = engine.schedule_config.max_running
+    running = engine.scheduler.running
+    while len(running) < rows or any(request.num_uncomputed > 1 for request in running):
+        engine.step()
+    engine.step()
+
+
+def _table(config: QuantThroughputConfig, found: Sequence[CodecRate]) -> Table:
+    plain = found[0]
+    rows: list[tuple[Cell, ...]] = []
+    for one in found:
+        rate = statistics.median(one.tokens_per_s)
+        step_ms = 1e3 * statistics.median(one.step_s)
+        over = rate / statistics.median(plain.tokens_per_s)
+        rows.append((one.codec, one.attention, one.rows, step_ms, rate, over))
+    return Table(
+        name="quant-throughput",
+        caption=(
+            f"Decode steps behind prompts of {config.prompt_tokens:,} tokens, random-weight Llama "
+            f"({config.model}), {config.dtype}, in the KV memory that holds {config.rows} rows of "
+            f"plain numbers; medians of {config.repeats} rounds in turns."
+        ),
+        columns=("codec", "attention", "rows", "step ms", "tokens/s", "over plain"),
+        rows=tuple(rows),
+    )

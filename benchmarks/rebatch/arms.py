@@ -1,0 +1,87 @@
+"""Runs arms in turns: models with the same weights for both paths, one clock, one memory."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common.models import random_model, random_weights
+from benchmarks.common.workload import SHAPES
+from benchmarks.rebatch.config import CONTINUOUS, EMBEDDING, SHAPING, RebatchConfig
+from benchmarks.rebatch.load import Load
+from benchmarks.rebatch.run import RebatchRun, check, run_dense, run_paged
+from quire.models.loader import LoadedModel
+
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+_WARMUP_QUERIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The same weights twice.
+
+    Attributes:
+        dense: as Transformers has it, with sdpa attention.
+        paged: behind Quire's adapter.
+    """
+
+    dense: Any
+    paged: LoadedModel
+
+    @classmethod
+    def of(cls, shape: str) -> "Models":
+        """Random weights in float32."""
+        config = SHAPES[shape]()
+        dense = random_weights(config, dtype=torch.float32)
+        return cls(dense, random_model(SHAPES[shape](), dtype=torch.float32))
+
+
+def run_arm(
+    models: Models,
+    load: Load,
+    arm: str,
+    batch: int,
+    config: RebatchConfig,
+    *,
+    memory_bytes: int | None = None,
+) -> RebatchRun:
+    """One arm, the whole load.
+
+    Args:
+        models: both paths.
+        load: what is asked.
+        arm: a batcher.
+        batch: rows.
+        config: clock, and how far vector shaping may go.
+        memory_bytes: KV from which rows are taken out; None: as much as they need.
+    """
+    seconds = _CLOCKS[config.clock]
+    longest = max(asked.prompt_tokens for asked in load) + max(asked.new_tokens for asked in load)
+    if arm == CONTINUOUS:
+        spec = models.paged.spec
+        whole = spec.kv_bytes(longest + 2 * 16, 4) * batch  # each row's last page is not full
+        run = run_paged(
+            models.paged, load, batch, seconds=seconds, memory_bytes=memory_bytes or whole
+        )
+    else:
+        columns = longest * (config.shaping_columns if arm == SHAPING else 1)
+        run = run_dense(
+            models.dense,
+            load,
+            arm,
+            batch,
+            seconds=seconds,
+            capacity_tokens=columns,
+            scale_at=memory_bytes,
+        )
+    check(run, load)
+    return run
+
+
+def warm_up(models: Models, load: Load, config: RebatchConfig) -> None:
+    """A few queries each way, not counted."""
+    few = tuple(load[:_WARMUP_QUERIES])
+    for arm in (EMBEDDING, CONTINUOUS):
+        run_arm(models, few, arm, 2, config)

@@ -1,0 +1,78 @@
+"""`python -m benchmarks rebatch`: batches that change while they run, beside static ones."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+
+
+def rebatch(  # noqa: PLR0913 - one parameter per option
+    *,
+    parts: Annotated[str, typer.Option(help="Only these, with commas: w1, w2, trace.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Shape: 125m, small, tiny or wide; wide if not said.")
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.005,
+            max=100,
+            help="Factor on the lengths of w1; 0.04 if not said.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of all arms; 3 if not said.")
+    ] = None,
+    clock: Annotated[
+        str, typer.Option(help="wall; or cpu, to try it out on a machine that is busy.")
+    ] = "wall",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few short queries, a tiny model, one round. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer mixed queries with static batches, dense batches that change, and pages.
+
+    w1 and w2 are the workloads of BATON with scaled lengths, beside what ideal list scheduling of
+    the same lengths could reach. trace has recorded arrivals, urgent ones, and little memory.
+    """
+    import torch
+
+    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.workload import SHAPES
+    from benchmarks.rebatch.config import QUICK_REBATCH, RebatchConfig
+    from benchmarks.rebatch.parts import PARTS
+    from quire.errors import UnknownName
+
+    for what, name, known in (("model", model, SHAPES), ("clock", clock, ("wall", "cpu"))):
+        if name is not None and name not in known:
+            raise UnknownName(what, name, known)
+    names = names_of(parts, PARTS)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    use_threads(threads)
+    config = QUICK_REBATCH if quick else RebatchConfig()
+    config = replace(
+        config,
+        model=model or config.model,
+        w1=replace(config.w1, scale=scale or config.w1.scale),
+        repeats=repeats or config.repeats,
+        clock=clock,
+    )
+    results, claims = show_parts(run_named(names, PARTS, config))
+    used = asdict(config) | {"threads": torch.get_num_threads()}
+    run = finish("rebatch", results, claims, used, out, quick=quick)
+    if as_json:
+        typer.echo(json.dumps(run))

@@ -1,0 +1,277 @@
+"""One arm on one load: answers all of it, and says what every query and every step took."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.rebatch.bound import Forwards
+from benchmarks.rebatch.clock import SkippingClock
+from benchmarks.rebatch.load import Load, prompt_ids
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import InvariantError, SlabFull
+from quire.hf.dynamic.batch import DynamicBatch
+from quire.hf.dynamic.options import BatchOptions
+from quire.hf.dynamic.query import Query
+from quire.hf.dynamic.record import StepRecord
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+CONTINUOUS = "continuous"
+_CURVE_POINTS = 48
+
+
+@dataclass(slots=True)
+class RebatchRun:
+    """What happened.
+
+    Attributes:
+        arm: a batcher.
+        batch_size: rows.
+        total_s: until the last token, or until the slab was full.
+        asked: queries there were.
+        times_s: when each token of each query came, from the start.
+        waited_s: from arrival to the first token, of each query that has one.
+        kv_bytes: (seconds, bytes) after each step.
+        kv_peak_bytes: at any time.
+        preemptions: rows that were taken out.
+        ended: why it did not answer all, or "".
+        row_steps, dead_row_steps: of all steps; of rows whose query had ended.
+        queued_row_steps, queued_dead_row_steps: the same while others waited.
+        slots, pad_slots: that attention read; of them without a token.
+        peak_columns: of the slab.
+        forwards: single costs.
+        answers: tokens, where all were answered.
+    """
+
+    arm: str
+    batch_size: int
+    asked: int
+    total_s: float = 0.0
+    times_s: list[list[float]] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    kv_bytes: list[tuple[float, int]] = field(default_factory=list)
+    kv_peak_bytes: int = 0
+    preemptions: int = 0
+    ended: str = ""
+    row_steps: int = 0
+    dead_row_steps: int = 0
+    queued_row_steps: int = 0
+    queued_dead_row_steps: int = 0
+    slots: int = 0
+    pad_slots: int = 0
+    peak_columns: int = 0
+    forwards: Forwards = field(default_factory=lambda: Forwards([], []))
+    answers: list[list[int]] = field(default_factory=list)
+
+    # ---- numbers -------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Generated."""
+        return sum(map(len, self.times_s))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated, prefill counted in the time."""
+        return self.tokens / self.total_s
+
+    @property
+    def answered(self) -> float:
+        """Share of the queries that have got all."""
+        return sum(map(bool, self.answers)) / self.asked
+
+    @property
+    def idle_fraction(self) -> float:
+        """Row-steps of ended queries over those of all rows."""
+        return self.dead_row_steps / max(1, self.row_steps)
+
+    @property
+    def idle_while_queued(self) -> float:
+        """The same over the steps in which others waited."""
+        return self.queued_dead_row_steps / max(1, self.queued_row_steps)
+
+    @property
+    def padded_fraction(self) -> float:
+        """Slots without a token over all that attention read."""
+        return self.pad_slots / max(1, self.slots)
+
+    def first_s(self, percent: int) -> float:
+        """Percentile of the time to the first token."""
+        return float(np.percentile(self.waited_s, percent))
+
+    def token_s(self, percent: int) -> float:
+        """Percentile over queries of the mean time between two tokens."""
+        gaps = [(t[-1] - t[0]) / (len(t) - 1) for t in self.times_s if len(t) > 1]
+        return float(np.percentile(gaps, percent))
+
+    # ---- curves --------------------------------------------------------------------------------
+
+    def answered_curve(self) -> tuple[tuple[float, int], ...]:
+        """Queries that have ended, over time."""
+        ends = [t[-1] for t, answer in zip(self.times_s, self.answers, strict=True) if answer]
+        return _counted(sorted(ends))
+
+    def token_curve(self) -> tuple[tuple[float, int], ...]:
+        """Tokens that have come, over time."""
+        return _counted(sorted(when for times in self.times_s for when in times))
+
+    def kv_curve(self) -> tuple[tuple[float, float], ...]:
+        """MiB of KV, over time."""
+        every = max(1, len(self.kv_bytes) // _CURVE_POINTS)
+        return tuple((when, count / 2**20) for when, count in self.kv_bytes[::every])
+
+    def to_json(self) -> dict[str, Any]:
+        """What tables are made of."""
+        names = ("arm", "batch_size", "total_s", "tokens", "answered", "ended", "kv_peak_bytes")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        for name in ("idle_fraction", "idle_while_queued", "padded_fraction", "peak_columns"):
+            found[name] = getattr(self, name)
+        for percent in (50, 99):
+            found[f"first_p{percent}_s"] = self.first_s(percent)
+            found[f"token_p{percent}_s"] = self.token_s(percent)
+        return found | {"preemptions": self.preemptions}
+
+    def took(self, step: StepRecord) -> None:
+        """Count a step of a dense arm."""
+        for read in step.reads:
+            tokens = read.rows * read.columns
+            pairs = tokens * read.seen + read.rows * read.columns * (read.columns + 1) // 2
+            self.forwards.reads.append((tokens, pairs, read.seconds))
+        if not step.rows:
+            return
+        dead, slots = step.rows - step.live, step.rows * step.columns
+        self.row_steps += step.rows
+        self.dead_row_steps += dead
+        if step.queued:
+            self.queued_row_steps += step.rows
+            self.queued_dead_row_steps += dead
+        self.slots += slots
+        self.pad_slots += slots - step.valid_tokens
+        self.peak_columns = max(self.peak_columns, step.columns)
+        if step.new_columns == 1:
+            self.forwards.decodes.append((step.rows, slots, step.decode_s))
+
+
+def _counted(times_s: list[float]) -> tuple[tuple[float, int], ...]:
+    every = max(1, len(times_s) // _CURVE_POINTS)
+    return tuple((when, i + 1) for i, when in enumerate(times_s) if (i + 1) % every == 0)
+
+
+def run_dense(
+    model: Any,
+    load: Load,
+    arm: str,
+    batch_size: int,
+    *,
+    seconds: Callable[[], float],
+    capacity_tokens: int | None = None,
+    scale_at: int | None = None,
+) -> RebatchRun:
+    """Answer a load with a `DynamicBatch`.
+
+    Args:
+        model: of Transformers.
+        load: what is asked.
+        arm: its batcher.
+        batch_size: rows.
+        seconds: the clock.
+        capacity_tokens: most columns of the slab.
+        scale_at: KV bytes from which rows are taken out.
+    """
+    clock = SkippingClock(seconds)
+    options = BatchOptions(
+        batcher=arm,
+        batch_size=batch_size,
+        clock=clock,
+        capacity_tokens=capacity_tokens,
+        scale_at=scale_at,
+    )
+    batch = DynamicBatch(model, options)
+    coming = list(zip(prompt_ids(load, model.config.vocab_size), load, strict=True))
+    queries: list[Query] = []
+    run = RebatchRun(arm, batch_size, len(load))
+    while coming or batch.has_work:
+        if not batch.has_work:
+            clock.skip_to(coming[0][1].arrival_s)
+        while coming and coming[0][1].arrival_s <= clock():
+            ids, asked = coming.pop(0)
+            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            queries.append(
+                batch.submit(ids, asked.new_tokens, sampling=params, priority=asked.priority)
+            )
+        try:
+            batch.step()
+        except SlabFull as error:
+            run.ended = str(error)
+            break
+        run.took(batch.last)
+        run.kv_bytes.append((clock(), batch.last.kv_bytes))
+    run.total_s = clock()
+    run.kv_peak_bytes = batch.device_meter.peak_bytes
+    for query, asked in zip(queries, load, strict=False):
+        run.times_s.append(query.times_s)
+        run.answers.append(query.token_ids if query.finished else [])
+        run.preemptions += query.preemptions
+        if query.times_s:
+            run.waited_s.append(query.times_s[0] - asked.arrival_s)
+    return run
+
+
+def run_paged(
+    model: LoadedModel,
+    load: Load,
+    batch_size: int,
+    *,
+    seconds: Callable[[], float],
+    memory_bytes: int,
+) -> RebatchRun:
+    """Answer a load with the engine's continuous batching over pages.
+
+    Args:
+        model: the same weights behind Quire's adapter.
+        load: what is asked.
+        batch_size: requests that run at once.
+        seconds: the clock.
+        memory_bytes: of KV.
+    """
+    clock = SkippingClock(seconds)
+    kv = KVConfig(memory=memory_bytes, host_memory=memory_bytes, prefix_cache=False)
+    engine = Engine(model, kv, ScheduleConfig(max_running=batch_size, low_watermark=1.0))
+    coming = list(zip(prompt_ids(load, model.spec.vocab_size), load, strict=True))
+    run = RebatchRun(CONTINUOUS, batch_size, len(load))
+    numbers: dict[str, int] = {}
+    while coming or engine.has_work:
+        if not engine.has_work:
+            clock.skip_to(coming[0][1].arrival_s)
+        while coming and coming[0][1].arrival_s <= clock():
+            ids, asked = coming.pop(0)
+            params = SamplingParams(max_tokens=asked.new_tokens, temperature=0.0, ignore_eos=True)
+            numbers[engine.submit(ids, params, priority=asked.priority)] = len(numbers)
+            run.times_s.append([])
+            run.answers.append([])
+        for delta in engine.step():
+            number = numbers[delta.request_id]
+            run.times_s[number] += [clock()] * len(delta.token_ids)
+            run.answers[number] += delta.token_ids
+        run.kv_bytes.append((clock(), engine.pool.kv.memory.used_bytes))
+    run.total_s = clock()
+    stats = engine.stats()
+    run.kv_peak_bytes, run.preemptions = stats.kv_peak_bytes, stats.num_preemptions
+    for times, asked in zip(run.times_s, load, strict=True):
+        run.waited_s.append(times[0] - asked.arrival_s)
+    return run
+
+
+def check(run: RebatchRun, load: Load) -> None:
+    """Every answer has its length, unless the arm has said why not.
+
+    Raises:
+        InvariantError: one has not.
+    """
+    got = [len(answer) for answer in run.answers]
+    if not run.ended and got != [asked.new_tokens for asked in load]:
+        raise InvariantError(f"the arm {run.arm} of the rebatch bench left answers unfinished")

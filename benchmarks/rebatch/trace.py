@@ -1,0 +1,151 @@
+"""Part `trace`: recorded arrivals, urgent ones among them, in too small a KV memory.
+
+Times are stretched so that as much is asked as the load says of what ideal list scheduling answers.
+Waiting for an arrival when nobody asks anything is skipped.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.rebatch.arms import Models, run_arm, warm_up
+from benchmarks.rebatch.bound import fit, ideal_s
+from benchmarks.rebatch.config import CONTINUOUS, EMBEDDING, STATIC, RebatchConfig
+from benchmarks.rebatch.load import Load, recorded
+from benchmarks.rebatch.run import RebatchRun
+
+Round = Mapping[str, RebatchRun]
+
+
+def run_trace(config: RebatchConfig) -> PartResult:
+    """The part."""
+    load, memory_bytes, rounds = measure(config)
+    return PartResult(
+        claims=claims(rounds, memory_bytes),
+        tables=(_table(config, load, memory_bytes, rounds),),
+        charts=(_chart(rounds[0]),),
+        raw={
+            "memory_bytes": memory_bytes,
+            "rounds": [{arm: run.to_json() for arm, run in runs.items()} for runs in rounds],
+        },
+    )
+
+
+def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
+    """The load, the memory, and every arm in turns."""
+    asked = config.trace
+    models = Models.of(config.model)
+    together = recorded(asked.requests, asked.scale, 0.0, asked.urgent_every)
+    warm_up(models, together, config)
+    free = run_arm(models, together, EMBEDDING, asked.batch, config)
+    span_s = ideal_s(together, asked.batch, fit([free.forwards])) / asked.load
+    load = recorded(asked.requests, asked.scale, span_s, asked.urgent_every)
+    memory_bytes = max(int(free.kv_peak_bytes * asked.memory_share), _least_bytes(models, load))
+    rounds: list[Round] = [
+        {
+            arm: run_arm(models, load, arm, asked.batch, config, memory_bytes=memory_bytes)
+            for arm in asked.arms
+        }
+        for _ in range(config.repeats)
+    ]
+    return load, memory_bytes, rounds
+
+
+def _least_bytes(models: Models, load: Load) -> int:
+    """What the longest query may take alone while it is read and put into a slab."""
+    longest = max(asked.final_tokens for asked in load)
+    return 3 * models.paged.spec.kv_bytes(longest, 4)
+
+
+def claims(rounds: Sequence[Round], memory_bytes: int) -> Numbers:
+    """Medians over rounds.
+
+    trace_ARM_first_p99_s, trace_ARM_token_p99_s and p50: of all queries.
+    trace_ARM_makespan_s, trace_ARM_peak_over_memory: KV bytes over those it was given.
+    trace_batonpd_over_static_first_p99: how much sooner (static's time over vector embedding's).
+    """
+    numbers: Numbers = {}
+    for arm in rounds[0]:
+        runs = [found[arm] for found in rounds]
+        for percent in (50, 99):
+            first = statistics.median(run.first_s(percent) for run in runs)
+            token = statistics.median(run.token_s(percent) for run in runs)
+            numbers[f"trace_{arm}_first_p{percent}_s"] = first
+            numbers[f"trace_{arm}_token_p{percent}_s"] = token
+        numbers[f"trace_{arm}_makespan_s"] = _median(runs, lambda run: run.total_s)
+        numbers[f"trace_{arm}_peak_over_memory"] = _median(
+            runs, lambda run: run.kv_peak_bytes / memory_bytes
+        )
+        numbers[f"trace_{arm}_preemptions"] = _median(runs, lambda run: run.preemptions)
+    numbers["trace_batonpd_over_static_first_p99"] = statistics.median(
+        found[STATIC].first_s(99) / found[EMBEDDING].first_s(99) for found in rounds
+    )
+    return numbers
+
+
+def _median(runs: Sequence[RebatchRun], number: Callable[[RebatchRun], float]) -> float:
+    return float(statistics.median(map(number, runs)))
+
+
+def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequence[Round]) -> Table:
+    asked = config.trace
+    return Table(
+        name="rebatch_trace",
+        caption=(
+            f"The first {len(load)} requests of the Azure conversation trace, lengths times "
+            f"{asked.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: {asked.load:.0%} of what "
+            f"ideal list scheduling answers. {asked.batch} rows, {memory_bytes / 2**20:.1f} MiB of "
+            f"KV, every {asked.urgent_every}th request urgent. Rows are taken out for urgent ones "
+            "and for want of memory, but not by static and pd, which begin smaller batches. "
+            f"Medians of {len(rounds)} rounds, in turns."
+        ),
+        columns=(
+            "batcher",
+            "first token p50 s",
+            "first token p99 s",
+            "urgent first p99 s",
+            "token p50 ms",
+            "token p99 ms",
+            "makespan s",
+            "peak KV MiB",
+            "rows taken out",
+            "answered",
+        ),
+        rows=tuple(_row(load, [found[arm] for found in rounds]) for arm in rounds[0]),
+    )
+
+
+def _row(load: Load, runs: Sequence[RebatchRun]) -> tuple[Cell, ...]:
+    return (
+        runs[0].arm,
+        _median(runs, lambda run: run.first_s(50)),
+        _median(runs, lambda run: run.first_s(99)),
+        _median(runs, lambda run: urgent(run, load).first_s(99)),
+        _median(runs, lambda run: run.token_s(50) * 1e3),
+        _median(runs, lambda run: run.token_s(99) * 1e3),
+        _median(runs, lambda run: run.total_s),
+        _median(runs, lambda run: run.kv_peak_bytes / 2**20),
+        _median(runs, lambda run: run.preemptions),
+        _median(runs, lambda run: run.answered),
+    )
+
+
+def urgent(run: RebatchRun, load: Load) -> RebatchRun:
+    """The same run, as those saw it who were urgent."""
+    waited = [
+        times[0] - asked.arrival_s
+        for times, asked in zip(run.times_s, load, strict=False)
+        if times and asked.priority == 0
+    ]
+    return replace(run, waited_s=waited)
+
+
+def _chart(runs: Round) -> Chart:
+    return Chart(
+        name="rebatch_trace_kv",
+        title="Azure conversation trace: MiB of KV held",
+        x_label="seconds",
+        y_label="MiB of KV held",
+        lines={arm: runs[arm].kv_curve() for arm in (STATIC, EMBEDDING, CONTINUOUS) if arm in runs},
+    )

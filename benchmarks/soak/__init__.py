@@ -1,0 +1,1 @@
+"""Resident memory while requests come and go."""

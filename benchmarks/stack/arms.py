@@ -1,0 +1,173 @@
+"""Arms of the stack bench: each adds one thing to the arm before it, and serves the same load."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.stack.load import StackLoad
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackArm:
+    """What an arm's KV memory can do.
+
+    Attributes:
+        name: what it adds to the arm before it.
+        store: how lanes lie in memory.
+        codec: how keys and values are stored.
+        prefix_cache: whether what prompts begin with is shared.
+    """
+
+    name: str
+    store: str = "paged"
+    codec: str = "none"
+    prefix_cache: bool = False
+
+    def kv_config(self, load: StackLoad, memory_bytes: int) -> KVConfig:
+        """The arm's memory, with room on the host for what is preempted."""
+        return KVConfig(
+            memory=memory_bytes,
+            host_memory=memory_bytes,
+            store=self.store,
+            store_tokens=None if self.store == "paged" else load.longest_tokens,
+            codec=self.codec,
+            prefix_cache=self.prefix_cache,
+        )
+
+
+CONTIGUOUS, PAGED, INT8, INT8_PREFIX, INT4_PREFIX = "contiguous", "paged", "int8", "cache", "int4"
+ARMS = (
+    StackArm(name=CONTIGUOUS, store="contiguous_max"),
+    StackArm(name=PAGED),
+    StackArm(name=INT8, codec="int8"),
+    StackArm(name=INT8_PREFIX, codec="int8", prefix_cache=True),
+    StackArm(name=INT4_PREFIX, codec="int4", prefix_cache=True),
+)
+"""In the article's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackRun:
+    """One arm, the whole load once.
+
+    Attributes:
+        arm: its name.
+        total_s: until the last token.
+        tokens: generated.
+        max_batch: most sequences with KV at once.
+        mean_batch: sequences with KV, mean over steps.
+        token_s: times between two tokens of one request, all of them.
+        first_s: time to the first token of each request.
+        kv_peak_bytes: most KV of requests at once.
+        used_share: of the KV memory, mean over steps, cached prefixes not counted.
+        preemptions: sequences that gave up their place.
+        answers: by request.
+    """
+
+    arm: str
+    total_s: float
+    tokens: int
+    max_batch: int
+    mean_batch: float
+    token_s: tuple[float, ...]
+    first_s: tuple[float, ...]
+    kv_peak_bytes: int
+    used_share: float
+    preemptions: int
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated, prefill counted in the time."""
+        return self.tokens / self.total_s
+
+    def to_json(self) -> dict[str, int | float | str]:
+        """What tables are made of, without the single tokens."""
+        found: dict[str, int | float | str] = {
+            name: getattr(self, name)
+            for name in ("arm", "total_s", "tokens", "max_batch", "mean_batch", "kv_peak_bytes")
+        }
+        for name, times_s in (("token", self.token_s), ("first", self.first_s)):
+            for percent in (50, 99):
+                found[f"{name}_p{percent}_s"] = float(np.percentile(times_s, percent))
+        return found | {"used_share": self.used_share, "preemptions": self.preemptions}
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When tokens of each request came."""
+
+    answers: dict[str, list[int]]
+    last_s: dict[str, float] = field(default_factory=dict)
+    token_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+
+    def came(self, request_id: str, token_ids: tuple[int, ...], now_s: float) -> None:
+        """Tokens of one request; several at once count the wait for each."""
+        if not token_ids:
+            return
+        self.answers[request_id] += token_ids
+        if request_id in self.last_s:
+            self.token_s.append((now_s - self.last_s[request_id]) / len(token_ids))
+        else:
+            self.first_s.append(now_s)
+        self.last_s[request_id] = now_s
+
+
+def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
+    """Serve the load with an engine of its own, whose memory is empty.
+
+    Args:
+        model: random weights.
+        load: what is asked.
+        arm: how KV is kept.
+    """
+    memory_bytes = load.kv_bytes(model.spec)
+    # all of the memory may be given away: it is that of so many contiguous lanes, to the page
+    schedule = ScheduleConfig(low_watermark=1.0)
+    engine = Engine(model, arm.kv_config(load, memory_bytes), schedule)
+    started_s = time.perf_counter()
+    clock = _Clock({_submit(engine, prompt, new): [] for prompt, new in load.drawn()})
+    batches, used = [], []
+    while engine.has_work:
+        for delta in engine.step():
+            clock.came(delta.request_id, tuple(delta.token_ids), time.perf_counter() - started_s)
+        batches.append(len(engine.scheduler.running))
+        used.append(engine.pool.kv.memory.used_bytes)
+    total_s = time.perf_counter() - started_s
+    engine.check()
+    stats = engine.stats()
+    return StackRun(
+        arm=arm.name,
+        total_s=total_s,
+        tokens=_checked(load, clock.answers),
+        max_batch=max(batches),
+        mean_batch=sum(batches) / len(batches),
+        token_s=tuple(clock.token_s),
+        first_s=tuple(clock.first_s),
+        kv_peak_bytes=stats.kv_peak_bytes,
+        used_share=sum(used) / len(used) / memory_bytes,
+        preemptions=stats.num_preemptions,
+        answers=tuple(map(tuple, clock.answers.values())),
+    )
+
+
+def _submit(engine: Engine, prompt: list[int], new_tokens: int) -> str:
+    options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    return engine.submit(prompt, options)
+
+
+def _checked(load: StackLoad, answers: Mapping[str, list[int]]) -> int:
+    expected = [new_tokens for _, new_tokens in load.drawn()]
+    got = [len(answer) for answer in answers.values()]
+    if got != expected:
+        raise InvariantError("an arm of the stack bench left answers unfinished")
+    return sum(got)

@@ -1,0 +1,64 @@
+"""`python -m benchmarks stack`: KV memory optimizations on top of each other, in equal bytes."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.out_folder import prepare_folder, require_matplotlib
+
+
+def stack(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Shape: 125m, small or tiny; 125m if not said.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="All at once; 128 if not said.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of all arms; 3 if not said.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few short requests, a tiny model, one round. No claims."),
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Serve one load with contiguous KV, then pages, int8, a prefix cache, int4.
+
+    Every arm has the memory in which contiguous lanes hold four sequences, and all that the arm
+    before it has. Tables say the largest batch, tokens a second and latencies.
+    """
+    import torch
+
+    from benchmarks.common.named_parts import run_named
+    from benchmarks.common.workload import SHAPES
+    from benchmarks.stack.part import QUICK_STACK, StackConfig, run_stack
+    from quire.errors import UnknownName
+
+    if model is not None and model not in SHAPES:
+        raise UnknownName("model", model, SHAPES)
+    if out is not None:
+        require_matplotlib("--out")
+        prepare_folder(out)
+    use_threads(threads)
+    config = QUICK_STACK if quick else StackConfig()
+    load = replace(
+        config.load, model=model or config.load.model, requests=requests or config.load.requests
+    )
+    config = replace(config, load=load, repeats=repeats or config.repeats)
+    results, claims = show_parts(run_named(("stack",), {"stack": run_stack}, config))
+    used = asdict(config) | {"threads": torch.get_num_threads()}
+    run = finish("stack", results, claims, used, out, quick=quick)
+    if as_json:
+        typer.echo(json.dumps(run))

@@ -1,0 +1,214 @@
+"""Arms in turns, and what each adds: batch, tokens a second, latency, in the same bytes.
+
+Every speed stands beside the answers' mean regret: with random weights no answer is right, but each
+token can be judged by how far its logit lies below the best one in float32.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+
+from benchmarks.common.models import random_model, random_weights
+from benchmarks.common.regret import RegretJudge
+from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.workload import SHAPES
+from benchmarks.stack.arms import ARMS, StackArm, StackRun, run_arm
+from benchmarks.stack.load import StackLoad
+from quire.plan.known_costs import assumed_prefill
+from quire.profile.ceilings import DTYPES, ProductProbe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackConfig:
+    """What is run.
+
+    Attributes:
+        load: requests and memory.
+        arms: each compared with the one before it, and the last with the first.
+        repeats: rounds of all arms, in turns.
+        judged: of the first so many answers the regret is taken.
+        product: [rows, inner, columns] multiplied to measure the cores.
+    """
+
+    load: StackLoad = field(default_factory=StackLoad)
+    arms: tuple[StackArm, ...] = ARMS
+    repeats: int = 3
+    judged: int = 8
+    product: tuple[int, int, int] = (2_048, 768, 2_048)
+
+
+QUICK_STACK = StackConfig(
+    load=StackLoad(
+        model="tiny",
+        requests=12,
+        system_tokens=16,
+        question_tokens=8,
+        answer_tokens=8,
+        longest_tokens=64,
+        contiguous_rows=2,
+    ),
+    repeats=1,
+    judged=2,
+    product=(64, 64, 64),
+)
+
+Round = Sequence[StackRun]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFound:
+    """What was measured.
+
+    Attributes:
+        rounds: each with a run of every arm, in their order.
+        regrets: of each arm, mean over tokens of the first answers.
+        computed_s: least time of all products of the load, nothing shared.
+    """
+
+    rounds: Sequence[Round]
+    regrets: Sequence[float]
+    computed_s: float
+
+
+def measure_stack(config: StackConfig) -> StackFound:
+    """Arms take turns; a short run of each before them is not counted."""
+    load = config.load
+    model = random_model(SHAPES[load.model](), dtype=torch.bfloat16)
+    few = replace(load, requests=2)
+    for arm in config.arms:
+        run_arm(model, few, arm)
+    rounds = [[run_arm(model, load, arm) for arm in config.arms] for _ in range(config.repeats)]
+    weights = random_weights(SHAPES[load.model](), dtype=torch.bfloat16)
+    judge = RegretJudge(torch.nn.Module.float(weights))
+    prompts = [prompt for prompt, _ in load.drawn()][: config.judged]
+    probes = [ProductProbe(dtype, *config.product) for dtype in DTYPES]
+    # weights are held in the type that these cores multiply faster
+    rate = max(statistics.median(probe.rate() for _ in range(5)) for probe in probes)
+    processed = sum(len(prompt) + new for prompt, new in load.drawn())
+    return StackFound(
+        rounds=rounds,
+        regrets=[judge.mean_regret(prompts, run.answers) for run in rounds[0]],
+        computed_s=processed * assumed_prefill(model.spec, rate).token_s,
+    )
+
+
+def run_stack(config: StackConfig) -> PartResult:
+    """The part."""
+    found = measure_stack(config)
+    return PartResult(
+        claims=claims(found),
+        tables=(_table(config, found),),
+        charts=(_chart(found),),
+        raw={
+            "rounds": [[run.to_json() for run in runs] for runs in found.rounds],
+            "regrets": list(found.regrets),
+            "arms": [asdict(arm) for arm in config.arms],
+        },
+    )
+
+
+def claims(found: StackFound) -> Numbers:
+    """Ratios within rounds, medians over them.
+
+    stack_total_ratio: tokens a second of the last arm over the first.
+    stack_max_batch_ratio: most sequences at once, likewise.
+    stack_ARM_ratio: tokens a second over the arm before it.
+    """
+    numbers: Numbers = {
+        "stack_total_ratio": _speedup(found.rounds, -1, 0),
+        "stack_max_batch_ratio": statistics.median(
+            runs[-1].max_batch / runs[0].max_batch for runs in found.rounds
+        ),
+    }
+    for i, run in enumerate(found.rounds[0]):
+        if i:
+            numbers[f"stack_{run.arm}_ratio"] = _speedup(found.rounds, i, i - 1)
+        speeds = [runs[i].tokens_per_s for runs in found.rounds]
+        numbers[f"stack_{run.arm}_tokens_per_s"] = statistics.median(speeds)
+        numbers[f"stack_{run.arm}_max_batch"] = run.max_batch
+        numbers[f"stack_{run.arm}_utilisation"] = _utilisation(found, i)
+        numbers[f"stack_{run.arm}_mean_regret"] = found.regrets[i]
+    return numbers
+
+
+def _speedup(rounds: Sequence[Round], arm: int, over: int) -> float:
+    return statistics.median(r[arm].tokens_per_s / r[over].tokens_per_s for r in rounds)
+
+
+def _utilisation(found: StackFound, arm: int) -> float:
+    return statistics.median(found.computed_s / runs[arm].total_s for runs in found.rounds)
+
+
+def _table(config: StackConfig, found: StackFound) -> Table:
+    load = config.load
+    return Table(
+        name="stack",
+        caption=(
+            f"{load.requests} requests at once, a system prompt of {load.system_tokens} tokens, "
+            f"{load.question_tokens} in and {load.answer_tokens} out behind it in the mean, "
+            f"random-weight Llama ({load.model}), bfloat16, in KV memory where contiguous lanes of "
+            f"{load.longest_tokens:,} tokens hold {load.contiguous_rows}. Utilisation is the time "
+            "of all products at the cores' rate, nothing shared, over the time taken. Medians of "
+            f"{config.repeats} rounds, in turns; prefill counts."
+        ),
+        columns=(
+            "KV memory",
+            "largest batch",
+            "mean batch",
+            "tokens/s",
+            "over the one before",
+            "token p50 ms",
+            "token p99 ms",
+            "first token p50 s",
+            "memory in use",
+            "utilisation",
+            "peak KV MiB",
+            "preemptions",
+            "mean regret",
+        ),
+        rows=tuple(_row(config.arms, found, i) for i in range(len(config.arms))),
+    )
+
+
+def _row(arms: Sequence[StackArm], found: StackFound, arm: int) -> tuple[Cell, ...]:
+    runs = [r[arm].to_json() for r in found.rounds]
+
+    def median(name: str) -> float:
+        return statistics.median(float(run[name]) for run in runs)
+
+    return (
+        _label(arms[arm]),
+        int(median("max_batch")),
+        median("mean_batch"),
+        statistics.median(r[arm].tokens_per_s for r in found.rounds),
+        _speedup(found.rounds, arm, arm - 1) if arm else None,
+        1e3 * median("token_p50_s"),
+        1e3 * median("token_p99_s"),
+        median("first_p50_s"),
+        median("used_share"),
+        _utilisation(found, arm),
+        median("kv_peak_bytes") / 2**20,
+        int(median("preemptions")),
+        found.regrets[arm],
+    )
+
+
+def _label(arm: StackArm) -> str:
+    codec = "bfloat16" if arm.codec == "none" else arm.codec
+    return f"{arm.store}, {codec}" + (", prefix cache" if arm.prefix_cache else "")
+
+
+def _chart(found: StackFound) -> Chart:
+    bars = tuple(
+        (run.arm, statistics.median(runs[i].tokens_per_s for runs in found.rounds))
+        for i, run in enumerate(found.rounds[0])
+    )
+    return Chart(
+        name="stack",
+        title="Tokens a second in the same KV memory",
+        x_label="KV memory",
+        y_label="generated tokens/s",
+        lines={"": bars},
+    )

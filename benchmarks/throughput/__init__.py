@@ -1,0 +1,1 @@
+"""Quire beside Transformers on the same prompts, against the measured ceilings."""

@@ -1,0 +1,227 @@
+"""Total time of a batch of prompts: Quire beside Transformers, in one run with the ceilings.
+
+Arms take turns, so that whatever else the machine does falls on all of them alike. Each round also
+measures what the memory reads and the cores multiply; a claim is the median, over the rounds, of
+ratios of numbers from the same round.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.common.models import random_model, random_weights
+from benchmarks.common.regret import RegretJudge
+from benchmarks.common.workload import QUICK_WORKLOAD, Workload
+from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
+from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
+from quire.errors import UnknownName
+from quire.plan.parts import RowTokens, step_parts, total_cost
+from quire.profile.attention import AttentionBench, AttentionShape
+from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
+from quire.profile.timing import seconds
+from quire.spec.model import ModelSpec
+
+PEERS = ("hf_static", "hf_cb")
+SLOW_PEERS = ("hf_cb_default",)  # run when they are asked for
+ATTENTION_PASSES = 5  # in each round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputConfig:
+    """What is run.
+
+    Attributes:
+        workload: the prompts and the model.
+        attention_shape: of the attention bench.
+        repeats: measured rounds, after one that is not.
+        attention: Quire's backend.
+        peers: the other arms, of PEERS and SLOW_PEERS.
+        buffer_bytes: read to measure the memory.
+        judged_prompts: the first so many answers are judged, see `RegretJudge`.
+        product: [rows, inner, columns] multiplied in bfloat16 to measure the cores.
+    """
+
+    workload: Workload = field(default_factory=Workload)
+    attention_shape: AttentionShape = field(default_factory=AttentionShape)
+    repeats: int = 5
+    attention: str = "auto"
+    peers: tuple[str, ...] = PEERS
+    buffer_bytes: int = LARGE_BUFFER_BYTES
+    judged_prompts: int = 4
+    product: tuple[int, int, int] = (2_048, 768, 2_048)
+
+
+QUICK_THROUGHPUT = ThroughputConfig(
+    workload=QUICK_WORKLOAD,
+    attention_shape=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
+    repeats=2,
+    buffer_bytes=16 << 20,
+    product=(64, 64, 64),
+)
+
+
+def peers_of(names: str) -> tuple[str, ...]:
+    """Read arms written with commas; `none` for Quire alone.
+
+    Raises:
+        UnknownName: no arm has this name.
+    """
+    if names == "none":
+        return ()
+    found = tuple(name.strip() for name in names.split(","))
+    for name in found:
+        if name not in (*PEERS, *SLOW_PEERS):
+            raise UnknownName("arm", name, (*PEERS, *SLOW_PEERS, "none"))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one round measured.
+
+    Attributes:
+        arms: results, Quire's first.
+        attention_s: seconds of each way to attend.
+        read_bytes_per_s: of memory.
+        flops_per_s: of the bfloat16 product.
+        batch_flops_per_s: of the same with as many rows as there are prompts.
+    """
+
+    arms: tuple[ArmResult, ...]
+    attention_s: Mapping[str, float]
+    read_bytes_per_s: float
+    flops_per_s: float
+    batch_flops_per_s: float
+
+
+class ThroughputBench:
+    """Holds the models, of equal weights, and runs rounds.
+
+    Args:
+        config: what.
+    """
+
+    def __init__(self, config: ThroughputConfig) -> None:
+        self.config = config
+        workload = config.workload
+        model = random_model(workload.shape(), dtype=torch.bfloat16)
+        self.spec: ModelSpec = model.spec
+        self._quire = QuireArm(model, workload, attention=config.attention)
+        theirs = random_weights(workload.shape(), dtype=torch.bfloat16)
+        peers: dict[str, Arm] = {
+            "hf_static": StaticArm(theirs, workload, self.spec),
+            "hf_cb": ContinuousArm(theirs, workload, self.spec),
+            "hf_cb_default": ContinuousArm(theirs, workload, self.spec, DEFAULT),
+        }
+        self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
+        self._attention = AttentionBench(config.attention_shape).ways()
+        self._memory = MemoryProbe(config.buffer_bytes)
+        self._product = ProductProbe("bfloat16", *config.product)
+        self._batch_product = ProductProbe("bfloat16", workload.prompts, *config.product[1:])
+
+    @property
+    def attention(self) -> str:
+        """The backend Quire's arm uses."""
+        return self._quire.engine.pool.kv.backend.name
+
+    def rounds(self) -> Iterator[Round]:
+        """Yield rounds; one before them, whose memory is touched for the first time, is not."""
+        self._round()
+        for _ in range(self.config.repeats):
+            yield self._round()
+
+    def regrets(self, found: Round) -> dict[str, float]:
+        """The mean regret of each arm's answers to the first prompts; see `RegretJudge`."""
+        prompts = self.config.workload.prompt_ids()[: self.config.judged_prompts]
+        weights = random_weights(self.config.workload.shape(), dtype=torch.bfloat16)
+        judge = RegretJudge(torch.nn.Module.float(weights))
+        return {result.arm: judge.mean_regret(prompts, result.tokens) for result in found.arms}
+
+    def _round(self) -> Round:
+        arms = tuple(arm.run() for arm in self._arms)
+        times: dict[str, list[float]] = {name: [] for name in self._attention}
+        reads = []
+        for i in range(ATTENTION_PASSES + 1):
+            for name, call in self._attention.items():
+                taken_s = seconds(call)
+                if i:  # before, the arms have used the caches for something else
+                    times[name].append(taken_s)
+                    reads.append(self._memory.read_rate())
+        rates = [self._product.rate() for _ in range(3)]
+        return Round(
+            arms=arms,
+            attention_s={name: statistics.median(taken) for name, taken in times.items()},
+            read_bytes_per_s=statistics.median(reads),
+            flops_per_s=statistics.median(rates),
+            batch_flops_per_s=statistics.median(self._batch_product.rate() for _ in range(3)),
+        )
+
+
+def decode_floor_s(spec: ModelSpec, workload: Workload, found: Round, flops_per_s: float) -> float:
+    """Least time of a decode step halfway through the answers.
+
+    The larger of bytes of weights and KV over the read rate, and FLOPs over a product rate: that of
+    large products, which no step can beat, or that of the batch's own shape.
+    """
+    before = workload.prompt_tokens + workload.new_tokens // 2
+    rows = [RowTokens(new=1, before=before)] * workload.prompts
+    cost = total_cost(step_parts(spec, rows, sampled_rows=workload.prompts))
+    return cost.floor_s(found.read_bytes_per_s, flops_per_s)
+
+
+def summarise(
+    config: ThroughputConfig, spec: ModelSpec, rounds: Sequence[Round], regrets: Mapping[str, float]
+) -> dict[str, int | float]:
+    """The claims.
+
+    Args:
+        config: what was run.
+        spec: the model's shape.
+        rounds: one or more.
+        regrets: by arm.
+    """
+    generated = config.workload.prompts * config.workload.new_tokens
+    claims: dict[str, int | float] = {}
+    for i, result in enumerate(rounds[0].arms):
+        if i:
+            ratios = [found.arms[0].total_s / found.arms[i].total_s for found in rounds]
+            claims[f"total_ratio_vs_{result.arm}"] = statistics.median(ratios)
+        times_s = [found.arms[i].total_s for found in rounds]
+        claims[f"{result.arm}_total_s"] = statistics.median(times_s)
+        claims[f"{result.arm}_tokens_per_s"] = generated / statistics.median(times_s)
+        claims[f"{result.arm}_prefill_s"] = statistics.median(f.arms[i].prefill_s for f in rounds)
+        claims[f"{result.arm}_decode_step_s"] = statistics.median(
+            found.arms[i].decode_step_s for found in rounds
+        )
+        claims[f"{result.arm}_kv_bytes"] = max(found.arms[i].kv_bytes for found in rounds)
+        claims[f"{result.arm}_mean_regret"] = regrets[result.arm]
+    if all(found.arms[0].decode_step_s for found in rounds):
+        for name, rate in (("", "flops_per_s"), ("batch_", "batch_flops_per_s")):
+            claims[f"decode_step_over_{name}floor"] = statistics.median(
+                found.arms[0].decode_step_s
+                / decode_floor_s(spec, config.workload, found, getattr(found, rate))
+                for found in rounds
+            )
+    claims["read_bytes_per_s"] = statistics.median(found.read_bytes_per_s for found in rounds)
+    claims["product_flops_per_s"] = statistics.median(found.flops_per_s for found in rounds)
+    return claims | attention_claims(config.attention_shape, rounds)
+
+
+def attention_claims(shape: AttentionShape, rounds: Sequence[Round]) -> dict[str, float]:
+    """What C attention reaches; without it, only what gathering does."""
+    way = "native" if "native" in rounds[0].attention_s else "gathered"
+    claims = {
+        "attention_over_read_ceiling": statistics.median(
+            shape.kv_bytes / found.attention_s[way] / found.read_bytes_per_s for found in rounds
+        )
+    }
+    if way == "native":
+        claims["statistics_overhead"] = statistics.median(
+            found.attention_s["native sums"] / found.attention_s["native"] - 1 for found in rounds
+        )
+        claims["gathered_over_native"] = statistics.median(
+            found.attention_s["gathered"] / found.attention_s["native"] for found in rounds
+        )
+    return claims

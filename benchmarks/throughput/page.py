@@ -1,0 +1,189 @@
+"""The roofline page: what each part of a step needs, takes, and could take at least.
+
+Made from the JSON object of `python -m benchmarks throughput`, so a stored run can be drawn again.
+"""
+
+import html
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import ConfigError
+from quire.plan.measured import KINDS, StepMeasure, part_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = (
+    "part", "MB", "GFLOP", "FLOP/B", "floor ms", "measured ms", "over floor", "share"
+)  # fmt: skip
+_STYLES = dict(zip(KINDS, (("#b3261e", "o"), ("#1a7f5a", "^")), strict=True))
+_NAME_PLACES = (((6, -3), "left"), ((6, 6), "left"), ((-6, 4), "right"), ((-6, -10), "right"))
+_CSS = (
+    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1c1c1c}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
+    "tr.total td{font-weight:bold}svg{max-width:100%;height:auto}"
+)
+
+_NO_CLAIMS = "<p>None: a <code>--quick</code> run has small shapes.</p>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """What the page shows.
+
+    Attributes:
+        measures: kinds of steps.
+        read_bytes_per_s, flops_per_s: the ceilings, medians of the run.
+        claims: of the run; empty for a `--quick` run.
+        about: hardware, versions and workload, in words.
+    """
+
+    measures: tuple[StepMeasure, ...]
+    read_bytes_per_s: float
+    flops_per_s: float
+    claims: Mapping[str, int | float]
+    about: str
+
+
+def roofline_from(run: Mapping[str, Any]) -> Roofline:
+    """Read the JSON object of `python -m benchmarks throughput`.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    try:
+        claims, work = run["claims"], run["config"]["workload"]
+        figures = claims or run["quick_figures"]
+        hardware, versions = run["hardware"], run["versions"]
+        return Roofline(
+            measures=tuple(StepMeasure.from_json(part) for part in run["arms"]["parts"]),
+            read_bytes_per_s=figures["read_bytes_per_s"],
+            flops_per_s=figures["product_flops_per_s"],
+            claims=claims,
+            about=(
+                f"{work['prompts']} prompts of {work['prompt_tokens']} tokens, "
+                f"{work['new_tokens']} new, random-weight Llama ({work['model']}), bfloat16; "
+                f"{hardware['cpu']}, {run['config']['threads']} threads; "
+                f"torch {versions['torch']}, Transformers {versions['transformers']}; "
+                f"Quire {versions['quire']} at commit {run['commit']}"
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "expected the JSON object of `python -m benchmarks throughput --json`; "
+            f"{error!r} is missing"
+        ) from error
+
+
+def page(roofline: Roofline) -> str:
+    """One HTML file that needs no other.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    tables = "".join(
+        f"<h2>{measure.kind.capitalize()}</h2><p>{html.escape(_step_words(measure))}</p>"
+        + _table(COLUMNS, cells(measure, roofline))
+        for measure in roofline.measures
+    )
+    claims = [(name, f"{value:,.6g}") for name, value in roofline.claims.items()]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>Quire: roofline</title><style>{_CSS}</style></head><body>"
+        f"<h1>Where the time of a step goes</h1><p>{html.escape(roofline.about)}.</p>"
+        f"<p>{html.escape(ceiling_words(roofline))}</p>{svg(roofline)}{tables}"
+        f"<h2>Claims</h2>{_table(('name', 'value'), claims) if claims else _NO_CLAIMS}"
+        "</body></html>\n"
+    )
+
+
+def cells(measure: StepMeasure, roofline: Roofline) -> list[tuple[str, ...]]:
+    """The table of one kind of step, as texts under COLUMNS; the last row is the whole step."""
+    return [
+        (
+            row.cost.name,
+            f"{row.cost.num_bytes / 1e6:,.1f}",
+            f"{row.cost.flops / 1e9:,.2f}",
+            f"{row.cost.intensity:,.1f}",
+            f"{row.floor_s * 1e3:,.2f}",
+            f"{row.measured_s * 1e3:,.2f}",
+            "" if row.over_floor is None else f"{row.over_floor:,.1f}",
+            f"{row.share:.0%}",
+        )
+        for row in part_rows(measure, roofline.read_bytes_per_s, roofline.flops_per_s)
+    ]
+
+
+def ceiling_words(roofline: Roofline) -> str:
+    """The ceilings and what a floor is."""
+    return (
+        f"Measured in the same run: memory is read at {roofline.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"bfloat16 products run at {roofline.flops_per_s / 1e9:,.0f} GFLOP/s. A floor is the "
+        "larger of bytes over the one and FLOPs over the other. Bytes are weights and KV; "
+        "activations, which can stay in caches, are left out."
+    )
+
+
+def svg(roofline: Roofline) -> str:
+    """The roofline plot: rates reached by the parts, under the ceilings.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "the roofline page is drawn with matplotlib, which is not installed: "
+            'pip install "quire[report]", or leave --page out'
+        ) from error
+    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        _draw(figure.add_subplot(), roofline)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
+    drawn = text.getvalue()
+    return drawn[drawn.index("<svg") :]
+
+
+def _draw(axes: "Axes", roofline: Roofline) -> None:
+    """Points are parts with FLOPs; the rest and the engine have none and no place here."""
+    corner = roofline.flops_per_s / roofline.read_bytes_per_s
+    intensities = [corner]
+    for measure in roofline.measures:
+        rows = part_rows(measure, roofline.read_bytes_per_s, roofline.flops_per_s)
+        shown = [row for row in rows if row.cost.flops and row.measured_s]
+        xs = [row.cost.intensity for row in shown]
+        ys = [row.flops_per_s for row in shown]
+        intensities += xs
+        colour, marker = _STYLES[measure.kind]
+        axes.scatter(xs, ys, label=measure.kind, zorder=3, color=colour, marker=marker)
+        for i, (row, x, y) in enumerate(zip(shown, xs, ys, strict=True)):
+            # neighbours of one intensity lie above each other: their names go around them
+            where, side = _NAME_PLACES[i % len(_NAME_PLACES)]
+            axes.annotate(
+                row.cost.name, (x, y), where, textcoords="offset points", fontsize=8, ha=side
+            )
+    ends = [min(intensities) / 2, corner, max(intensities) * 2]
+    roof = [min(x * roofline.read_bytes_per_s, roofline.flops_per_s) for x in ends]
+    axes.plot(ends, roof, color="#444444", linewidth=1.5, label="ceilings")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _step_words(measure: StepMeasure) -> str:
+    return f"{measure.tokens:,.0f} tokens in a step; mean of {measure.steps} steps, median run."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(tag: str, texts: Sequence[str]) -> str:
+        made = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+        style = ' class="total"' if texts[0] == "total" else ""
+        return f"<tr{style}>{made}</tr>"
+
+    return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"

@@ -1,0 +1,176 @@
+"""Transformers as it generates by itself: one padded batch, and its continuous batching."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from benchmarks.common.workload import Workload
+from benchmarks.throughput.arms import ArmResult
+from quire.errors import InvariantError
+from quire.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousSettings:
+    """What Transformers' continuous batching is told, beside the size of its cache.
+
+    Attributes:
+        page_tokens: slots in a page.
+        step_tokens: tokens in a step at most; None: as it likes.
+        requests: requests in a step at most; None: as it likes.
+    """
+
+    page_tokens: int
+    step_tokens: int | None = None
+    requests: int | None = None
+
+
+# Its attention multiplies every query of a step with every key of the step, whoever they belong to,
+# so on a CPU few requests at a time serve it best: of 2, 4, 8 and all, 4 in steps of 512 tokens.
+BEST = ContinuousSettings(page_tokens=64, step_tokens=512, requests=4)
+DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
+
+
+class StaticArm:
+    """`generate` on all prompts at once, with SDPA.
+
+    Args:
+        model: of the same weights as Quire's.
+        workload: the prompts, of one length.
+        spec: the model's shape, for the bytes of its cache.
+    """
+
+    name = "hf_static"
+
+    def __init__(self, model: PreTrainedModel, workload: Workload, spec: ModelSpec) -> None:
+        self._model: Any = model  # its generation is not typed
+        self._workload, self._spec = workload, spec
+        self._ids = torch.tensor(workload.prompt_ids())
+        # what a call leaves open is taken from here: no end token stands for none
+        self._model.generation_config.eos_token_id = None
+
+    def run(self) -> ArmResult:
+        """Generate once."""
+        clock = _TokenClock()
+        started_s = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                generation_config=_greedy(self._workload.new_tokens, end_token=None),
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+        total_s = time.perf_counter() - started_s
+        assert isinstance(out, Tensor), "generate returns ids unless asked for more"
+        answers = out[:, self._workload.prompt_tokens :].tolist()
+        cached = self._spec.kv_bytes(self._workload.final_tokens - 1, 2) * len(answers)
+        return ArmResult(
+            arm=self.name,
+            total_s=total_s,
+            prefill_s=clock.times_s[0] - started_s,
+            decode_step_s=_median_gap(clock.times_s),
+            kv_bytes=cached,
+            tokens=tuple(tuple(answer) for answer in answers),
+        )
+
+
+class ContinuousArm:
+    """`generate_batch`: Transformers' continuous batching over pages of its own.
+
+    Args:
+        model: see `StaticArm`; the two can share one, it is put back after each run.
+        workload: the prompts.
+        spec: the model's shape, for the bytes it reserves.
+        settings: BEST, or DEFAULT, which then is the arm's name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        workload: Workload,
+        spec: ModelSpec,
+        settings: ContinuousSettings = BEST,
+    ) -> None:
+        self.name = "hf_cb" if settings is BEST else "hf_cb_default"
+        self._settings = settings
+        self._model: Any = model  # its generation is not typed
+        self._workload, self._spec = workload, spec
+        pages = -(-workload.final_tokens // settings.page_tokens)
+        self._blocks = workload.prompts * pages
+
+    def run(self) -> ArmResult:
+        """Generate once; its set-up counts, as it does for its users.
+
+        Raises:
+            InvariantError: it lost a request or ended one early.
+        """
+        prompts, new_tokens = self._workload.prompt_ids(), self._workload.new_tokens
+        config = ContinuousBatchingConfig(
+            num_blocks=self._blocks,
+            page_size=self._settings.page_tokens,
+            max_batch_tokens=self._settings.step_tokens,
+            max_requests_per_batch=self._settings.requests,
+            allow_block_sharing=False,  # no two prompts begin alike
+        )
+        started_s = time.perf_counter()
+        found = self._model.generate_batch(
+            prompts,
+            generation_config=_greedy(new_tokens, end_token=-1),  # not None: it warns
+            continuous_batching_config=config,
+            record_timestamps=True,
+            progress_bar=False,
+            warmup=False,  # it would capture graphs for GPUs
+        )
+        total_s = time.perf_counter() - started_s
+        answers = [tuple(output.generated_tokens) for output in found.values()]
+        if [len(answer) for answer in answers] != [new_tokens] * len(prompts):
+            raise InvariantError(
+                f"continuous batching of Transformers gave answers of "
+                f"{sorted(map(len, answers))} tokens to {len(prompts)} prompts, not {new_tokens}"
+            )
+        slots = self._blocks * self._settings.page_tokens
+        # the one read last: from its first token on nothing is read any more
+        last: list[float] = max((output.timestamps for output in found.values()), key=min)
+        return ArmResult(
+            arm=self.name,
+            total_s=total_s,
+            prefill_s=last[0] - started_s,
+            decode_step_s=_median_gap(last),
+            kv_bytes=slots * self._spec.kv_bytes_per_token(2),
+            tokens=tuple(answers),
+        )
+
+
+class _TokenClock(StoppingCriteria):
+    """Notes when each token came; stops nothing."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: object, **_options: object) -> Tensor:
+        """See StoppingCriteria."""
+        self.times_s.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def _greedy(new_tokens: int, *, end_token: int | None) -> GenerationConfig:
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=end_token
+    )
+
+
+def _median_gap(times_s: list[float]) -> float:
+    gaps = [after - before for before, after in pairwise(times_s)]
+    return statistics.median(gaps) if gaps else 0.0

@@ -1,0 +1,321 @@
+"""Everything a user can name, as one JSON value: flags, fields, specs, rules, endpoints, formats.
+
+Two inventories are compared with `python docs/inventory.py OLD.json NEW.json [RENAMES.json]`, where
+RENAMES maps old names to new ones: whatever is lost and not in the mapping is printed.
+"""
+
+import dataclasses
+import json
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the benchmarks are beside the package
+
+
+def inventory() -> dict[str, object]:
+    """Name of a kind to what there is of it, all sorted."""
+    return {
+        "commands": commands(),
+        "fields": fields(),
+        "eviction": eviction(),
+        "codecs": codecs(),
+        "registries": registries(),
+        "endpoints": endpoints(),
+        "json": json_classes(),
+        "events": events(),
+        "formats": formats(),
+        "claims": claims(),
+        "errors": errors(),
+        "public": public(),
+    }
+
+
+def commands() -> dict[str, list[str]]:
+    """Each command with its parameters and their defaults."""
+    from typer.main import get_command
+
+    from benchmarks.__main__ import app as benchmarks
+    from quire.cli.main import app
+
+    found = [
+        *_commands(get_command(app), ()),
+        *_commands(get_command(benchmarks), ("python -m benchmarks",)),
+    ]
+    return {" ".join(words): parameters for words, parameters in sorted(found)}
+
+
+def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    yield words, sorted(_parameter(parameter) for parameter in command.params)
+    for name, child in getattr(command, "commands", {}).items():
+        yield from _commands(child, (*words, name))
+
+
+def _parameter(parameter: Any) -> str:
+    names = "/".join((*parameter.opts, *parameter.secondary_opts))
+    return f"{names}={parameter.default!r}"
+
+
+def fields() -> dict[str, list[str]]:
+    """Each configuration with its fields and their defaults."""
+    from quire.cli.options import SECTIONS
+
+    return {
+        section.config.__name__: sorted(
+            f"{field.name}={field.default!r}" for field in dataclasses.fields(section.config)
+        )
+        for section in SECTIONS
+    }
+
+
+def eviction() -> dict[str, object]:
+    """Rules and budgets with their options, and the words of a spec."""
+    from quire.cli.listings import budget_rows, policy_rows
+
+    return {
+        "rules": {row.name: _texts(row.options) for row in policy_rows()},
+        "statistics": {row.name: list(row.statistics) for row in policy_rows()},
+        "budgets": {row.name: _texts(row.options) for row in budget_rows()},
+        "spec": sorted(_fields_of("eviction", "EvictionSpec")),
+        "schedules": sorted(_constant("eviction", "SCHEDULES")),
+    }
+
+
+def codecs() -> dict[str, object]:
+    """Codecs with their options, named pairs, and the words of a spec."""
+    from quire.cli.listings import codec_rows
+
+    return {
+        "codecs": {str(row["name"]): str(row["options"]) for row in codec_rows()},
+        "pairs": {name: list(pair) for name, pair in _constant("codec_names", "PAIRS").items()},
+        "spec": sorted(_fields_of("kv_format", "KVFormat")),
+    }
+
+
+def registries() -> dict[str, list[str]]:
+    """Names that an option chooses from."""
+    from quire.evals.tasks import FAMILIES
+    from quire.kernels.select import BACKENDS
+    from quire.kv.stores.registry import STORES
+
+    return {
+        "admission": sorted(_found("admission.registry").RULES),
+        "batchers": sorted(_found("batchers.registry").BATCHERS),
+        "dense batchers": _dense_batchers(),
+        "stores": sorted(STORES),
+        "backends": sorted(BACKENDS),
+        "tasks": sorted(FAMILIES),
+        "trace formats": _trace_formats(),
+        "preemption": sorted(_found("schedule_config").PREEMPTION_MODES),
+        "objectives": sorted(_found("schedule_config").OBJECTIVES),
+        "refused models": sorted(_constant("refusals", "REFUSED")),
+    }
+
+
+def _dense_batchers() -> list[str]:
+    from quire.hf.dynamic.rules import registry
+
+    registry.batch_rule("static")
+    return sorted(registry._RULES)
+
+
+def _trace_formats() -> list[str]:
+    import quire.sim.traces
+    from quire.sim.traces import registry
+
+    assert quire.sim.traces
+    return sorted(registry._FORMATS)
+
+
+def endpoints() -> dict[str, object]:
+    """Routes of the server, and the fields of each body."""
+    from pydantic import BaseModel
+
+    import quire.serve.endpoints
+    import quire.serve.kv_endpoints
+    import quire.serve.protocol as protocol
+
+    routes = sorted(
+        f"{line.split(chr(34))[1]}"
+        for module in (quire.serve.endpoints, quire.serve.kv_endpoints)
+        for line in Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
+        if '"/' in line and ("route" in line or "get" in line or "post" in line)
+    )
+    bodies = {
+        name: sorted(kind.model_fields)
+        for name, kind in vars(protocol).items()
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not BaseModel
+    }
+    return {"routes": routes, "bodies": dict(sorted(bodies.items()))}
+
+
+_JSON_CLASSES = (
+    "EngineStats",
+    "RequestBytes",
+    "TenantBytes",
+    "TenantStats",
+    "TierStats",
+    "Usage",
+    "Answer",
+    "Delta",
+    "KVEvent",
+    "PartResult",
+    "Table",
+    "Chart",
+    "HeatMap",
+    "Spans",
+    "Ceilings",
+    "RequestRecord",
+)
+
+
+def json_classes() -> dict[str, list[str]]:
+    """Dataclasses whose fields become keys of a JSON output."""
+    found = {
+        name: sorted(field.name for field in dataclasses.fields(kind))
+        for module in _modules()
+        for name, kind in vars(module).items()
+        if name in _JSON_CLASSES and dataclasses.is_dataclass(kind)
+    }
+    return dict(sorted(found.items()))
+
+
+def events() -> list[str]:
+    """Kinds of events that the ledger emits, and of published block events."""
+    import re
+
+    kinds = set()
+    for path in (ROOT / "src" / "quire").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        kinds |= set(re.findall(r"\.emit\(\s*\"(\w+)\"", text))
+        kinds |= {f"published: {name}" for name in re.findall(r"class (Block\w+)\(.*Event", text)}
+    return sorted(kinds)
+
+
+def formats() -> dict[str, str]:
+    """What is written to disk or a wire, with its version."""
+    found = {}
+    for path in (ROOT / "src" / "quire").rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, equals, value = line.partition(" = ")
+            if equals and name.isupper() and name.endswith(("_FORMAT", "MAGIC", "VERSION")):
+                found[name.strip("_")] = value
+    return dict(sorted(found.items()))
+
+
+def claims() -> dict[str, list[str]]:
+    """Claims of the recorded benchmark runs."""
+    return {
+        path.stem: sorted(json.loads(path.read_text(encoding="utf-8"))["claims"])
+        for path in sorted((ROOT / "docs" / "results").glob("*.json"))
+    }
+
+
+def errors() -> list[str]:
+    """Classes of errors."""
+    import quire.errors
+
+    return sorted(
+        name
+        for name, kind in vars(quire.errors).items()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    )
+
+
+def public() -> list[str]:
+    """Names that `import quire` offers."""
+    import quire
+
+    return sorted(quire.__all__)
+
+
+# ---- what moved is found by its last name ------------------------------------------------------
+
+
+def _modules() -> Iterator[ModuleType]:
+    import importlib
+
+    import benchmarks
+    import quire
+
+    for package in (quire, benchmarks):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.rpartition(".")[2].startswith("_"):
+                yield importlib.import_module(module.name)
+
+
+def _found(last: str) -> Any:
+    [module] = [found for found in _modules() if found.__name__.endswith(f".{last}")]
+    return module
+
+
+def _constant(module: str, name: str) -> Any:
+    return next(
+        getattr(found, name)
+        for found in _modules()
+        if found.__name__.endswith(f".{module}") and hasattr(found, name)
+    )
+
+
+def _fields_of(module: str, name: str) -> Iterable[str]:
+    for field in dataclasses.fields(_constant(module, name)):
+        required = field.default is dataclasses.MISSING
+        yield field.name if required else f"{field.name}={field.default!r}"
+
+
+def _texts(options: Mapping[str, object]) -> list[str]:
+    return sorted(f"{name}={value}" for name, value in options.items())
+
+
+# ---- comparing ---------------------------------------------------------------------------------
+
+
+def names(found: object, path: str = "") -> Iterator[str]:
+    """Every leaf of an inventory as one text."""
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield f"{path}/{key}"
+            yield from names(value, f"{path}/{key}")
+    elif isinstance(found, list):
+        for value in found:
+            yield f"{path}: {value}"
+    else:
+        yield f"{path}: {found}"
+
+
+def lost(old: object, new: object, renames: Mapping[str, str]) -> list[str]:
+    """Names of the old inventory that the new one lacks and the mapping does not explain.
+
+    Args:
+        old: inventory before.
+        new: inventory now.
+        renames: how a name began to how it begins now; the first that fits is taken.
+    """
+    now = set(names(new))
+
+    def renamed(name: str) -> str:
+        for before, after in renames.items():
+            if name.startswith(before):
+                return after + name.removeprefix(before)
+        return name
+
+    return [name for name in names(old) if name not in now and renamed(name) not in now]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the inventory, or what the second lacks of the first; the exit code."""
+    if not arguments:
+        sys.stdout.write(json.dumps(inventory(), indent=1) + "\n")
+        return 0
+    old, new, *more = (json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments)
+    missing = lost(old, new, more[0] if more else {})
+    sys.stdout.write("".join(f"lost: {name}\n" for name in missing))
+    return int(bool(missing))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

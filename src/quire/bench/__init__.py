@@ -1,1 +1,0 @@
-"""Workloads that measure Quire, each one command with a JSON object as its last line."""

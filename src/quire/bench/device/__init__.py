@@ -1,1 +1,0 @@
-"""`quire bench device`: what KV outside the device costs on this machine, beside arithmetic."""

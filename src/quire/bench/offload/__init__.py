@@ -1,1 +1,0 @@
-"""`quire bench offload`: a decode step whose KV is not on the device, arm beside arm."""

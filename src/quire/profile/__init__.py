@@ -1,0 +1,1 @@
+"""Measures what this machine and a model on it can do."""

@@ -1,0 +1,153 @@
+"""Runs requests of one shape through an LLM, for `quire bench throughput` and `latency`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.engine.llm import LLM
+from quire.engine.outputs import Answer
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import RequestError
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchShape:
+    """What is run.
+
+    Attributes:
+        requests: submitted at once in each round.
+        input_tokens: of each prompt.
+        output_tokens: generated for each prompt; an end-of-sequence token does not stop it.
+        rounds: measured.
+        warmup_rounds: run before them.
+        seed: of the prompts; every round has prompts of its own.
+    """
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    rounds: int
+    warmup_rounds: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One measured round.
+
+    Attributes:
+        total_s: from the first submission to the last token.
+        first_token_s: of each request, from its submission.
+        kv_peak_bytes: most bytes of pages in use at once since the engine started.
+        preemptions: of this round.
+        evicted_tokens: of this round.
+    """
+
+    total_s: float
+    first_token_s: tuple[float, ...]
+    kv_peak_bytes: int
+    preemptions: int
+    evicted_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRun:
+    """All measured rounds.
+
+    Attributes:
+        shape: what was run.
+        kv_total_bytes: of the KV memory.
+        rounds: in order.
+    """
+
+    shape: BenchShape
+    kv_total_bytes: int
+    rounds: tuple[Round, ...]
+
+    def throughput(self) -> dict[str, int | float]:
+        """Medians over the rounds: requests and tokens per second."""
+        shape, total_s = self.shape, float(np.median([found.total_s for found in self.rounds]))
+        output = shape.requests * shape.output_tokens
+        return {
+            "total_s": total_s,
+            "requests_per_s": shape.requests / total_s,
+            "output_tokens_per_s": output / total_s,
+            "total_tokens_per_s": (output + shape.requests * shape.input_tokens) / total_s,
+            **self._memory(),
+        }
+
+    def latency(self) -> dict[str, int | float]:
+        """Seconds of a batch, to its first tokens, and from token to token."""
+        totals = [found.total_s for found in self.rounds]
+        first = [first_s for found in self.rounds for first_s in found.first_token_s]
+        between = max(1, self.shape.output_tokens - 1)
+        token = [(found.total_s - max(found.first_token_s)) / between for found in self.rounds]
+        return {
+            "latency_mean_s": float(np.mean(totals)),
+            **{f"latency_p{p}_s": float(np.percentile(totals, p)) for p in PERCENTILES},
+            "first_token_p50_s": float(np.median(first)),
+            "token_p50_s": float(np.median(token)),
+            **self._memory(),
+        }
+
+    def _memory(self) -> dict[str, int | float]:
+        return {
+            "kv_total_bytes": self.kv_total_bytes,
+            "kv_peak_bytes": max(found.kv_peak_bytes for found in self.rounds),
+            "preemptions": sum(found.preemptions for found in self.rounds),
+            "evicted_tokens": sum(found.evicted_tokens for found in self.rounds),
+        }
+
+
+def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun:
+    """Run the warm-up rounds and the measured ones.
+
+    Args:
+        llm: idle. Its prefix cache shares nothing: every prompt is drawn anew.
+        shape: what is run.
+        sampling: of every request; its length is set by the shape.
+
+    Raises:
+        RequestError: the prompt and its output pass the model's context.
+        NeverFits: one request needs more KV than the whole memory has.
+    """
+    context = llm.context_tokens(shape.input_tokens)
+    if shape.input_tokens + shape.output_tokens > context:
+        raise RequestError(
+            f"expected --input-len + --output-len of at most {context} tokens, got "
+            f"{shape.input_tokens} + {shape.output_tokens}: shorten one of them"
+        )
+    exact = replace(sampling, max_tokens=shape.output_tokens, ignore_eos=True)
+    random = np.random.default_rng(shape.seed)
+    rounds = [_round(llm, shape, exact, random) for _ in range(shape.warmup_rounds + shape.rounds)]
+    total_bytes = llm.stats().kv_total_bytes
+    measured = tuple(rounds[shape.warmup_rounds :])
+    return BenchRun(shape=shape, kv_total_bytes=total_bytes, rounds=measured)
+
+
+def _round(
+    llm: LLM, shape: BenchShape, sampling: SamplingParams, random: np.random.Generator
+) -> Round:
+    size = (shape.requests, shape.input_tokens)
+    prompts = random.integers(llm.model.spec.vocab_size, size=size).tolist()
+    start_s = time.perf_counter()
+    answers = llm.generate(prompts, sampling)
+    total_s = time.perf_counter() - start_s
+    _refuse_failed(answers)
+    return Round(
+        total_s=total_s,
+        first_token_s=tuple(answer.usage.first_token_s for answer in answers),
+        kv_peak_bytes=llm.stats().kv_peak_bytes,
+        preemptions=sum(answer.usage.preemptions for answer in answers),
+        evicted_tokens=sum(answer.usage.evicted_tokens for answer in answers),
+    )
+
+
+def _refuse_failed(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if answer.error is not None:
+            raise RequestError(answer.error)

@@ -1,0 +1,165 @@
+"""Measures what this machine reads, copies and multiplies at most."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.plan.ceilings import Ceilings, Machine, ProductRate
+from quire.profile.attention import AttentionBench, AttentionShape
+from quire.profile.copies import SWAP_BYTES, measure_copy_rates
+from quire.profile.prefill_rates import CHUNKS
+from quire.profile.timing import seconds, torch_threads, touched_buffer
+
+# [inner, columns] of usual layers: small models, their heads, and a square one
+MATRICES = ((768, 768), (768, 2_048), (2_048, 768), (2_048, 2_048), (768, 32_000))
+ROWS = (1, 8, 32, 64, 512, 2_048)
+DTYPES = ("bfloat16", "float32")
+LARGE_BUFFER_BYTES = 256 << 20  # far beyond any cache of the machines this runs on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """What is measured.
+
+    Attributes:
+        repeats: of each; the median counts. One more, first, is not counted.
+        buffer_bytes: what is read and copied.
+        rows, matrices, dtypes: of the products.
+        attention: shape of the decoding batch.
+        swap_bytes: sizes of sequences that are swapped.
+        chunks, prompt_tokens: how a model that is given reads prompts.
+    """
+
+    repeats: int = 7
+    buffer_bytes: int = LARGE_BUFFER_BYTES
+    rows: tuple[int, ...] = ROWS
+    matrices: tuple[tuple[int, int], ...] = MATRICES
+    dtypes: tuple[str, ...] = DTYPES
+    attention: AttentionShape = field(default_factory=AttentionShape)
+    swap_bytes: tuple[int, ...] = SWAP_BYTES
+    chunks: tuple[int, ...] = CHUNKS
+    prompt_tokens: int = 2_048
+
+
+QUICK_PROFILE = ProfileConfig(
+    repeats=5,
+    buffer_bytes=64 << 20,
+    rows=(1, 32),
+    matrices=((256, 256),),
+    attention=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
+    swap_bytes=(256 << 10, 1 << 20),
+    chunks=(16, 32),
+    prompt_tokens=64,
+)
+
+
+class MemoryProbe:
+    """Reads and copies one buffer again and again.
+
+    Args:
+        num_bytes: of the buffer; a multiple of 16.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._numbers = touched_buffer(num_bytes).view(torch.int64)
+
+    def read_rate(self) -> float:
+        """Bytes per second of summing the buffer up, once."""
+        return self._numbers.nbytes / seconds(self._numbers.sum)
+
+    def copy_rate(self) -> float:
+        """Bytes copied per second, half the buffer onto the other half, once."""
+        source, target = self._numbers.chunk(2)
+        return source.nbytes / seconds(lambda: target.copy_(source))
+
+
+class ProductProbe:
+    """Multiplies [rows, inner] by [inner, columns] again and again, as a linear layer does.
+
+    Operands and result are used again, so small matrices stay in the caches: what is measured is
+    arithmetic where they fit, and reading weights where they do not.
+    """
+
+    def __init__(self, dtype: str, rows: int, inner: int, columns: int) -> None:
+        self.dtype, self.rows, self.inner, self.columns = dtype, rows, inner, columns
+        kind: torch.dtype = getattr(torch, dtype)
+        self._left = torch.ones(rows, inner, dtype=kind)
+        self._right = torch.ones(columns, inner, dtype=kind).T
+        self._out = torch.ones(rows, columns, dtype=kind)
+
+    def rate(self) -> float:
+        """FLOP/s of one product."""
+        flops = 2 * self.rows * self.inner * self.columns
+        return flops / seconds(self._multiply)
+
+    def _multiply(self) -> Tensor:
+        return torch.mm(self._left, self._right, out=self._out)
+
+
+def measure_ceilings(
+    config: ProfileConfig, machine: Machine, *, progress: Callable[[str], None]
+) -> Ceilings:
+    """Measure everything `Ceilings` holds.
+
+    Args:
+        config: what.
+        machine: whose ceilings these are.
+        progress: told what has been measured, line by line.
+    """
+    memory = MemoryProbe(config.buffer_bytes)
+    read, copy = (median_rate(way, config) for way in (memory.read_rate, memory.copy_rate))
+    with torch_threads(1):
+        read_one, copy_one = (
+            median_rate(way, config) for way in (memory.read_rate, memory.copy_rate)
+        )
+    progress(f"read  {read / 1e9:6.1f} GB/s, one thread {read_one / 1e9:6.1f}")
+    progress(f"copy  {copy / 1e9:6.1f} GB/s, one thread {copy_one / 1e9:6.1f}")
+    products = tuple(_products(config, progress))
+    attention = measure_attention(config)
+    for name, rate in attention.items():
+        progress(f"attention, {name}: {rate / 1e9:.1f} GB/s")
+    return Ceilings(
+        machine=machine,
+        read_bytes_per_s=read,
+        copy_bytes_per_s=copy,
+        one_thread_read_bytes_per_s=read_one,
+        one_thread_copy_bytes_per_s=copy_one,
+        products=products,
+        attention_bytes_per_s=attention,
+        copies=measure_copy_rates(config.swap_bytes, config.repeats, progress=progress),
+    )
+
+
+def measure_attention(config: ProfileConfig) -> dict[str, float]:
+    """KV bytes per second of each way to attend for a decoding batch."""
+    bench = AttentionBench(config.attention)
+    ways = bench.ways()
+    for call in ways.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(config.repeats):
+        for name, call in ways.items():
+            times[name].append(seconds(call))
+    kv_bytes = config.attention.kv_bytes
+    return {name: kv_bytes / statistics.median(found) for name, found in times.items()}
+
+
+def _products(config: ProfileConfig, progress: Callable[[str], None]) -> Iterable[ProductRate]:
+    for dtype in config.dtypes:
+        for inner, columns in config.matrices:
+            for rows in config.rows:
+                rate = median_rate(ProductProbe(dtype, rows, inner, columns).rate, config)
+                shape = f"[{rows}, {inner}] x [{inner}, {columns}]"
+                progress(f"{dtype} {shape}: {rate / 1e9:,.0f} GFLOP/s")
+                yield ProductRate(
+                    dtype=dtype, rows=rows, inner=inner, columns=columns, flops_per_s=rate
+                )
+
+
+def median_rate(rate: Callable[[], float], config: ProfileConfig) -> float:
+    """The median of `repeats` calls, after one that touches memory and picks kernels."""
+    rate()
+    return statistics.median(rate() for _ in range(config.repeats))

@@ -1,0 +1,138 @@
+"""Measures how long a model reads a chunk of a prompt, by its length and by what is ahead of it."""
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.schedule_config import ScheduleConfig
+from quire.errors import ConfigError
+from quire.kv.config import KVConfig
+from quire.kv.host_store import device_name
+from quire.models.loader import LoadedModel
+from quire.plan.fit import fit_seconds
+from quire.plan.rates import PrefillRates
+from quire.plan.stored_rates import model_key
+from quire.profile.timing import seconds
+
+CHUNKS = (64, 128, 256, 512)
+_LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may find none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTime:
+    """One step that read a chunk.
+
+    Attributes:
+        tokens: of the chunk.
+        before: tokens of the prompt ahead of it.
+        seconds: of the step.
+    """
+
+    tokens: int
+    before: int
+    seconds: float
+
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Calls, tokens and squares, as `PrefillRates` charges them."""
+        return 1, self.tokens, (self.before + self.tokens) ** 2 - self.before**2
+
+
+def random_prompt(model: LoadedModel, tokens: int, seed: int) -> list[int]:
+    """Tokens that no other seed begins with, so that no prefix of them is cached."""
+    rng = random.Random(seed)
+    return [rng.randrange(model.spec.vocab_size) for _ in range(tokens)]
+
+
+def kv_memory_for(model: LoadedModel, tokens: int) -> int:
+    """KV bytes that hold a sequence twice over, in slabs of any size."""
+    return 2 * model.spec.kv_bytes(tokens, 4) + (64 << 20)
+
+
+def measure_chunks(
+    model: LoadedModel, *, chunks: Sequence[int], prompt_tokens: int, repeats: int
+) -> Iterator[ChunkTime]:
+    """Read prompts in chunks of each length; yield every step but those of a first prompt.
+
+    Args:
+        model: loaded.
+        chunks: lengths.
+        prompt_tokens: of each prompt; at most the model's context less one.
+        repeats: prompts for each length.
+
+    Raises:
+        ConfigError: a prompt that leaves no room for an answer.
+    """
+    if not 1 <= prompt_tokens < model.spec.max_positions:
+        raise ConfigError(
+            f"expected prompts of 1 to {model.spec.max_positions - 1} tokens, got {prompt_tokens}"
+        )
+    seeds = itertools.count()
+    memory = kv_memory_for(model, prompt_tokens + 1)
+    for chunk in chunks:
+        schedule = ScheduleConfig(step_tokens=chunk)
+        engine = Engine(model, KVConfig(memory=memory, prefix_cache=False), schedule)
+        for repeat in range(repeats + 1):
+            prompt = random_prompt(model, prompt_tokens, next(seeds))
+            steps = list(_steps(engine, prompt, chunk))
+            yield from steps if repeat else ()
+
+
+def _steps(engine: Engine, prompt: list[int], chunk: int) -> Iterator[ChunkTime]:
+    engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    before = 0
+    while engine.has_work:
+        done = engine.num_processed_tokens
+        taken_s = seconds(engine.step)
+        tokens = engine.num_processed_tokens - done
+        if tokens:
+            yield ChunkTime(tokens=tokens, before=before, seconds=taken_s)
+        before += tokens
+
+
+def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
+    """Rates that fit the steps.
+
+    Raises:
+        ConfigError: no step.
+    """
+    fitted = fit_seconds([time.amounts for time in times], [time.seconds for time in times])
+    call_s, token_s, square_s = fitted
+    return PrefillRates(
+        call_s=call_s, token_s=max(token_s, _LEAST_SECONDS_PER_TOKEN), square_s=square_s
+    )
+
+
+def measure_prefill_rates(
+    model: LoadedModel,
+    *,
+    chunks: Sequence[int],
+    prompt_tokens: int,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, PrefillRates]:
+    """Prefill rates of a model, by its `model_key`.
+
+    Args:
+        model: loaded.
+        chunks: lengths.
+        prompt_tokens: of each prompt, or the model's context less one where that is shorter.
+        repeats: prompts for each length.
+        progress: told every length, and what was fitted.
+    """
+    tokens = min(prompt_tokens, model.spec.max_positions - 1)
+    times = list(measure_chunks(model, chunks=chunks, prompt_tokens=tokens, repeats=repeats))
+    for chunk in chunks:
+        whole = [time for time in times if time.tokens == chunk]
+        if whole:
+            median_s = statistics.median(time.seconds for time in whole)
+            progress(f"read {chunk} tokens at a time: {chunk / median_s:,.0f} tokens/s")
+    rates = prefill_rates(times)
+    progress(f"a token costs {rates.token_s * 1e6:.1f} us, a step {rates.call_s * 1e3:.2f} ms more")
+    decoder = model.decoder
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return {model_key(model.spec, dtype=dtype, device=device_name(decoder.device)): rates}

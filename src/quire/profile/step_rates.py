@@ -1,0 +1,236 @@
+"""Measures whole steps of static batches under an eviction rule, and fits rates to them.
+
+Short runs of several shapes: rows, prompts, caps. Each step is timed and set beside what it did, as
+`row_steps` says; what it did is checked against the engine's own count of tokens.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from quire.engine.core import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import InvariantError
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.plan.batch_rules import with_numbers
+from quire.plan.fit import fit_seconds
+from quire.plan.rates import PrefillRates
+from quire.plan.static_run import RowStep, RunSeconds, row_steps
+from quire.plan.step_rates import DecodeRates, StepRates
+from quire.policies.base import EvictionPolicy
+from quire.policies.eviction import make_eviction
+from quire.policies.registry import FULL
+from quire.profile.prefill_rates import random_prompt
+from quire.profile.static_schedule import static_schedule
+from quire.profile.timing import seconds
+from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
+
+# rows and prompt tokens
+SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
+QUICK_SIZES = ((1, 64), (2, 128))
+_LEAST_SECONDS = 1e-12  # a fit may find none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """A static batch.
+
+    Attributes:
+        rows: side by side.
+        prompt_tokens, new_tokens: of each.
+        evict: the rule, with its numbers.
+    """
+
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    evict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A step of such a batch.
+
+    Attributes:
+        rows: that took it.
+        step: what each of them did.
+        seconds: of the whole step.
+    """
+
+    rows: int
+    step: RowStep
+    seconds: float
+
+
+def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = None) -> Engine:
+    """An engine whose rows are read together and decode together.
+
+    Args:
+        model: loaded.
+        shape: of the batch.
+        kv_bytes: of its memory; None: as much as it could want, statistics and all.
+    """
+    if kv_bytes is None:
+        tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
+        kv_bytes = 3 * tokens * model.spec.kv_bytes_per_token(4) + (64 << 20)
+    kv = KVConfig(memory=kv_bytes, evict=shape.evict, prefix_cache=False)
+    return Engine(model, kv, static_schedule(shape.rows, shape.prompt_tokens))
+
+
+def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator[StepTime]:
+    """Run a batch on an idle engine to its end, step by step.
+
+    Raises:
+        InvariantError: the engine did other steps than `row_steps` says.
+    """
+    rules = engine.pool.rules
+    spec = rules.resolve(rules.default, shape.prompt_tokens).spec
+    options = SamplingParams(max_tokens=shape.new_tokens, temperature=0.0, ignore_eos=True)
+    for row in range(shape.rows):
+        engine.submit(random_prompt(model, shape.prompt_tokens, row), options)
+    for step in row_steps(spec, shape.prompt_tokens, shape.new_tokens):
+        done = engine.num_processed_tokens
+        taken_s = seconds(engine.step)
+        tokens = engine.num_processed_tokens - done
+        if tokens != shape.rows * step.new:
+            raise InvariantError(
+                f"expected {shape.rows} rows to process {step.new} tokens each in a step, the "
+                f"engine processed {tokens}"
+            )
+        yield StepTime(rows=shape.rows, step=step, seconds=taken_s)
+
+
+def run_batch(model: LoadedModel, shape: RunShape, kv_bytes: int) -> RunSeconds:
+    """Run a static batch to its end in a KV memory of so many bytes, behind a short warm-up.
+
+    Raises:
+        InvariantError: its rows do not run side by side there.
+    """
+    warm = replace(shape, prompt_tokens=max(1, shape.prompt_tokens // 8), new_tokens=4)
+    engine = static_engine(model, shape, kv_bytes)
+    for _ in timed_steps(model, warm, engine):
+        pass
+    prefill_s = decode_s = 0.0
+    for time in timed_steps(model, shape, engine):
+        if time.step.decodes:
+            decode_s += time.seconds
+        else:
+            prefill_s += time.seconds
+    new_tokens = shape.rows * shape.new_tokens
+    return RunSeconds(prefill_s=prefill_s, decode_s=decode_s, new_tokens=new_tokens)
+
+
+def measure_step_rates(
+    model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int
+) -> StepRates:
+    """Rates that fit the steps of these batches, which share a rule.
+
+    Args:
+        model: loaded.
+        shapes: of the batches.
+        repeats: of each; one more, first, is not counted.
+    """
+    times: list[StepTime] = []
+    for shape in shapes:
+        engine = static_engine(model, shape)
+        for repeat in range(repeats + 1):
+            taken = list(timed_steps(model, shape, engine))
+            times += taken if repeat else ()
+    return fit_steps(times)
+
+
+def fit_steps(times: Sequence[StepTime]) -> StepRates:
+    """Rates from timed steps; blocks that were not read cost what whole prompts do.
+
+    Raises:
+        ConfigError: no prompt was read, or nothing decoded.
+    """
+    reading = [time for time in times if not time.step.decodes]
+    whole = _prefill([time for time in reading if not time.step.before])
+    blocks = [time for time in reading if time.step.before]
+    decoding = [time for time in times if time.step.decodes]
+    batches = sorted({time.rows for time in decoding})
+    found = _fit(decoding, lambda time: _decode_amounts(time, batches))
+    slot_s, evict_row_s, evict_slot_s = found[len(batches) :]
+    return StepRates(
+        whole=whole,
+        blocks=_prefill(blocks) if blocks else whole,
+        decode=DecodeRates(
+            batch_s=tuple(
+                (rows, max(seconds, _LEAST_SECONDS))
+                for rows, seconds in zip(batches, found, strict=False)
+            ),
+            slot_s=slot_s,
+            evict_row_s=evict_row_s,
+            evict_slot_s=evict_slot_s,
+        ),
+    )
+
+
+def _prefill(times: Sequence[StepTime]) -> PrefillRates:
+    call_s, token_s, square_s = _fit(times, _reading_amounts)
+    return PrefillRates(call_s=call_s, token_s=max(token_s, _LEAST_SECONDS), square_s=square_s)
+
+
+def _fit(
+    times: Sequence[StepTime], amounts: Callable[[StepTime], tuple[int, ...]]
+) -> tuple[float, ...]:
+    """Of steps that did the same the median counts: others on the machine make single ones slow."""
+    alike: dict[tuple[int, ...], list[float]] = {}
+    for time in times:
+        alike.setdefault(amounts(time), []).append(time.seconds)
+    return fit_seconds(list(alike), [statistics.median(found) for found in alike.values()])
+
+
+def _reading_amounts(time: StepTime) -> tuple[int, ...]:
+    return 1, time.rows * time.step.new, time.rows * time.step.squares
+
+
+def _decode_amounts(time: StepTime, batches: Sequence[int]) -> tuple[int, ...]:
+    step = time.step
+    evicting = time.rows if step.evicted_from else 0
+    slots = time.rows * (step.before + step.new)
+    of_batch = (int(time.rows == rows) for rows in batches)
+    return *of_batch, slots, evicting, evicting * step.evicted_from
+
+
+def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:
+    """Shapes from which the rates of a rule can be told: few rows and many, short and long.
+
+    A rule that evicts runs in blocks under half of each prompt, and one by one while decoding.
+
+    Args:
+        evict: the rule; its cap and schedule are replaced by several.
+        most_tokens: the model's context.
+        quick: a few small ones: tries it out.
+    """
+    new_tokens = 8 if quick else 12
+    return tuple(
+        RunShape(rows=rows, prompt_tokens=prompt, new_tokens=new_tokens, evict=rule)
+        for rows, tokens in (QUICK_SIZES if quick else SIZES)
+        for prompt in (min(tokens, most_tokens - new_tokens),)
+        for rule in _with_caps(evict, prompt // 2)
+    )
+
+
+def _with_caps(evict: str, cap: int) -> Iterator[str]:
+    policy = policy_of_rule(evict)
+    if policy is None:
+        yield evict
+        return
+    cap = max(cap, policy.least_cap + 1)
+    every = max(1, min(default_every(cap), cap - policy.least_cap))
+    yield with_numbers(evict, cap=cap, every=every, when=PREFILL_AND_DECODE)
+    yield with_numbers(evict, cap=cap, every=1, when=DECODE)
+
+
+def policy_of_rule(evict: str) -> EvictionPolicy | None:
+    """The policy of a rule, whatever its cap; None for full.
+
+    Raises:
+        ConfigError: it is no rule.
+    """
+    if parse_policy(evict).name == FULL:
+        return make_eviction(evict).policy
+    return make_eviction(with_numbers(evict, cap=1 << 30, every=1, when=DECODE)).policy

@@ -1,0 +1,350 @@
+"""The Batch-Max bench: arms, batches, its arithmetic on made numbers, and small runs."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.batch_max import timed
+from benchmarks.batch_max.arms import arms_of, batch_max, decode_only, full_kv
+from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
+from benchmarks.batch_max.config import TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
+from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
+from benchmarks.batch_max.quality import (
+    claims as quality_claims,
+)
+from benchmarks.batch_max.quality import (
+    least_good_share,
+    over_full,
+    quality_over_full,
+)
+from benchmarks.batch_max.running import Finished, answer_all
+from benchmarks.batch_max.speed import claims, ratio, run_speed
+from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
+from benchmarks.common.asked import Asked
+from benchmarks.common.models import llama_tiny, random_model
+from quire.engine.core import Engine
+from quire.errors import ConfigError, InvariantError
+from quire.evals.tasks import names
+from quire.kv.config import KVConfig
+from quire.models.loader import LoadedModel
+from quire.policies.eviction import make_eviction
+
+TINY = SpeedConfig(
+    model="tiny",
+    prompt_tokens=224,
+    new_tokens=32,
+    caps=(56, 112),
+    every=4,
+    pools=(1, 2),
+    repeats=1,
+    continuous_prompts=3,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return random_model(llama_tiny(), dtype=torch.bfloat16)
+
+
+# ---- arms ----------------------------------------------------------------------------------------
+
+
+def test_the_arms_are_the_papers_algorithms():
+    arms = {arm.name: arm.evict for arm in arms_of((896, 1792), 64)}
+
+    assert arms == {
+        "fkv": "full",
+        "ed_2": "recent:cap=2,every=1,when=decode",
+        "ed_65": "recent:cap=65,every=64,when=decode",
+        "bm_896": "average:cap=896,every=64",
+        "bm_1792": "average:cap=1792,every=64",
+        "end_896": "average:cap=896,when=prefill_end",
+    }
+    for evict in arms.values():
+        assert make_eviction(evict).text == evict
+
+
+def test_the_quality_bench_drops_no_task():
+    assert set(QualityConfig().tasks) == set(TASKS) == set(names())
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.paper
+def test_batches_of_960_samples_are_the_papers_set():
+    """papers/000 section 4.2: D = {1, 2, 3, 4, 5, 6, 8, ..., 32, 40, 48, ...}."""
+    assert batch_sizes()[:17] == (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16, 20, 24, 30, 32, 40, 48)
+    assert largest_of(batch_sizes(), 9) == 8
+    assert largest_of(batch_sizes(), 0) == 0
+    assert batch_sizes(6) == (1, 2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("arm", "rows"),
+    [
+        # 2 layers x 2 heads x 16 numbers x K and V x 2 B = 256 B a token; memory: 512 tokens
+        (full_kv(), 2),
+        # a prompt of 224 tokens with its positions (4 B a lane): 272 B a token, 60,928 B
+        (decode_only(2), 2),
+        # 56 tokens in 4 pages of 16: 64 slots x (272 + 16 B of sums) = 18,432 B: 7 in 131,072 B
+        (batch_max(56, 4), 7),
+    ],
+)
+def test_rows_are_those_that_the_engine_lets_in(model: LoadedModel, arm, rows: int):
+    kv = KVConfig(memory=512 * 256, evict=arm.evict, prefix_cache=False)
+
+    assert rows_that_fit(model, kv, 224, 32) == rows
+    assert rows_that_fit(model, kv, 224, 32, most=1) == 1
+
+
+def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
+    assert rows_that_fit(model, KVConfig(memory=100 * 256, prefix_cache=False), 224, 32) == 0
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def test_answers_are_whole_and_in_order(model: LoadedModel):
+    engine = Engine(model, KVConfig(memory=1 << 20, prefix_cache=False))
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+
+    together = answer_all(engine, prompts, 5)
+    alone = [answer_all(engine, [prompt], 5).answers[0] for prompt in prompts]
+
+    assert together.answers == tuple(alone)
+    assert together.rows_peak == 2
+    assert together.new_tokens == 10
+    assert 0 < together.prefill_s < together.total_s
+
+
+def test_throughput_counts_the_prefill():
+    done = Finished(
+        total_s=4.0, prefill_s=3.0, rows_peak=1, preemptions=0, answers=((1, 2), (3, 4))
+    )
+
+    assert done.tokens_per_s == 1.0
+    assert done.decode_s == 1.0
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
+    fields: dict[str, object] = {
+        "way": STATIC,
+        "arm": arm,
+        "pool": 2,
+        "kv_bytes": 1000,
+        "peak_bytes": 900,
+        "batch": 2,
+        "prefill_s": 1.0,
+        "decode_s": 2.0,
+        "tokens_per_s": tokens_per_s,
+        "preemptions": 0,
+    }
+    return ArmTime(**(fields | changes))
+
+
+def test_later_rounds_run_what_is_claimed_and_nothing_else():
+    config = replace(TINY, repeats=2)
+
+    first, later = (
+        {pool: [arm.name for arm in config.arms_of_round(i, pool)] for pool in config.pools}
+        for i in range(2)
+    )
+
+    assert first == {pool: [arm.name for arm in config.arms(pool)] for pool in config.pools}
+    assert later == {1: [], 2: ["fkv", "ed_2", "bm_56"]}
+
+
+def test_rounds_that_one_arm_missed_count_for_neither():
+    rounds = [
+        [arm_time("fkv", 10.0), arm_time("end_8", 20.0)],
+        [arm_time("fkv", 1.0)],
+    ]
+
+    assert ratio(rounds, STATIC, 2, "end_8", "fkv") == 2.0
+
+
+def test_a_ratio_is_the_median_of_ratios_within_rounds():
+    """Of 4/1, 9/3 and 10/5 the median is 3; the ratio of the medians would be 9/3 too: not 10/3."""
+    rounds = [
+        [arm_time("fkv", 1.0), arm_time("bm_8", 4.0)],
+        [arm_time("fkv", 5.0), arm_time("bm_8", 10.0)],
+        [arm_time("fkv", 3.0), arm_time("bm_8", 10.0)],
+    ]
+
+    assert ratio(rounds, STATIC, 2, "bm_8", "fkv") == pytest.approx(10 / 3)
+    assert ratio(rounds[:2], STATIC, 2, "bm_8", "fkv") == 3.0
+
+
+def test_the_claims_are_those_of_the_claimed_pool_and_the_first_cap():
+    config = replace(TINY, caps=(56, 112), pools=(1, 2))
+    found = [
+        arm_time("fkv", 10.0),
+        arm_time("ed_2", 20.0),
+        arm_time("ed_5", 19.0),
+        arm_time("bm_56", 50.0, batch=8, peak_bytes=990),
+        arm_time("bm_112", 40.0),
+        arm_time("end_56", 15.0),
+    ]
+    other = [replace(t, pool=1, tokens_per_s=t.tokens_per_s / 5) for t in found if t.arm != "bm_56"]
+    other.append(arm_time("bm_56", 6.0, pool=1))
+    at_once = [replace(t, way=CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
+
+    made = claims(config, [[*found, *other, *at_once]])
+
+    assert made["bm_over_ed_throughput"] == made["bm_over_ed_throughput_b2"] == 2.5
+    assert made["bm_over_fkv_throughput"] == 5.0
+    assert made["bm_over_fkv_throughput_b1"] == 3.0
+    assert made["b2_bm_56_batch"] == 8
+    assert made["b2_bm_56_peak_bytes"] == 990
+    assert made["continuous_end_56_over_fkv"] == 1.5
+    assert made["continuous_bm_112_tokens_per_s"] == 80.0
+
+
+def test_every_arm_runs_in_every_pool_and_as_the_engine_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timed, "rows_that_fit", partial(rows_that_fit, most=16))
+    result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56)))
+
+    [static, continuous] = result.tables
+    assert len(static.rows) == 5 + 6  # one cap in the pool that is not claimed
+    assert len(continuous.rows) == 6
+    batches = {key: value for key, value in result.claims.items() if key.endswith("_batch")}
+    assert batches["b1_fkv_batch"] == batches["b1_ed_2_batch"] == 1
+    assert batches["b2_fkv_batch"] == batches["b2_ed_2_batch"] == 2
+    assert batches["b2_bm_28_batch"] == 6  # 7 rows fit; 7 is not in the set
+    for time in result.raw["rounds"][0]:
+        assert 0 < time["peak_bytes"] <= time["kv_bytes"]
+        assert time["way"] == CONTINUOUS or time["preemptions"] == 0
+    assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
+
+
+def test_wrong_lengths_are_refused():
+    with pytest.raises(ConfigError, match="1025 tokens"):
+        replace(TINY, prompt_tokens=993)
+    with pytest.raises(ConfigError, match="claimed_pool"):
+        replace(TINY, claimed_pool=4)
+
+
+def test_the_full_run_is_that_of_the_issue():
+    """4,096 tokens a row: 12 layers x 4 heads x 64 x K and V x 2 B = 12,288 B; two rows: 96 MiB."""
+    speed = BatchMaxConfig().speed
+
+    assert (speed.prompt_tokens, speed.new_tokens, speed.caps[0]) == (3_584, 512, 896)
+    assert speed.claimed_pool * speed.final_tokens * 12_288 == 96 << 20
+
+
+# ---- quality -------------------------------------------------------------------------------------
+
+
+def judged(task: str, arm: str, score: float, *, total_s: float = 2.0) -> Judged:
+    return Judged(
+        task=task,
+        arm=arm,
+        batch=2,
+        score=score,
+        samples=10,
+        total_s=total_s,
+        new_tokens=100,
+        peak_bytes=1000,
+    )
+
+
+SMALL = QualityConfig(tasks=("a", "b", "c"), tokens=100, shares=(0.25, 0.5, 0.75), every=4)
+
+
+def table_of(**scores: tuple[float, float, float]) -> list[Judged]:
+    return [
+        judged(task, arm, score)
+        for arm, found in scores.items()
+        for task, score in zip("abc", found, strict=True)
+    ]
+
+
+def everything(bm_50: tuple[float, float, float]) -> list[Judged]:
+    return table_of(
+        fkv=(1.0, 0.5, 0.0),
+        ed_2=(0.0, 0.0, 0.0),
+        ed_5=(0.0, 0.0, 0.0),
+        bm_25=(0.5, 0.5, 0.0),
+        bm_50=bm_50,
+        bm_75=(1.0, 0.5, 0.0),
+        end_25=(0.25, 0.0, 0.0),
+    )
+
+
+def test_quality_is_the_mean_over_tasks_of_ratios():
+    """0.5 / 1, 0.5 / 0.5 and a task that full KV fails: 0.5, 1 and 1."""
+    found = everything((1.0, 0.5, 0.0))
+
+    assert over_full(found, "bm_25") == {"a": 0.5, "b": 1.0, "c": 1.0}
+    assert quality_over_full(found, "bm_25") == pytest.approx(2.5 / 3)
+
+
+def test_the_cap_that_does_is_the_smallest_from_which_all_larger_ones_do():
+    assert least_good_share(SMALL, everything((1.0, 0.5, 0.0))) == 0.5
+    assert least_good_share(SMALL, everything((0.9, 0.5, 0.0))) == 0.75
+    lucky = [replace(c, score=0.0) if c.arm == "bm_75" else c for c in everything((1.0, 0.5, 0.0))]
+    assert least_good_share(SMALL, lucky) is None
+
+
+def test_quality_claims_by_hand():
+    made = quality_claims(SMALL, everything((1.0, 0.5, 0.0)))
+
+    assert made["bm_quality_over_fkv"] == made["bm_25_quality_over_fkv"] == pytest.approx(2.5 / 3)
+    assert made["bm_50_quality_over_fkv"] == 1.0
+    assert made["end_25_quality_over_fkv"] == pytest.approx((0.25 + 0 + 1) / 3)
+    assert made["ed_2_quality_over_fkv"] == pytest.approx(1 / 3)
+    assert made["bm_good_cap_share"] == 0.5
+    assert made["tasks_full_kv_fails"] == 1
+    assert made["tiny_bm_25_tokens_per_s"] == 50.0
+
+
+def words(size: int) -> PreTrainedTokenizerFast:
+    """Token 7 is the word "7"."""
+    vocab = {str(i): i for i in range(size)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="0")))
+
+
+def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedModel):
+    spoken = replace(model, tokenizer=words(500))
+    engine = Engine(model, KVConfig(memory=1 << 20, prefix_cache=False))
+    lists = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    answers = [answer_all(engine, [tokens], 4).answers[0] for tokens in lists]
+    wanted = [" ".join(map(str, answer)) for answer in answers]
+    wanted[3] = "something else"
+    prompts = [
+        Encoded(
+            tokens=tuple(tokens),
+            asked=Asked(prompt="", grade=lambda text, right=right: float(text == right)),
+        )
+        for tokens, right in zip(lists, wanted, strict=True)
+    ]
+    kv = KVConfig(memory=1 << 20, prefix_cache=False)
+
+    found = judge(spoken, "t", prompts, Batches(arm="fkv", kv=kv, batch=2, new_tokens=4))
+
+    assert found.score == 0.75
+    assert (found.samples, found.new_tokens, found.batch) == (4, 16, 2)
+
+
+def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
+    prompts = [
+        Encoded(tokens=(1,) * 224, asked=Asked(prompt="", grade=lambda text: 1.0)) for _ in range(4)
+    ]
+    kv = KVConfig(memory=512 * 256, prefix_cache=False)
+
+    with pytest.raises(InvariantError, match="2 rows of a batch of 4"):
+        judge(
+            replace(model, tokenizer=words(500)),
+            "t",
+            prompts,
+            Batches(arm="fkv", kv=kv, batch=4, new_tokens=32),
+        )

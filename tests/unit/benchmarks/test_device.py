@@ -1,0 +1,443 @@
+"""`python -m benchmarks device`: every arm computes the same numbers, wherever it runs."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.device import wire as wires
+from benchmarks.device.bench import DeviceBench
+from benchmarks.device.busy_link import ThrottledHalf
+from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
+from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.link_part import host_kinds
+from benchmarks.device.parts import PARTS
+from benchmarks.device.prompt import PromptBed
+from benchmarks.device.refit_part import at, settling_steps
+from benchmarks.device.rig import DeviceRig, expected_seconds, whole_rows
+from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
+from benchmarks.device.step import DeviceStep, Staging
+from benchmarks.device.swap_part import LengthTimes, fitted
+from benchmarks.device.sweep_part import turns
+from benchmarks.device.target import Target
+from benchmarks.device.wire import Wire, activations_pay, coders, wire_sizes
+from benchmarks.offload.arms import ARMS, BY_NAME, step_work
+from benchmarks.offload.machines import MACHINES, speeds_of
+from quire.errors import ConfigError, UnknownName
+from quire.offload.executors.pace import Pace
+from quire.offload.executors.threads import ThreadExecutor
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.schedule.operations import IN, Kind, Operation, Schedule
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.rules import Rules
+from quire.offload.schedule.work import BatchTokens
+from quire.plan.rates import CopyRate
+
+CPU = Target(torch.device("cpu"))
+MIB = 1 << 20
+CASE = DecodeCase(model="toy", rows=4, context=12, dtype="float32")
+GROUPED = replace(CASE, model="toy-grouped")
+POOL = HostBytes(8 * MIB, CPU)
+RULES = st.sampled_from(
+    [Rules(), Rules(prefetch=False), Rules(x_chunks=5, x_ring=2), Rules(slots=3, x_chunks=1)]
+)
+
+
+def rig(case=CASE, wire=None, **options):
+    """On the virtual clock, which calls the work in the order in which operations begin."""
+    options.setdefault("executor", VirtualClock())
+    return DeviceRig(case, CPU, POOL, wire, poison=True, **options)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return rig()
+
+
+def run(on: DeviceRig, batch: BatchTokens, rules: Rules, executor, change=lambda s: s) -> float:
+    """One step with staging of its own; its error."""
+    speeds = speeds_of(MACHINES["h200"], on.case.spec, on.sizes)
+    layers = on.case.spec.num_layers
+    schedule = change(plan_step(step_work(batch, layers, on.sizes, speeds), rules))
+    step = DeviceStep(on.bed, Staging(CPU), batch, rules, poison=True)
+    executor.run(schedule, step.work)
+    return on.off(step)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 48), st.integers(0, 3), RULES, st.booleans(), st.randoms(use_true_random=False)
+)
+def test_whatever_is_recomputed_or_on_the_host_the_numbers_are_the_same(
+    toy, x, host_rows, rules, threads, draw
+):
+    host = host_rows * CASE.context
+    batch = whole_rows(CASE, BatchTokens(rows=4, x=x, kv=48 - x, host=host))
+    executor = VirtualClock(lambda _: draw.random())
+    if threads:
+        lanes = ("in", "out", "device", "host")
+        executor = ThreadExecutor({n: Pace(lambda _: draw.random() * 1e-3) for n in lanes})
+
+    assert batch.x + batch.kv + batch.host == 48
+    assert run(toy, batch, rules, executor) < 1e-5
+
+
+def test_attention_that_begins_too_early_meets_poison(toy):
+    """The test above can fail: with the needs of attention taken away it would."""
+
+    def hasty(schedule: Schedule) -> Schedule:
+        operations = schedule.operations
+        return Schedule(
+            tuple(replace(op, needs=()) if op.kind == Kind.ATTEND else op for op in operations)
+        )
+
+    batch = BatchTokens(rows=4, kv=48)
+    run(toy, batch, Rules(), VirtualClock())
+
+    assert math.isnan(run(toy, batch, Rules(), VirtualClock(lambda op: op.lane == IN), hasty))
+
+
+@pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])
+def test_every_arm_ends_with_the_same_hidden_states(case):
+    found = rig(case, host=True)
+
+    layouts = {arm.name: found.layout(arm) for arm in ARMS if not arm.coded}
+    layouts["resident"] = found.resident_layout()
+    layouts["all"] = found.split_layout(case.tokens if found.bed.with_x else 0)
+    steps = found.rounds(layouts, 1)
+
+    assert {name: run[0].error < 1e-5 for name, run in steps.items()} == dict.fromkeys(steps, True)
+    assert layouts["all_host"].batch.host == case.tokens
+    assert layouts["lB"].batch.x == 0 or case is CASE
+    assert steps["resident"][0].timeline.schedule.num_bytes(Kind.KV_IN, Kind.X_IN) == 0
+    prefetched = steps["prefetch"][0].timeline.schedule.num_bytes(Kind.KV_IN)
+    assert prefetched == case.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [(Wire("int8", "int8"), 0.03), (Wire("int4", "int4"), 0.3), (Wire("plain", "int8"), 0.03)],
+)
+def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(wire, most, monkeypatch):
+    monkeypatch.setattr(wires, "_MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5)  # five tokens at a time
+    found = rig(CASE, wire)
+    bed, sizes = found.bed, found.sizes
+
+    steps = [found.run(found.split_layout(x)) for x in (0, 20, 48)]
+
+    assert sum(plane.nbytes for plane in bed.kv(0)) == CASE.tokens * sizes.kv_bytes
+    assert sum(plane.nbytes for plane in bed.x(0)) == CASE.tokens * sizes.x_bytes
+    copied = steps[1].timeline.schedule.num_bytes(Kind.KV_IN, Kind.X_IN)
+    layers = CASE.spec.num_layers  # the first one's activations are here
+    assert copied == layers * 28 * sizes.kv_bytes + (layers - 1) * 20 * sizes.x_bytes
+    assert all(0 < step.error < most for step in steps if wire.kv != "plain")
+    assert steps[2].error < most
+
+
+def test_codes_decide_whether_activations_pay():
+    assert activations_pay(CASE, Wire())
+    assert not activations_pay(GROUPED, Wire())
+    assert not activations_pay(CASE, Wire("int4", "plain"))
+    half = replace(CASE, dtype="bfloat16")
+    kv, x = coders(half, Wire("int8", "plain"))
+    assert (kv.value_bytes, x.value_bytes) == (1 + 2 / 16, 2)
+    assert wire_sizes(half, Wire()).kv_bytes == half.kv_width * 2
+
+
+def test_the_host_attends_to_plain_kv_only():
+    found = rig(CASE, Wire("int8", "int8"))
+
+    with pytest.raises(ConfigError, match="plain KV"):
+        found.run(found.layout(BY_NAME["all_host"], replace(found.speeds, host_token_s=1e-9)))
+    with pytest.raises(ConfigError, match="whole rows of 12"):
+        DeviceStep(found.bed, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
+
+
+# ---- room --------------------------------------------------------------------------------------
+
+
+def test_layers_without_room_share_numbers():
+    small = HostBytes(96 << 10, CPU)  # a layer takes 36 KiB, new tokens 9 KiB
+
+    found = DeviceRig(CASE, CPU, small, executor=VirtualClock(), poison=True)
+
+    assert found.bed.distinct == 1
+    assert found.run(found.split_layout(20)).error < 1e-5
+
+
+def test_rows_are_halved_until_they_fit_and_one_that_does_not_is_refused():
+    config = replace(QUICK_DEVICE, device="cpu", pinned_bytes=MIB)
+    bench = DeviceBench.of(config)
+
+    assert bench.fitting(replace(CASE, rows=16, context=256)).rows == 4
+    with pytest.raises(ConfigError, match=r"raise --pinned, or ask for fewer --rows"):
+        bench.fitting(replace(CASE, context=4096))
+
+
+def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr("benchmarks.device.host_bytes.free_host_bytes", lambda: 10_000)
+    monkeypatch.setattr("benchmarks.device.target.free_device_bytes", lambda _: 10_000)
+
+    with pytest.raises(ConfigError, match=r"needs 20,000 B .* 10,000 B are free.*lower --pinned"):
+        HostBytes(20_000, CPU)
+    with pytest.raises(ConfigError, match=r"a step needs 10,001 B on cpu, 10,000 B are free; wait"):
+        CPU.rebenchmark(10_001, "a step", "wait")
+    with pytest.raises(ConfigError, match="staging for KV"):
+        Staging(CPU).take("KV", (10_001,), torch.uint8)
+    with pytest.raises(ConfigError, match="--pinned of 4096"):
+        HostBytes(10, CPU)
+
+
+def test_a_pool_gives_out_bytes_once():
+    pool = HostBytes(3 * 4096, CPU)
+
+    first, second = (pool.take((5, 2), torch.float32) for _ in range(2))
+    first.fill_(1)
+    second.fill_(2)
+
+    assert first.sum() == 10
+    assert pool.free_bytes == 4096
+    with pytest.raises(ConfigError, match="raise --pinned"):
+        pool.take((4097,), torch.uint8)
+    pool.clear()
+    assert pool.take((3 * 4096,), torch.uint8).numel() == 3 * 4096
+
+
+def test_staging_is_used_again_and_grows():
+    staging = Staging(CPU)
+    large = staging.take("KV", (4, 4), torch.float32)
+
+    assert staging.take("KV", (2, 2), torch.float32).data_ptr() == large.data_ptr()
+    assert staging.take("KV", (5, 5), torch.float32).shape == (5, 5)
+
+
+# ---- expectations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "context", "milliseconds"),
+    [
+        ("OPT-6.7B", 64, 1024, (625, 393, 312)),
+        ("OPT-13B", 64, 1024, (976, 636, 488)),
+        ("OPT-30B", 32, 1024, (820, 565, 466)),
+        ("Llama-3-8B", 64, 4096, (625, 625, 625)),
+    ],
+)
+def test_a_data_sheet_expects_what_the_formulas_say(model, rows, context, milliseconds):
+    """Of an H200 at 55 GB/s and 650 TFLOP/s; l_A pipelined. The first layer hides nothing."""
+    case = DecodeCase(model=model, rows=rows, context=context)
+
+    found = [1e3 * expected_seconds(case, BY_NAME[n], "h200") for n in ("prefetch", "lA", "lB")]
+
+    assert found == pytest.approx(milliseconds, rel=0.06)
+
+
+def test_a_v_turns_once():
+    assert turns([5.0, 4.0, 3.0, 4.0, 5.0]) == 1
+    assert turns([5.0, 4.0, 3.0]) == 0
+    assert turns([3.0, 4.0]) == 0
+    assert turns([5.0, 4.0, 4.05, 4.0, 3.0]) == 0
+    assert turns([5.0, 4.0, 5.0, 4.0, 5.0]) == 2
+
+
+def test_a_split_has_followed_when_it_stays_right():
+    assert settling_steps([1.3, 1.0, 1.2, 1.01, 1.0]) == 3
+    assert settling_steps([1.0, 1.04]) == 0
+    assert settling_steps([1.0, 1.3]) == 2
+    assert at([(10, 2.0), (0, 1.0)], 5) == 1.5
+
+
+def test_rates_of_a_sequence_are_those_it_was_made_of():
+    times = [
+        LengthTimes(tokens=n, out_s=1.0, back_s=2e-4 + 3e-6 * n, read_s=1e-5 * n + 2e-9 * n**2)
+        for n in (100, 1000, 4000, 9000)
+    ]
+
+    prefill, loading = fitted(times)
+
+    assert prefill.token_s == pytest.approx(1e-5, rel=1e-3)
+    assert prefill.square_s == pytest.approx(2e-9, rel=1e-3)
+    assert (loading.token_s, loading.call_s) == pytest.approx((3e-6, 2e-4), rel=1e-3)
+
+
+# ---- devices -----------------------------------------------------------------------------------
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert Target.named("auto") == CPU
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        Target.named("cuda")
+    with pytest.raises(ConfigError, match="expected --device auto"):
+        Target.named("gpu")
+    with pytest.raises(UnknownName, match="OPT-13B"):
+        DecodeCase(model="OPT-13", rows=1, context=1)
+
+
+def test_calls_of_two_lanes_run_beside_each_other():
+    done: list[str] = []
+    calls = {
+        Kind.KV_IN: (lambda: done.append("copy"), 3),
+        Kind.PROJECT: (lambda: done.append("product"), 5),
+    }
+
+    timeline = run_calls(VirtualClock(lambda op: 3.0 - op.part if op.lane == IN else 1.0), calls)
+
+    assert sorted(done) == ["copy"] * 3 + ["product"] * 5
+    assert call_seconds(timeline, Kind.KV_IN) == 2.0
+    assert call_seconds(timeline, Kind.KV_IN, Kind.PROJECT) == 2.5  # the first two
+    assert call_seconds(timeline, Kind.PROJECT, Kind.KV_IN) == 1.0
+    assert matching_times((1.0, 4.0), 5) == (20, 5)
+    assert matching_times((1.0, 1e-9), 5) == (5, 500)
+
+
+def test_a_busy_link_leaves_half():
+    link = ThrottledHalf(CopyRate(bytes_per_s=1e6))
+    copy = Operation(index=0, kind=Kind.KV_IN, lane=IN, layer=0, num_bytes=2000)
+    times = []
+
+    for change in (lambda: None, link.begin, link.end, link.end):
+        change()
+        times.append(link.link.seconds(copy))
+
+    assert times == [2e-3, 4e-3, 2e-3, 2e-3]
+
+
+def test_a_prompt_comes_back_as_it_was_saved():
+    case = DecodeCase(model="toy", rows=1, context=24, dtype="float32")
+    bed = PromptBed(case, 8, CPU, POOL)
+    bed.read_all(20)
+    bed.save(20)
+    whole = bed.kv.clone()
+
+    bed.kv.zero_()
+    bed.read(0, 8)
+    assert bed.off(20) > 0.1  # the back is missing
+    bed.load(8, 12)
+
+    assert bed.off(20) == 0
+    assert torch.equal(bed.kv[:, :20], whole[:, :20])
+    bed.read(8, 8)  # chunks see what is ahead of them
+    assert torch.allclose(bed.kv, whole, atol=1e-6)
+    bed.kv[:, :8].zero_()
+    bed.read(8, 8)
+    assert not torch.allclose(bed.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
+
+
+# ---- parts -------------------------------------------------------------------------------------
+
+CLAIMS = {
+    "link": {"h2d_pageable_gb_per_s", "duplex_gb_per_s", "h2d_call_us"},
+    "products": {"recompute_token_ns_toy", "product_large_tflops"},
+    "together": {"slowdown_product", "slowdown_attention"},
+    "step": {"toy_lB_ms", "toy-grouped_gain_lB_over_prefetch", "toy_resident_ms"},
+    "sweep": {"sweep_lB_over_least", "sweep_turns"},
+    "codes": {"codes_gain_int8_int8", "codes_error_int8_int8"},
+    "swap": {"swap_token_us", "swap_breakeven_tokens", "swap_pages_out_gb_per_s"},
+    "host": {"host_gain", "host_gain_formula", "host_attention_sdpa_gb_per_s"},
+    "refit": {"refit_steps", "refit_loss", "refit_link_left"},
+    "accuracy": {"accuracy_remade", "accuracy_modules_key", "disk_read_gb_per_s"},
+}
+
+
+def check(name: str, config: DeviceBenchConfig, kinds: set[str]) -> None:
+    """Relations of a part that are no times, on whatever device."""
+    bench = DeviceBench.of(config)
+    result = PARTS[name](bench)
+    claims = result.claims
+
+    assert CLAIMS[name] <= set(claims)
+    assert all(table.rows for table in result.tables)
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    json.dumps(result.to_json())
+    if name == "link":
+        assert {row[0] for row in result.tables[0].rows} == kinds
+        assert claims["duplex_copied_bytes"] == 24 * (max(config.copy_bytes) // 2)
+    if name == "step":
+        assert max(claims["toy_output_error"], claims["toy-grouped_output_error"]) < 0.02
+    if name == "sweep":
+        assert {0.0, 1.0} <= {row[1] for row in result.tables[0].rows}
+        assert claims["sweep_lB_over_least"] >= 1
+    if name == "codes":
+        case = config.cases[0]
+        plain, coded = (
+            wire_sizes(case, Wire(*pair)).kv_bytes for pair in (("plain", "plain"), ("int8",) * 2)
+        )
+        assert plain == 2 * case.kv_width
+        assert coded / plain == pytest.approx((1 + 2 / 16) / 2)
+        assert claims["codes_copied_bytes_plain_plain"] <= case.kv_bytes
+        assert claims["codes_error_plain_plain"] < 0.02 < 0.2
+        assert 0 < claims["codes_error_int8_int8"] < 0.1
+    if name == "swap":
+        assert claims["swap_restored_error"] == 0
+    if name == "host":
+        assert claims["host_output_error"] < 0.02
+        assert claims["host_gain_formula"] > 1
+    if name == "refit":
+        assert len(result.tables[0].rows) == 2 * config.refit_steps
+        assert 0 <= claims["refit_steps"] <= config.refit_steps
+    if name == "accuracy":
+        assert claims["accuracy_remade"] <= 4e-3
+        assert 0 < claims["accuracy_stored"] <= 4e-3
+        assert claims["accuracy_modules_key"] < 2**-7
+    assert bench.facts()["on_gpu"] == (kinds != {"pageable"})
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs_on_a_cpu(name):
+    check(name, replace(QUICK_DEVICE, device="cpu", repeats=1), {"pageable"})
+
+
+@pytest.fixture
+def cuda() -> Target:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return Target.named("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs_on_a_gpu(name, cuda):
+    config = replace(QUICK_DEVICE, device=str(cuda.device))
+
+    check(name, config, {"pinned", "registered", "pageable"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wire", [Wire(), Wire("int8", "int8")], ids=["plain", "codes"])
+def test_streams_compute_what_is_computed_at_once(wire, cuda):
+    case = DecodeCase(model="toy", rows=16, context=512, dtype="float32")
+    pool = HostBytes(64 * MIB, cuda)
+    found = DeviceRig(case, cuda, pool, wire, poison=True)
+    names = ["no_overlap", "prefetch", "serial", "lA", "lB"]
+    names += ["host_share", "all_host"] if wire == Wire() else []
+    layouts = {name: found.layout(BY_NAME[name]) for name in names}
+    layouts["half"] = found.split_layout(case.tokens // 2)
+    layouts["resident"] = found.resident_layout()
+
+    steps = found.rounds(layouts, 3)
+
+    most = 1e-3 if wire == Wire() else 0.05
+    assert max(step.error for run in steps.values() for step in run) < most
+
+
+@pytest.mark.gpu
+def test_kinds_of_host_memory_are_what_they_say(cuda):
+    bench = DeviceBench(QUICK_DEVICE, cuda)
+    made = {kind: make(MIB) for kind, make in host_kinds(bench).items()}
+
+    assert {kind: memory.is_pinned() for kind, memory in made.items()} == {
+        "pinned": True,
+        "registered": True,
+        "pageable": False,
+    }
+    for memory in made.values():
+        memory.fill_(7)
+        there = memory.to(cuda.device, non_blocking=True)
+        assert int(there.sum()) == 7 * MIB

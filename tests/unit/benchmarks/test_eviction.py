@@ -1,0 +1,398 @@
+"""The eviction bench: rules, cells that are kept, arithmetic on made numbers, small runs."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common.asked import Asked
+from benchmarks.common.intervals import wilson
+from benchmarks.eviction import cost, ready
+from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey, cell_keys
+from benchmarks.eviction.config import (
+    CellsConfig,
+    CostConfig,
+    EvictionBenchConfig,
+    KeptConfig,
+    PerplexityConfig,
+)
+from benchmarks.eviction.cost import StepCost
+from benchmarks.eviction.kept import agreement, binned, kept_positions, run_kept
+from benchmarks.eviction.perplexity import RuleTexts, run_perplexity
+from benchmarks.eviction.perplexity import claims as perplexity_claims
+from benchmarks.eviction.quality import Judge, measure_cells, run_quality
+from benchmarks.eviction.quality import claims as quality_claims
+from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
+from benchmarks.eviction.texts import RunningText, pieces
+from engines import load
+from quire.errors import ConfigError, UnknownName
+from quire.evals.haystack import book_text
+from quire.models.loader import LoadedModel, load_model
+
+BOOKS = RunningText(text=book_text(), start="<|doc|>", name="books")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("quire-tiny", verify=False)
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+def test_rules_come_by_name_or_with_options():
+    assert rules_of("") == tuple(map(Rule, DEFAULT_RULES))
+    assert rules_of("h2o, recent") == (Rule("h2o"), Rule("recent"))
+    assert rules_of("snapkv:window=16,kernel=3; h2o") == (
+        Rule("snapkv:window=16,kernel=3"),
+        Rule("h2o"),
+    )
+
+
+def test_a_rule_becomes_a_whole_text():
+    rule = Rule("snapkv:window=16")
+
+    assert rule.evict(128, 8, "decode") == "snapkv:cap=128,every=8,when=decode,window=16"
+    assert rule.name == "snapkv_window_16"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("h2p", UnknownName, "h2o"),
+        ("snapkv:windw=3", UnknownName, "window"),
+        ("h2o,h2o", ConfigError, "once"),
+        ("full,h2o", ConfigError, "always there"),
+    ],
+)
+def test_wrong_rules_are_named(text: str, error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        rules_of(text)
+
+
+def test_a_cap_below_what_a_rule_protects_is_refused_before_anything_runs():
+    config = CellsConfig(rules=(Rule("sinks:sinks=40"),), budgets=(0.1,), tokens=200, every=4)
+
+    with pytest.raises(ConfigError, match="cap 20"):
+        list(cell_keys(config, "m", None))
+
+
+# ---- intervals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [
+        # z^2 = 3.8415: (0.5 + 0.19207 -+ 1.96 sqrt(0.025 + 0.0096036)) / 1.38415 for 5 of 10
+        (5, 10, 0.23659, 0.76341),
+        (0, 10, 0.0, 3.8415 / (10 + 3.8415)),
+        (200, 200, 200 / (200 + 3.8415), 1.0),
+    ],
+)
+def test_wilsons_interval_by_hand(hits: int, n: int, low: float, high: float):
+    assert wilson(hits, n) == pytest.approx((low, high), abs=1e-5)
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def cell(task: str, rule: str, hits: int, *, when: str = "decode", budget: float = 0.5) -> Cell:
+    key = CellKey(
+        model="m",
+        task=task,
+        tokens=100,
+        prompts=10,
+        rule=rule,
+        when="" if rule == FULL else when,
+        budget=1.0 if rule == FULL else budget,
+        evict=f"{rule}:cap=50",
+        commit="abc",
+    )
+    request_bytes = 4000.0 if rule == FULL else 1000.0
+    return Cell(
+        key=key, hits=hits, old_hits=1, old_prompts=4, request_bytes=request_bytes, seconds=1.0
+    )
+
+
+def test_every_task_meets_full_kv_and_every_rule_budget_and_schedule():
+    config = CellsConfig(
+        rules=(Rule("h2o"), Rule("recent")),
+        budgets=(0.5, 0.25),
+        tasks=("lines", "kv"),
+        schedules=("prefill_end", "decode"),
+        every=4,
+    )
+
+    keys = list(cell_keys(config, "m", "abc"))
+
+    assert len(keys) == len(set(keys)) == 2 * (1 + 2 * 2 * 2)
+    assert keys[0].evict == "full"
+    assert keys[1].evict == "h2o:cap=256,every=4,when=prefill_end"
+
+
+def test_finished_cells_are_not_asked_again(tmp_path: Path):
+    """The second run knows the first cell, and one whose line was cut off must be asked again."""
+    first, second, third = (cell("a", "h2o", 3), cell("b", "h2o", 4), cell("c", "h2o", 5))
+    kept = CellFile(tmp_path / "cells.jsonl")
+    kept.add(first)
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write(json.dumps(second.to_json())[:40] + "\n")
+
+    asked: list[CellKey] = []
+    shown: list[Cell] = []
+
+    def ask(key: CellKey) -> Cell:
+        asked.append(key)
+        return {second.key: second, third.key: third}[key]
+
+    found = list(measure_cells(ask, [first.key, second.key, third.key], kept, shown.append))
+
+    assert found == [first, second, third]
+    assert asked == [second.key, third.key]
+    assert shown == [second, third]
+    assert set(kept.read().values()) == {first, second, third}
+    assert CellFile(None).read() == {}
+
+
+def test_a_cell_of_another_commit_is_another_cell(tmp_path: Path):
+    kept = CellFile(tmp_path / "cells.jsonl")
+    kept.add(cell("a", "h2o", 3))
+
+    assert replace(cell("a", "h2o", 3).key, commit="def") not in kept.read()
+
+
+def test_quality_claims_by_hand():
+    config = CellsConfig(
+        rules=(Rule("h2o"),), budgets=(0.5,), tasks=("a", "b"), schedules=("decode",)
+    )
+    cells = [cell("a", FULL, 10), cell("a", "h2o", 5), cell("b", FULL, 8), cell("b", "h2o", 2)]
+
+    assert quality_claims(config, cells) == {
+        "decode_50_h2o_quality": 0.35,
+        "decode_50_h2o_bytes_over_full": 0.25,
+        "full_quality": 0.9,
+    }
+
+
+def test_a_cell_counts_right_answers_and_old_ones(tiny: LoadedModel):
+    """The model is not judged here: graders that always or never agree are."""
+
+    def asking(task: str, tokens: int, n: int) -> list[Asked]:
+        grades = [1.0, 0.0, 1.0, 1.0]
+        depths = [0.0, 0.25, 0.5, None]
+        return [
+            Asked(
+                prompt="<|doc|>" + "word " * 60,
+                grade=lambda text, grade=grade: grade,
+                answer=" word",
+                depth=depth,
+            )
+            for grade, depth in zip(grades, depths, strict=True)
+        ]
+
+    config = CellsConfig(
+        rules=(Rule("recent"),),
+        budgets=(0.25,),
+        tasks=("t",),
+        schedules=("prefill_and_decode",),
+        tokens=128,
+        prompts=4,
+        every=4,
+        rows=2,
+    )
+    keys = list(cell_keys(config, "m", None))
+
+    result = run_quality(
+        Judge(tiny, config, asking), config, keys, CellFile(None), lambda cell: None
+    )
+
+    full, recent = result.raw["cells"]
+    assert (full["hits"], full["old_hits"], full["old_prompts"]) == (3, 1, 2)
+    assert full["share"] == 0.75
+    assert full["interval"] == pytest.approx(list(wilson(3, 4)))
+    # 32 slots in 2 pages of 16 of 8 layers: 4 heads of 32 numbers of K and V, and a position
+    assert recent["request_bytes"] == 2 * 16 * 8 * (4 * 32 * 2 * 2 + 4)
+    assert recent["request_bytes"] < full["request_bytes"]
+    assert result.claims["prefill_and_decode_25_recent_quality"] == 0.75
+
+
+# ---- perplexity ----------------------------------------------------------------------------------
+
+
+def test_perplexity_is_of_all_scored_tokens_together():
+    full = RuleTexts(rule=FULL, nats=(1.0, 3.0), request_bytes=400)
+    other = RuleTexts(rule="h2o", nats=(1.5, 3.5), request_bytes=100)
+    worse = RuleTexts(rule="recent", nats=(2.0, 5.0), request_bytes=100)
+
+    made = perplexity_claims([full, other])
+
+    assert made["perplexity_full"] == math.exp(2.0)
+    assert made["perplexity_h2o"] == math.exp(2.5)
+    assert made["perplexity_h2o_over_full"] == pytest.approx(math.exp(0.5))
+    assert made["perplexity_h2o_bytes_over_full"] == 0.25
+    assert other.nats_over(full) == (0.5, 0.0)
+    assert worse.nats_over(full) == (1.5, pytest.approx(math.sqrt(0.5) / math.sqrt(2)))
+    assert RuleTexts(rule="h2o", nats=(2.0,), request_bytes=1).nats_over(
+        RuleTexts(rule=FULL, nats=(1.0,), request_bytes=1)
+    ) == (1.0, 0.0)
+
+
+def test_texts_are_cut_side_by_side_and_begin_as_documents_do(tiny: LoadedModel):
+    [first, second] = pieces(tiny, BOOKS, 64, 2)
+
+    assert len(first) == len(second) == 64
+    assert first[0] == second[0] == tiny.tokenizer.convert_tokens_to_ids("<|doc|>")
+    whole = tiny.tokenizer(BOOKS.text, verbose=False).input_ids
+    assert first[1:] + second[1:] == whole[:126]
+
+
+def test_a_text_that_is_too_short_is_refused(tiny: LoadedModel):
+    short = RunningText(text="a few words", start="", name="the file x")
+
+    with pytest.raises(ConfigError, match="the file x has"):
+        pieces(tiny, short, 64, 1)
+
+
+def test_texts_under_a_cap_hold_less_and_are_scored_behind_it(tiny: LoadedModel):
+    config = PerplexityConfig(
+        rules=(Rule("recent"), Rule("sinks")), tokens=160, texts=2, budget=0.3, every=8, rows=2
+    )
+
+    result = run_perplexity(tiny, config, BOOKS)
+
+    full, recent, sinks = result.raw["rules"]
+    assert full["rule"] == FULL
+    assert recent["request_bytes"] == sinks["request_bytes"] < full["request_bytes"]
+    assert all(2 < nats < 7 for found in (full, recent, sinks) for nats in found["nats"])
+    assert full["nats"] != recent["nats"] != sinks["nats"]
+
+
+def test_the_article_is_asked_in_full():
+    """papers/001: full, random, recent, sinks, h2o, h2o with sinks at a quarter of the tokens."""
+    config = EvictionBenchConfig().perplexity
+
+    assert [rule.text for rule in config.rules] == ["random", "recent", "sinks", "h2o", "h2o_sinks"]
+    assert config.budget == 0.25
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def test_kept_shares_by_hand():
+    kept = np.zeros((2, 2, 4), dtype=bool)  # 2 texts, 2 lanes, 4 positions
+    kept[0, 0, 0] = kept[1, 0, 0] = kept[0, 0, 3] = True
+    kept[:, 1, 2:] = True
+
+    assert binned(kept, 2).tolist() == [[0.5, 0.25], [0.0, 1.0]]
+
+
+def test_agreement_of_heads_by_hand():
+    """Head 0 keeps {0, 1}, head 1 {1, 2}: one of three. The other layer's agree: (1/3 + 1) / 2."""
+    kept = np.zeros((1, 4, 3), dtype=bool)
+    kept[0, 0, [0, 1]] = True
+    kept[0, 1, [1, 2]] = True
+    kept[0, 2:, 0] = True
+
+    assert agreement(kept, 2) == pytest.approx((1 / 3 + 1) / 2)
+    assert agreement(kept, 1) == 1.0
+
+
+def test_recent_keeps_the_newest_and_sinks_the_first_ones_too(tiny: LoadedModel):
+    config = KeptConfig(
+        rules=(Rule("recent"), Rule("sinks")), tokens=96, texts=1, budget=0.5, every=8, bins=12
+    )
+
+    result = run_kept(tiny, config, BOOKS)
+
+    panels = result.maps[0].panels
+    assert len(panels["recent"]) == tiny.spec.num_layers * tiny.spec.num_kv_heads
+    for row in panels["recent"]:
+        assert row == (0.0,) * 6 + (1.0,) * 6
+    for row in panels["sinks"]:
+        assert row == (0.5,) + (0.0,) * 5 + (0.5,) + (1.0,) * 5
+    assert result.claims["kept_recent_head_agreement"] == 1.0
+
+
+def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
+    """Two of gemma2's four layers: lanes of the others do not stand there twice."""
+    model = load("gemma2")
+    config = KeptConfig(tokens=64, texts=1, budget=0.5, every=8)
+    prompt = [3 + i * i % 60 for i in range(64)]
+
+    for rule in ("recent", "h2o"):  # one set a layer, and one a head
+        assert kept_positions(model, config, [prompt], Rule(rule)).shape == (1, 4, 64)
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def test_cost_claims_by_hand():
+    def found(**arms: tuple[float, float]) -> dict[str, StepCost]:
+        return {a: StepCost(arm=a, step_s=s, schedule_s=p) for a, (s, p) in arms.items()}
+
+    rounds = [
+        found(
+            full=(10.0, 1.0),
+            again=(9.9, 1.0),
+            recent=(10.0, 2.0),
+            rule=(12.5, 1.5),
+            pressure_recent=(10.05, 1.0),
+            pressure_rule=(10.5, 1.0),
+        )
+    ]
+
+    assert cost.claims(rounds) == {
+        "eviction_cost_share": 0.04,
+        "statistics_cost_share": pytest.approx(11 / 8 - 1),
+        "pressure_recent_cost": pytest.approx(0.005),
+        "pressure_rule_cost": pytest.approx(0.05),
+        "equal_arms_difference": pytest.approx(-0.01),
+    }
+
+
+def test_every_arm_of_the_cost_decodes_as_many_steps():
+    config = CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1)
+
+    [found] = cost.measure_cost(config)
+
+    assert list(found) == ["full", "again", "recent", "rule", "pressure_recent", "pressure_rule"]
+    for one in found.values():
+        assert 0 < one.schedule_s < one.step_s
+    assert cost.run_cost(config).tables[0].rows[3][0] == (
+        "average:cap=32,every=4,when=prefill_and_decode"
+    )
+
+
+def test_what_being_ready_adds_is_a_median_of_differences_over_layers():
+    """Steps of 10 and 10.4, 10 and 10.8, 10 and 14 ms in 4 layers: 0.8 / 4 ms are 200 us."""
+
+    def found(full_ms: float, ready_ms: float) -> dict[str, StepCost]:
+        times = {"full": full_ms, "again": full_ms, "pressure_recent": ready_ms}
+        return {a: StepCost(arm=a, step_s=ms / 1e3, schedule_s=0.0) for a, ms in times.items()}
+
+    rounds = [found(10, 10.4), found(10, 10.8), found(10, 14)]
+
+    assert ready.claims(rounds, 4) == {
+        "ready_layer_us": pytest.approx(200),
+        "ready_equal_layer_us": 0,
+    }
+
+
+def test_only_the_arms_that_are_asked_for_are_timed():
+    [found] = cost.measure_cost(
+        CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), ready.ARMS
+    )
+
+    assert tuple(found) == ready.ARMS
+
+
+def test_the_full_run_is_that_of_the_claims():
+    config = EvictionBenchConfig()
+
+    assert config.quality.prompts >= 200
+    assert config.quality.budgets == (0.5, 0.25)
+    assert (config.cost.cap, config.cost.every, config.cost.rows) == (1_024, 64, 32)
+    assert json.dumps(asdict(config))

@@ -1,0 +1,48 @@
+"""What `--batch-invariant` costs: both arms run, in turns, and their ratio is by round."""
+
+import json
+
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.invariant.bench import INVARIANT, PLAIN, InvariantConfig, Speeds, summarise
+from benchmarks.throughput.arms import ArmResult
+
+
+def test_ratios_are_medians_over_rounds():
+    found = [
+        Speeds(8, arm, prefill, decode)
+        for arm, prefill, decode in (
+            (PLAIN, 100.0, 10.0),
+            (INVARIANT, 50.0, 9.0),
+            (PLAIN, 200.0, 20.0),
+            (INVARIANT, 160.0, 10.0),
+            (PLAIN, 300.0, 10.0),
+            (INVARIANT, 180.0, 7.0),
+        )
+    ]
+    claims = summarise(found)
+
+    assert claims["plain_prefill_tokens_per_s_8"] == 200.0
+    assert claims["invariant_decode_tokens_per_s_8"] == 9.0
+    assert claims["invariant_over_plain_prefill_8"] == 0.6
+    assert claims["invariant_over_plain_decode_8"] == 0.7
+
+
+def test_prefill_and_decode_are_counted_apart():
+    timed = ArmResult(
+        arm="quire", total_s=3.0, prefill_s=2.0, decode_step_s=0.1, kv_bytes=0, tokens=((1,),)
+    )
+    work = InvariantConfig(prompt_tokens=100, new_tokens=11).workload(4)
+
+    assert Speeds.of(PLAIN, work, timed) == Speeds(4, PLAIN, 200.0, 40.0)
+
+
+def test_the_command_runs_both():
+    result = CliRunner().invoke(app, ["invariant", "--quick", "--threads", "1", "--json"])
+    run = json.loads(result.output.splitlines()[-1])
+
+    assert result.exit_code == 0
+    assert run["claims"] == {}
+    assert set(run["config"]["rows"]) == {1, 4}
+    assert {one["arm"] for one in run["arms"]["rounds"]} == {PLAIN, INVARIANT}

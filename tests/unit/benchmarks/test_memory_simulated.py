@@ -1,0 +1,185 @@
+"""The simulated parts of the memory bench: what they compare, and how their claims are made."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory import fairness, page_sizes, reuse, waste, watermarks
+from benchmarks.memory.simulated import SimulatedConfig
+from quire.errors import ConfigError
+from quire.sim.models import model_shape
+from quire.sim.traces.options import TraceOptions
+from unit.sim.traces import request, trace
+
+LENGTHS = ((300, 40), (5_000, 10), (700, 90), (30, 200), (90, 30), (1_200, 15))
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> SimulatedConfig:
+    """Eighteen conversations in the same second, and nine prompts of which most begin alike."""
+    rows = [f"2024-01-01 00:00:00.{i:02},{a},{b}" for i, (a, b) in enumerate(3 * LENGTHS)]
+    conversations = tmp_path / "few.csv"
+    conversations.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    prompts = [
+        {"timestamp": 9000 * i, "input_length": 1100, "output_length": 4, "hash_ids": [i % 2, 2, i]}
+        for i in range(3, 12)
+    ]
+    prefixes = tmp_path / "few.jsonl"
+    prefixes.write_text("\n".join(map(json.dumps, prompts)))
+    return SimulatedConfig(trace=str(conversations), prefix_trace=str(prefixes))
+
+
+def test_the_traces_that_come_with_quire_are_whole():
+    config = SimulatedConfig()
+    azure, mooncake = config.conversations(), config.prefixes()
+
+    assert (azure.format, len(azure.requests)) == ("azure", 19_366)
+    assert (mooncake.format, len(mooncake.requests)) == ("mooncake", 2_000)
+    first = azure.requests[0]
+    assert (first.prompt_tokens, first.answer.tokens) == (374, 44)
+
+
+def test_scales_and_the_number_of_requests_reach_the_trace(few):
+    at_once = replace(few, requests=7).conversations(TraceOptions(time_scale=0.0))
+
+    assert [request.arrival_s for request in at_once.requests] == [0.0] * 7
+
+
+# ---- waste ---------------------------------------------------------------------------------------
+
+
+def test_every_store_serves_every_workload(few):
+    runs = list(waste.measure_waste_of_stores(waste.WasteConfig(), few))
+    claims = waste.claims(runs)
+
+    assert {(r.workload, r.store) for r in runs} == {
+        *((w, s) for w in ("real", "short") for s in ("paged", "contiguous_max")),
+        *((w, "contiguous_growing") for w in ("real", "short")),
+        ("window", "paged"),
+        ("window", "ring"),
+    }
+    assert claims["paged_waste_fraction"] < 0.02 < claims["contiguous_growing_waste_fraction"]
+    assert claims["contiguous_waste_fraction_4096"] > 0.5
+    assert claims["contiguous_dropped_4096"] == 3
+    assert claims["contiguous_dropped_own"] == 0
+    assert any(r.copied_bytes for r in runs if r.store == "contiguous_growing")
+
+
+def test_requests_longer_than_a_piece_are_dropped_and_counted():
+    def run(store: str, piece: str | None, dropped: int, waste_fraction: float) -> waste.StoreRun:
+        return waste.StoreRun(
+            workload="real",
+            store=store,
+            piece=piece,
+            piece_tokens=None if piece is None else 4096,
+            dropped=dropped,
+            waste_fraction=waste_fraction,
+            end_waste_fraction=None,
+            running_mean=1.0,
+            tokens_per_s=1.0,
+            copied_bytes=0,
+        )
+
+    runs = [run("paged", None, 0, 0.01), run("contiguous_max", "4096", 3, 0.75)]
+    runs += [run("contiguous_growing", None, 0, 0.25)]
+
+    assert waste.claims(runs) == {
+        "paged_waste_fraction": 0.01,
+        "contiguous_waste_fraction_4096": 0.75,
+        "contiguous_dropped_4096": 3,
+        "contiguous_growing_waste_fraction": 0.25,
+    }
+
+
+# ---- sizes of pages ------------------------------------------------------------------------------
+
+
+def test_tables_take_two_numbers_for_each_page_and_two_for_each_lane():
+    """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
+    model = model_shape("llama-3.1-8b")
+
+    found = page_sizes.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
+
+    assert found == (4 * 2 + 2) * 4 / (4 * 65_536)
+
+
+# ---- watermarks ----------------------------------------------------------------------------------
+
+
+def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.WatermarkRun:
+    return watermarks.WatermarkRun(
+        per_cent=per_cent,
+        gives_way=False,
+        largest_batch=1,
+        mean_batch=1.0,
+        tokens_per_s=tokens_per_s,
+        preemptions_per_minute=per_cent / 10,
+        recomputed_fraction=0.0,
+        numbers={"tpot_p99_s": p99_s},
+    )
+
+
+def test_the_best_mark_has_the_most_throughput_and_then_the_shorter_tail():
+    runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
+
+    claims = watermarks.claims([*runs, replace(runs[0], gives_way=True, tokens_per_s=5000.0)])
+
+    assert claims["watermark_best"] == 90
+    assert claims["throughput_best_over_98"] == 999.9 / 800
+    assert claims["preemptions_per_minute_95"] == 9.5
+
+
+def test_every_mark_is_run_with_and_without_a_high_one(few):
+    config = watermarks.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
+
+    runs = list(watermarks.measure_watermarks(config, few))
+
+    assert [(r.per_cent, r.gives_way) for r in runs] == [
+        (70, False),
+        (98, False),
+        (70, True),
+        (98, True),
+    ]
+    assert runs[0].largest_batch <= runs[1].largest_batch
+
+
+# ---- shared prefixes, tenants --------------------------------------------------------------------
+
+
+def test_a_memory_that_forgets_nothing_finds_what_the_trace_repeats(few):
+    """Of 9 prompts 7 begin with the two blocks that an earlier one began with."""
+    claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), few).claims
+
+    assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
+    assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
+    assert claims["mooncake_hit_fraction_1GiB"] <= claims["mooncake_hit_fraction_unbounded"]
+
+
+def test_both_tenants_have_their_rows(few):
+    config = fairness.FairnessConfig(times_more=2)
+
+    result = fairness.run_fairness(config, few)
+
+    assert {(row[0], row[1]) for row in result.tables[0].rows} == {
+        ("alone", "small"),
+        *((run, tenant) for run in ("flood", "drain") for tenant in ("small", "large")),
+    }
+    assert 0.5 < result.claims["fairness_jain"] <= 1
+
+
+def test_a_trace_without_a_small_tenant_is_refused(few):
+    with pytest.raises(ConfigError, match="take a longer trace"):
+        fairness.measure_fairness(fairness.FairnessConfig(requests=1), few)
+
+
+def test_a_trace_of_answers_of_one_token_has_no_time_per_token(few, tmp_path):
+    path = tmp_path / "ones.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.0,9,1\n")
+    config = watermarks.WatermarkConfig(per_cents=(98,))
+
+    result = watermarks.run_watermarks(config, replace(few, trace=str(path)))
+
+    assert result.claims["watermark_best"] == 98
+    assert result.tables[0].rows[0][6] is None

@@ -1,0 +1,224 @@
+"""`python -m benchmarks offload`: its bed computes what it should, its arms are what they say."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.common.result import PartResult
+from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
+from benchmarks.offload.arms_part import claims, percentile, run_arms
+from benchmarks.offload.bed import Bed, BedShape
+from benchmarks.offload.config import QUICK_OFFLOAD
+from benchmarks.offload.engine_part import run_engine
+from benchmarks.offload.engine_restore_part import run_engine_restore
+from benchmarks.offload.host_part import run_host
+from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
+from benchmarks.offload.refit_part import run_refit
+from benchmarks.offload.restore_part import run_restore
+from benchmarks.offload.rig import ArmStep, Ratios, Rig
+from benchmarks.offload.sweep_part import run_sweep
+from benchmarks.offload.virtual import Load, case_of
+from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
+from quire.offload.executors.virtual import VirtualClock
+from quire.offload.schedule.planner import plan_step
+from quire.offload.schedule.rules import Rules, staging_bytes
+from quire.offload.schedule.work import BatchTokens, Speeds
+from quire.plan.offload.split import pipelined_gain, pipelined_seconds
+from quire.plan.rates import CopyRate
+
+SHAPE = BedShape(hidden=16, tokens=48, rows=2, num_layers=3)
+CONFIG = replace(
+    QUICK_OFFLOAD,
+    shape=SHAPE,
+    others=(("h200", 0.35),),
+    sweep_shape=SHAPE,
+    repeats=1,
+    rhos=(0.5,),
+    refit_steps=2,
+    restore_tokens=256,
+    batches=(1,),
+    prompts=(128,),
+    layers=2,
+    engine_tokens=192,
+    engine_steps=3,
+)
+
+
+def speeds(rho=0.58, other=0.04, tokens=1000):
+    rate = CopyRate(bytes_per_s=SHAPE.sizes().kv_bytes)  # k = 1 s
+    return Speeds(
+        inward=rate,
+        outward=rate,
+        project_token_s=rho,
+        attend_call_s=other * tokens / 2,
+        layer_s=other * tokens / 2,
+        host_token_s=1.0,
+    )
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.integers(0, 48),
+    st.integers(0, 48),
+    st.booleans(),
+    st.sampled_from([Rules(), Rules(x_chunks=5, x_ring=2), Rules(slots=3, x_chunks=1)]),
+)
+def test_the_bed_computes_attention_over_all_kv(xi, x, host, coded, rules):
+    shape = replace(SHAPE, x_ratio=xi)
+    x, host = min(x, 48), min(host, 48 - min(x, 48))
+    if xi != 0.5 and coded:
+        coded = False
+    bed = Bed(shape, poison=True)
+    batch = BatchTokens(rows=2, x=x, kv=48 - x - host, host=host)
+    work = step_work(batch, 3, shape.sizes(coded=coded), speeds())
+
+    VirtualClock().run(plan_step(work, rules), bed.work(batch, rules, coded=coded))
+
+    assert bed.error() < (1e-3 if coded else 1e-4)
+    assert torch.isfinite(bed.hidden).all()
+
+
+def test_arms_at_the_ratios_of_an_a100():
+    """1.46, 0.316 and 1.86 by the formulas, with c = 0 and endless layers."""
+    plain = speeds(other=0.0)
+    sizes, tokens = SHAPE.sizes(), 1000
+    times = {}
+    for arm in ARMS[:5]:
+        found = lay_out(arm, plain, sizes, rows=2, tokens=tokens)
+        work = step_work(found.batch, 120, sizes, plain)
+        times[arm.name] = VirtualClock().run(plan_step(work, found.rules)).seconds
+
+    assert times["prefetch"] / times["lA"] == pytest.approx(1.463, rel=0.01)
+    assert times["prefetch"] / times["lB"] == pytest.approx(1.862, rel=0.01)
+    assert times["serial"] > times["no_overlap"] >= times["prefetch"]
+    rates = lay_out(BY_NAME["prefetch"], plain, sizes, rows=2, tokens=tokens).rates
+    assert pipelined_gain(rates) == pytest.approx(1.862, rel=0.001)
+
+
+@pytest.mark.parametrize("other", [0.0, 0.04, 0.1])
+def test_a_ring_stays_small_and_loses_nothing(other):
+    sizes, tokens, machine = SHAPE.sizes(), 4096, speeds(other=other, tokens=4096)
+    found = lay_out(BY_NAME["lB"], machine, sizes, rows=2, tokens=tokens)
+    works = [step_work(found.batch, layers, sizes, machine) for layers in (10, 30)]
+
+    short_s, long_s = (VirtualClock().run(plan_step(w, found.rules)).seconds for w in works)
+
+    steady_s = pipelined_seconds(found.rates, tokens, found.batch.x)
+    assert (long_s - short_s) / 20 == pytest.approx(steady_s, rel=0.01)
+    alone = staging_bytes(step_work(BatchTokens(rows=2, kv=tokens), 3, sizes, machine), Rules())
+    assert staging_bytes(works[0], found.rules) / alone <= 1.05 + 0.25 * other
+
+
+def test_claims_are_ratios_within_rounds():
+    rig = Rig.__new__(Rig)
+    rig.shape, rig.ratios, rig.speeds = SHAPE, Ratios(), speeds(tokens=48)
+    seconds = {arm.name: 1.0 + i for i, arm in enumerate(ARMS)}
+
+    def step(name, factor):
+        found = rig.layout(BY_NAME[name])
+        sizes = SHAPE.sizes(coded=BY_NAME[name].coded)
+        schedule = plan_step(step_work(found.batch, 3, sizes, rig.speeds), found.rules)
+        timeline = VirtualClock().run(schedule)
+        scale = seconds[name] * factor / timeline.seconds
+        stretched = VirtualClock(lambda op: op.seconds * scale).run(schedule)
+        return ArmStep(timeline=stretched, predicted_s=stretched.seconds * 1.1, error=1e-6)
+
+    steps = {arm.name: [step(arm.name, factor) for factor in (1, 5, 2)] for arm in ARMS}
+    found = claims(rig, steps)
+
+    assert found["gain_lB_over_prefetch"] == pytest.approx(2 / 5)
+    assert found["latency_cut_lA"] == pytest.approx(1 - 4 / 2)
+    assert found["gain_lB_over_lA"] == pytest.approx(4 / 5)
+    assert found["model_error_p95"] == pytest.approx(0.1)
+    assert found["rho"] == pytest.approx(0.58)
+    assert found["output_error"] == 1e-6
+    assert percentile([1.0, 2.0, 3.0, 4.0], 0.95) == 4
+
+
+def test_whole_models_by_data_sheets():
+    """OPT-6.7B on an H200, 64 rows of 1,024 tokens: 625 ms prefetched, 312 ms at the split."""
+    case = case_of("OPT-6.7B", "h200")
+    times = {
+        name: case.step_seconds(BY_NAME[name], 64, 64 * 1024) for name in ("prefetch", "lA", "lB")
+    }
+
+    assert times["prefetch"] == pytest.approx(0.625, rel=0.03)
+    assert times["lA"] == pytest.approx(0.393, rel=0.06)
+    assert times["lB"] == pytest.approx(0.312, rel=0.06)
+    assert case.tokens_per_s(BY_NAME["lB"], Load(rows=64, prompt=1000, generated=49)) == (
+        pytest.approx(64 / times["lB"], rel=0.05)
+    )
+    assert case_of("Llama-3-8B", "h200").layout(BY_NAME["lB"], 64, 4096).batch.x == 0
+
+
+def test_weights_that_are_on_the_device_cross_no_link():
+    model = MODELS["OPT-6.7B"]
+    here, away = (sizes_of(model, weights_here=w) for w in (True, False))
+
+    assert here.weight_bytes == 0
+    assert away.weight_bytes == 24 * 4096**2
+    found = speeds_of(MACHINES["a100"], model, here)
+    assert found.project_token_s == pytest.approx(4 * 4096**2 / 220e12)
+
+
+PARTS = (
+    run_arms,
+    run_sweep,
+    run_host,
+    run_refit,
+    run_restore,
+    pytest.param(run_engine_restore, marks=pytest.mark.slow),
+    run_latency,
+    run_weights,
+    run_codec,
+    run_position,
+    run_engine,
+)
+CLAIMS = {
+    run_arms: {
+        "gain_lB_over_prefetch",
+        "latency_cut_lA",
+        "gain_lB_over_lA",
+        "device_busy_fraction",
+        "model_error_p95",
+        "staging_bytes_over_prefetch",
+        "h200_gain_lB_over_prefetch",
+    },
+    run_sweep: {"never_slower"},
+    run_host: {"gain_host_attention", "gain_host_attention_off_formula"},
+    run_refit: {"refit_steps"},
+    run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},
+    run_engine_restore: {"engine_restore_gain_vs_load", "engine_restore_gain_vs_load_10gb"},
+    run_engine: {"prefill_overhead_fraction", "engine_auto_over_off"},
+}
+
+
+@pytest.mark.parametrize("run", PARTS, ids=lambda run: run.__name__)
+def test_every_part_runs_and_can_be_kept(run):
+    result = run(CONFIG)
+
+    assert CLAIMS.get(run, set()) <= set(result.claims)
+    assert all(isinstance(value, int | float) for value in result.claims.values())
+    assert all(len(row) == len(t.columns) for t in result.tables for row in t.rows)
+    again = PartResult.from_json(result.to_json())
+    assert again.tables == result.tables
+    assert again.spans == result.spans
+    if run is run_sweep:
+        assert result.claims["slowest_over_prefetch_virtual"] <= 1
+    if run is run_host:
+        assert result.claims["host_merge_error"] < 1e-5
+        assert result.claims["recompute_8_devices"] == pytest.approx(8)
+        assert result.claims["host_share_8_devices"] < 2
+    if run is run_latency:
+        assert result.claims["h200_llama_3_8b_gain"] == 1
+    if run is run_weights:
+        assert result.claims["hiding_never_slower"] == 1
+        assert result.claims["hiding_over_flexgen"] >= 1
+    if run is run_engine:
+        assert result.claims["engine_hosted_bytes"]
+    if run is run_arms:
+        assert result.claims["output_error"] < 1e-4

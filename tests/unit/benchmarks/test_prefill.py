@@ -1,0 +1,27 @@
+"""The sweep of step budgets."""
+
+from dataclasses import replace
+
+from benchmarks.prefill.bench import QUICK_PREFILL, measure_prefill, summarise
+
+
+def test_every_budget_is_measured_in_every_round():
+    rounds = list(measure_prefill(replace(QUICK_PREFILL, repeats=2)))
+
+    assert len(rounds) == 2
+    for taken in rounds:
+        assert list(taken) == list(QUICK_PREFILL.budgets)
+        assert all(took_s > 0 for took_s in taken.values())
+
+
+def test_the_best_budget_has_the_smallest_median():
+    """Medians: 3 and 2. Ratios of the first over the second, by round: 1.5, 6 / 2, 1 / 4."""
+    claims = summarise([{256: 3.0, 512: 2.0}, {256: 6.0, 512: 2.0}, {256: 1.0, 512: 4.0}])
+
+    assert claims == {
+        "best_step_tokens": 512,
+        "prefill_s_256": 3.0,
+        "over_best_256": 1.5,
+        "prefill_s_512": 2.0,
+        "over_best_512": 1.0,
+    }

@@ -1,0 +1,248 @@
+"""The bench of codecs, part by part, at tiny sizes and with hand-made numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.workload import SHAPES
+from benchmarks.quant.attention import AttentionTimes, measure_length
+from benchmarks.quant.attention import claims as attention_claims
+from benchmarks.quant.bandwidth import StepTime
+from benchmarks.quant.bandwidth import claims as bandwidth_claims
+from benchmarks.quant.capacity import codes_bytes, run_capacity, sequence_bytes
+from benchmarks.quant.config import (
+    QUICK_QUANT,
+    CapacityConfig,
+    QuantAttentionConfig,
+    QuantBenchConfig,
+)
+from benchmarks.quant.decode_steps import DecodeSteps
+from benchmarks.quant.evicting import claims as evicting_claims
+from benchmarks.quant.orderings import PAIRS
+from benchmarks.quant.orderings import claims as ordering_claims
+from benchmarks.quant.quality import claims as text_claims
+from benchmarks.quant.quality import name_of
+from benchmarks.quant.reading import CodecTexts
+from benchmarks.quant.throughput import CodecRate, measure_rates
+from benchmarks.quant.throughput import claims as rate_claims
+from quire.errors import ConfigError
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.profile.attention import AttentionBench, AttentionShape
+
+needs_library = pytest.mark.skipif(
+    not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
+)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def test_bytes_of_codes_by_hand():
+    """128 channels: 16 bits; 8 bits and a scale; 4 bits and two groups' scales and zeros."""
+    config = CapacityConfig()
+
+    assert codes_bytes(config, "bfloat16") == 2 * 256
+    assert codes_bytes(config, "int8") == 2 * (128 + 2)
+    assert codes_bytes(config, "int4") == 2 * (64 + 2 * (2 + 2))
+    assert codes_bytes(config, "int4_outliers") == 2 * (64 + 2 * (2 + 2) + 2 * (1 + 2))
+
+
+def test_bytes_of_a_sequence_by_hand():
+    """A page of 16 slots and 2 heads of 4 channels: keys and values, and its number."""
+    config = CapacityConfig(head_dim=4, num_kv_heads=2, tokens=40)
+    page = 2 * 16 * 2 * 4 * 2 + 4
+
+    assert sequence_bytes(config, "bfloat16") == 3 * page
+    assert sequence_bytes(config, "int8") == 3 * (2 * 16 * 2 * (4 + 2) + 4)
+    kept = 192 + 4  # 5 records of 2 * 2 * 4 numbers of 2 bytes, in whole lines of 64
+    assert sequence_bytes(config, "int8+sinks=1+residual=4") == 3 * 388 + kept
+
+
+def test_capacity_reaches_what_is_claimed():
+    claims = run_capacity(CapacityConfig()).claims
+
+    assert claims["int8_capacity_ratio"] == pytest.approx(256 / 130)
+    assert claims["int4_capacity_ratio"] == pytest.approx(256 / 72)
+    assert claims["int4_outliers_capacity_ratio"] == pytest.approx(256 / 78)
+    for codec in ("int8", "int4", "int4_outliers", "kivi4"):
+        codes, net, kept = (
+            claims[f"{codec}_{kind}capacity_ratio"] for kind in ("", "net_", "kept_")
+        )
+        assert codes >= net > kept > 1
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def test_ratios_are_taken_within_rounds():
+    """The machine is twice as fast in the second round: no ratio moves."""
+    times = AttentionTimes(
+        tokens=4096,
+        read_bytes_per_s=(100.0, 200.0, 100.0),
+        kv_bytes={"bfloat16": 160, "int8": 80},
+        taken_s={"bfloat16": (4.0, 2.0, 4.0), "int8": (2.0, 1.0, 2.0)},
+    )
+    claims = attention_claims(QuantAttentionConfig(codecs=("int8",)), [times])
+
+    assert claims["int8_attention_speedup"] == 2
+    assert claims["int8_over_read_ceiling"] == pytest.approx(0.4)
+    assert claims["bfloat16_over_read_ceiling"] == pytest.approx(0.4)
+
+
+@needs_library
+def test_all_codecs_take_turns():
+    config = QUICK_QUANT.attention
+    found = measure_length(config, 64)
+
+    assert set(found.taken_s) == {"bfloat16", "int8", "int4"}
+    assert all(len(times) == config.repeats for times in found.taken_s.values())
+    assert found.kv_bytes["int8"] < 0.6 * found.kv_bytes["bfloat16"]
+
+
+@needs_library
+@pytest.mark.parametrize("codec", ["int8", "int4_outliers"])
+def test_both_backends_give_the_same_over_the_benchs_codes(codec):
+    shape = AttentionShape(batch=3, tokens=70, num_heads=4, num_kv_heads=2, head_dim=64)
+    bench = AttentionBench(shape, codec)
+    found = [bench.paged(name)().float() for name in ("native", "gathered")]
+
+    assert (found[0] - found[1]).abs().max() <= 2e-2
+    assert found[0].abs().max() > 0
+
+
+def test_a_claimed_length_that_is_not_measured_is_refused():
+    with pytest.raises(ConfigError, match="4096 among"):
+        QuantAttentionConfig(lengths=(2_048,))
+
+
+# ---- throughput ----------------------------------------------------------------------------------
+
+
+def test_gains_are_over_plain_numbers():
+    plain = CodecRate(codec="none", rows=4, attention="native", step_s=(1.0, 2.0, 1.0))
+    coded = CodecRate(codec="int8", rows=8, attention="native", step_s=(1.6, 3.2, 1.6))
+    claims = rate_claims([plain, coded])
+
+    assert claims["int8_gain_max_batch"] == pytest.approx(1.25)
+    assert claims["int8_max_batch_ratio"] == 2
+    assert claims["plain_tokens_per_s"] == 4
+
+
+def test_more_rows_fit_in_the_same_memory():
+    config = replace(QUICK_QUANT.throughput, repeats=1)
+    plain, int8, int4 = measure_rates(config)
+
+    assert (plain.rows, plain.codec) == (config.rows, "none")
+    assert int4.rows > int8.rows > plain.rows  # of float32
+    assert all(len(one.step_s) == 1 for one in (plain, int8, int4))
+
+
+# ---- quality -------------------------------------------------------------------------------------
+
+
+def texts(codec: str, kl: float, nats: float) -> CodecTexts:
+    return CodecTexts(
+        codec=codec, kl=(kl, kl), top_1=(1.0, 0.5), nats=(nats, nats), request_bytes=9
+    )
+
+
+def test_what_codes_cost_is_against_plain_numbers():
+    found = {"none": texts("none", 0.0, 2.0), "int8/int4": texts("int8/int4", 0.25, 2.1)}
+    claims = text_claims(found)
+
+    assert claims["int8_int4_kl"] == 0.25
+    assert claims["int8_int4_top_1"] == 0.75
+    assert claims["int8_int4_perplexity_change"] == pytest.approx(2.718281828**0.1 - 1)
+
+
+def test_orderings_are_ratios_of_kl():
+    codecs = {codec for both in PAIRS.values() for codec in both}
+    found = {codec: texts(codec, 2.0, 1.0) for codec in codecs}
+    found["int4_outliers"] = texts("int4_outliers", 1.0, 1.0)
+    claims = ordering_claims(found)
+
+    assert claims["outliers_over_none_4"] == 0.5
+    assert claims["channel_over_token_keys_2"] == 1
+
+
+def test_mixed_codecs_stand_against_the_best_of_one_codec_for_all():
+    """0.2 over 0.4 with the same body, 0.2 over 0.3 with the best of all."""
+    found = {
+        0.25: {
+            "none": texts("none", 0.9, 1.0),
+            "int8+residual=9": texts("int8", 0.3, 1.0),
+            "int2+residual=9": texts("int2", 0.4, 1.0),
+            "int2+residual=9+important=4:int8": texts("mixed", 0.2, 1.0),
+            "int2+residual=9+important=1:int4": texts("mixed", 0.5, 1.0),
+        }
+    }
+    claims = evicting_claims(found)
+
+    assert claims["mixed_over_uniform_25"] == pytest.approx(2 / 3)
+    assert claims["mixed_over_int2_25"] == pytest.approx(1 / 2)
+    assert claims["int8_over_plain_25"] == pytest.approx(1 / 3)
+    assert len(claims) == 3
+
+
+def test_a_cap_in_bytes_is_the_same_for_all_codecs():
+    assert QuantBenchConfig().evicting.evict(4096) == "h2o:recent=32,every=64,cap=4096B"
+
+
+# ---- steps by batch ------------------------------------------------------------------------------
+
+
+def test_gains_at_the_largest_batch_are_within_rounds():
+    def step(codec, batch, read_s, *step_s):
+        return StepTime(
+            codec=codec,
+            batch=batch,
+            weight_bytes=300,
+            kv_bytes=100,
+            read_s=read_s,
+            predicted_s=1.0,
+            step_s=step_s,
+        )
+
+    found = [
+        step("none", 1, 9.0, 9.0),
+        step("int8", 1, 1.0, 1.0),
+        step("none", 8, 3.0, 4.0, 6.0, 10.0),
+        step("int8", 8, 2.0, 2.0, 2.0, 8.0),
+    ]
+    claims = bandwidth_claims(found)
+
+    assert claims == {
+        "bandwidth_batch": 8,
+        "plain_kv_share": 0.25,
+        "int8_gain_same_batch": 2.0,
+        "int8_predicted_gain": 1.5,
+    }
+    assert found[2].tokens_per_s == pytest.approx(8 / 6)
+
+
+def test_a_step_gives_every_sequence_a_token():
+    model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
+    steps = {codec: DecodeSteps(model, codec, 3, 40, 2) for codec in ("none", "int8")}
+    before = {codec: step.kv_bytes for codec, step in steps.items()}
+
+    for step in steps.values():
+        step()
+        memory = step._pool.kv.memory
+        assert memory.lengths[memory.live_rows].tolist() == [41] * 3
+
+    assert before["none"] == 3 * model.spec.kv_bytes(48, 2)
+    assert before["int8"] < 0.6 * before["none"]
+
+
+def test_names_of_claims_are_plain():
+    assert name_of("int8/int4:group=32") == "int8_int4_group_32"
+
+
+def test_the_full_size_is_what_is_asked_for():
+    config = QuantBenchConfig()
+    shape = config.attention.shape
+
+    assert (shape.batch, shape.tokens, shape.num_kv_heads, shape.head_dim) == (32, 4096, 8, 128)
+    assert config.attention.repeats >= 5

@@ -1,0 +1,121 @@
+"""Memory over many tokens: the bench's own arithmetic, and that no Python object is left behind."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import command_line
+import engines
+from benchmarks.__main__ import app
+from benchmarks.soak.bench import ARMS, SoakConfig, SoakResult, run_arm, summarise
+from quire.kv.config import KVConfig
+
+CONFIG = SoakConfig(tokens=1_000, max_running=16, prompt_tokens=24, new_tokens=32)
+TESTS = Path(__file__).parents[2]
+TRACED = """
+import gc, json, tracemalloc
+from collections import deque
+import torch, engines
+from benchmarks.soak.bench import Soak, SoakConfig
+from quire.kv.config import KVConfig
+
+torch.set_num_threads(1)
+config = SoakConfig(max_running=16, prompt_tokens=24, new_tokens=32)
+found = []
+for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=2")):
+    soak = Soak(engines.load("llama"), KVConfig(memory=memory, page_tokens=4, evict=evict), config)
+    soak.engine.events._newest = deque(maxlen=64)  # full at once, not after thousands of tokens
+    tracemalloc.start()
+    left = [(0, 0)]
+    for _ in range(8):
+        soak.generate(500)
+        soak.finish()
+        gc.collect()
+        left.append((tracemalloc.get_traced_memory()[0], soak.generated_tokens))
+    tracemalloc.stop()
+    grown = [(a - c) / (b - d) for (a, b), (c, d) in zip(left[1:], left)]
+    preemptions = soak.engine.scheduler.num_preemptions
+    found.append({"bytes_per_token": grown, "preemptions": preemptions})
+print(json.dumps(found))
+"""
+LEAST_OBJECT_BYTES = 24  # one float kept for every token would be that much
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engines.load("llama")
+
+
+def result(samples) -> SoakResult:
+    return SoakResult("everything", 0, 0, 0, tuple(samples))
+
+
+def test_what_is_flat_has_no_growth_and_no_slope():
+    flat = result((n, 1 << 30) for n in range(0, 1_000, 10))
+
+    assert (flat.growth_bytes, flat.growth_fraction) == (0, 0)
+    assert flat.slope_bytes_per_token == pytest.approx(0, abs=1e-6)
+
+
+def test_a_leak_is_its_slope():
+    leaking = result((n, 1_000_000 + 32 * n) for n in range(0, 1_000, 10))
+
+    assert leaking.slope_bytes_per_token == pytest.approx(32)
+    assert leaking.growth_bytes == 32 * 900  # between the middles of the first and the last tenth
+    assert leaking.growth_fraction == pytest.approx(32 * 900 / 1_000_000)
+
+
+def test_one_large_sample_is_no_growth():
+    samples = [(n, 1_000) for n in range(100)]
+    samples[97] = (97, 10**9)
+
+    assert result(samples).growth_bytes == 0
+
+
+def test_the_arm_that_grows_most_is_claimed():
+    small, large = result([(0, 100), (10, 110)]), result([(0, 100), (10, 150)])
+
+    assert summarise([small, large])["rss_growth_bytes"] == 50
+    assert summarise([large, small])["rss_growth_fraction"] == 0.5
+
+
+@pytest.mark.slow
+def test_no_python_object_stays_for_a_generated_token():
+    """In a process of its own: the type checks of tests keep objects too."""
+    ran = subprocess.run(
+        [sys.executable, "-c", TRACED], capture_output=True, text=True, check=True, cwd=TESTS
+    )
+    found = json.loads(ran.stdout)
+
+    assert len(found) == 2
+    for arm in found:
+        settled = arm["bytes_per_token"][4:]  # at first Python fills lists of free objects
+        assert arm["preemptions"] > 0
+        assert statistics.median(settled) < LEAST_OBJECT_BYTES / 2, arm
+
+
+def test_a_run_samples_memory_and_gives_every_page_back(model, monkeypatch):
+    monkeypatch.setitem(ARMS, "everything", KVConfig(memory="48KiB", page_tokens=4))
+    found = run_arm("everything", model, CONFIG)
+
+    assert found.generated_tokens >= CONFIG.tokens / 2
+    assert found.preemptions > 0
+    assert len(found.samples) > 50
+    tokens = [tokens for tokens, _ in found.samples]
+    assert tokens == sorted(tokens)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_its_claims():
+    ran = CliRunner().invoke(app, ["soak", "--tokens", "2000", "--threads", "1", "--json"])
+    claims = command_line.last_json(ran)["claims"]
+
+    assert ran.exit_code == 0, ran.output
+    assert claims["generated_tokens"] >= 2_000
+    assert claims["preemptions"] > 0
+    assert {"rss_growth_bytes", "rss_growth_fraction", "rss_slope_bytes_per_token"} <= set(claims)

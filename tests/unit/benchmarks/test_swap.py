@@ -1,0 +1,175 @@
+"""Measuring swaps, reading and their break-even: what is counted, and that arithmetic by hand."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.memory.swap_bench import (
+    QUICK_SWAP,
+    SwapTime,
+    measure_swap,
+    measured_breakeven,
+    summarise,
+)
+from quire.errors import ConfigError
+from quire.profile.copies import (
+    MIB,
+    CopyTimes,
+    SwapProbe,
+    copy_rates,
+    measure_copies,
+    measure_copy_rates,
+)
+from quire.profile.prefill_rates import (
+    ChunkTime,
+    measure_chunks,
+    measure_prefill_rates,
+    prefill_rates,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(llama_tiny(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_scattered_pages_have_another_behind_each(scattered):
+    probe = SwapProbe(CPU, MIB, scattered=scattered)
+    for _ in range(3):
+        pages = probe.memory.tables["kv"].row_pages(probe.row).astype(int)
+        neighbours = np.count_nonzero(np.abs(np.diff(pages)) == 1)
+        assert neighbours == 0 if scattered else neighbours > 0.8 * len(pages)  # but for slabs
+
+        probe.swap()
+
+        assert probe.num_bytes == probe.memory.row_bytes(probe.row) == MIB
+        assert (probe.pool.used_bytes, probe.pool.peak_bytes) == (0, MIB)
+        probe.memory.check()
+
+
+def test_every_size_is_measured_both_ways():
+    times = list(measure_copies(CPU, (MIB // 4, MIB), repeats=1))
+
+    assert [(t.num_bytes, t.scattered) for t in times] == [
+        (MIB // 4, True),
+        (MIB // 4, False),
+        (MIB, True),
+        (MIB, False),
+    ]
+    assert all(t.out_s > 0 and t.back_s > 0 for t in times)
+
+
+def test_rates_are_fitted_to_scattered_pages():
+    """Out: 1 ms and 1 ns a byte, of whose call 0.1 ms is the piece; packed times are left out."""
+    times = [
+        CopyTimes(num_bytes=n, scattered=True, out_s=1e-3 + n * 1e-9, back_s=n * 2e-9)
+        for n in (10**5, 10**6, 10**7)
+    ]
+    times.append(CopyTimes(num_bytes=10**6, scattered=False, out_s=9.0, back_s=9.0))
+
+    rates = copy_rates(times, 1e-4, 0)
+
+    assert rates.out.bytes_per_s == pytest.approx(1e9)
+    assert rates.out.call_s == pytest.approx(0.9e-3)
+    assert rates.out.piece_s == 1e-4
+    assert rates.back.bytes_per_s == pytest.approx(0.5e9)
+    assert rates.back.call_s == pytest.approx(0, abs=1e-9)
+
+
+def test_copy_rates_come_with_the_device():
+    said: list[str] = []
+
+    rates = measure_copy_rates((MIB // 4, MIB), 1, progress=said.append)
+
+    assert "cpu" in rates
+    assert rates["cpu"].out.bytes_per_s > 0
+    assert len(said) == 4 * len(rates)
+
+
+def test_every_chunk_of_a_prompt_is_measured(model):
+    times = list(measure_chunks(model, chunks=(16, 40), prompt_tokens=100, repeats=2))
+
+    once = [(16, before) for before in range(0, 96, 16)] + [(4, 96)]
+    other = [(40, 0), (40, 40), (20, 80)]
+    assert [(t.tokens, t.before) for t in times] == once * 2 + other * 2
+    assert all(t.seconds > 0 for t in times)
+
+
+def test_prefill_rates_by_hand():
+    """2 ms a step, 10 us a token, 3 ns a square."""
+    shapes = [(16, 0), (64, 0), (64, 500), (16, 2000), (64, 3000)]
+    times = [
+        ChunkTime(
+            tokens=tokens,
+            before=before,
+            seconds=2e-3 + 1e-5 * tokens + 3e-9 * ((before + tokens) ** 2 - before**2),
+        )
+        for tokens, before in shapes
+    ]
+
+    rates = prefill_rates(times)
+
+    assert rates.call_s == pytest.approx(2e-3)
+    assert rates.token_s == pytest.approx(1e-5)
+    assert rates.square_s == pytest.approx(3e-9)
+
+
+def test_prefill_rates_are_kept_under_the_models_shape(model):
+    said: list[str] = []
+
+    found = measure_prefill_rates(
+        model, chunks=(16,), prompt_tokens=50, repeats=1, progress=said.append
+    )
+
+    [key] = found
+    assert key.startswith("llama, 2 layers of 64")
+    assert key.endswith("float32, cpu")
+    assert found[key].token_s > 0
+    assert len(said) == 2
+
+
+def test_prompts_over_the_context_are_refused(model):
+    with pytest.raises(ConfigError, match="1 to 1023 tokens, got 1024"):
+        list(measure_chunks(model, chunks=(16,), prompt_tokens=1024, repeats=1))
+    with pytest.raises(ConfigError, match="1023 tokens leaves no room in a context of 1024"):
+        list(measure_swap(model, replace(QUICK_SWAP, lengths=(8, 1023))))
+
+
+def test_every_length_is_swapped_and_read_in_every_round(model):
+    times = list(measure_swap(model, QUICK_SWAP))
+
+    assert [t.tokens for t in times] == [32, 96] * 2
+    page_bytes = 16 * 2 * 2 * 16 * 4  # tokens, K and V, heads, head_dim, float32
+    assert [t.kv_bytes for t in times][:2] == [2 * pages * page_bytes for pages in (2, 6)]
+    assert all(min(t.recompute_s, t.out_s, t.back_s) > 0 for t in times)
+    claims = summarise(times)
+    assert {"swap_s_32", "recompute_s_96", "swap_recompute_breakeven_tokens"} <= set(claims)
+
+
+def test_the_break_even_lies_between_the_lengths_where_the_cheaper_one_changes():
+    """Ratios 1/2 at 100 and 2 at 400: half way on both logarithmic scales, at 200."""
+    assert measured_breakeven({100: 0.5, 400: 2.0, 800: 3.0}) == pytest.approx(200)
+    assert measured_breakeven({100: 1.5, 400: 2.0}) == 0
+    assert measured_breakeven({100: 0.5, 400: 0.9}) == math.inf
+    # a lucky short one does not count: after it recomputing was cheaper again
+    assert measured_breakeven({50: 1.1, 100: 0.5, 400: 2.0}) == pytest.approx(200)
+
+
+def test_medians_are_summed_up():
+    times = [
+        SwapTime(tokens=10, kv_bytes=1, recompute_s=r, out_s=0.5, back_s=b)
+        for r, b in ((2.0, 0.5), (3.0, 0.5), (100.0, 9.5))
+    ]
+
+    assert summarise(times) == {
+        "recompute_s_10": 3.0,
+        "swap_s_10": 1.0,
+        "swap_recompute_breakeven_tokens": 0.0,
+    }

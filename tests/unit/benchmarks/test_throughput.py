@@ -1,0 +1,186 @@
+"""The throughput bench: its arithmetic, its arms, and what it says of wrong options."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.common.models import llama_125m, llama_tiny, random_model, random_weights
+from benchmarks.common.regret import RegretJudge
+from benchmarks.common.workload import QUICK_WORKLOAD, Workload
+from benchmarks.throughput.arms import ArmResult, QuireArm
+from benchmarks.throughput.bench import (
+    QUICK_THROUGHPUT,
+    Round,
+    ThroughputBench,
+    ThroughputConfig,
+    attention_claims,
+    decode_floor_s,
+    peers_of,
+    summarise,
+)
+from quire.errors import ConfigError, InvariantError, UnknownName
+from quire.profile.attention import AttentionShape
+from quire.spec.model import ModelSpec
+
+
+def result(arm: str, total_s: float, decode_step_s: float = 0.1) -> ArmResult:
+    return ArmResult(
+        arm=arm,
+        total_s=total_s,
+        prefill_s=total_s / 2,
+        decode_step_s=decode_step_s,
+        kv_bytes=1000,
+        tokens=((1, 2), (3, 4)),
+    )
+
+
+def round_of(quire_s: float, static_s: float, **changes: object) -> Round:
+    fields: dict[str, object] = {
+        "arms": (result("quire", quire_s), result("hf_static", static_s)),
+        "attention_s": {"gathered": 6.0, "sdpa": 4.0, "native": 2.0, "native sums": 2.5},
+        "read_bytes_per_s": 20e9,
+        "flops_per_s": 500e9,
+        "batch_flops_per_s": 100e9,
+    }
+    return Round(**(fields | changes))
+
+
+def test_a_ratio_is_the_median_of_ratios_within_rounds():
+    """Of 1/2, 8/16 and 9/10 the median is 0.5; the ratio of the median times would be 8/10."""
+    rounds = [round_of(1.0, 2.0), round_of(8.0, 16.0), round_of(9.0, 10.0)]
+    spec = ModelSpec.from_config(llama_125m().to_dict())
+    claims = summarise(ThroughputConfig(), spec, rounds, {"quire": 0.25, "hf_static": 0.5})
+
+    assert claims["total_ratio_vs_hf_static"] == 0.5
+    assert "total_ratio_vs_hf_cb" not in claims
+    assert claims["quire_total_s"] == 8.0
+    assert claims["quire_tokens_per_s"] == 32 * 64 / 8.0
+    assert claims["hf_static_kv_bytes"] == 1000
+    assert claims["quire_mean_regret"] == 0.25
+
+
+def test_a_decode_floor_by_hand():
+    """The reference shape, 32 sequences, 544 tokens before.
+
+    Weights: a layer has 768 * 64 * (12 + 4 + 4) of qkv, 768 * 768 of output, 3 * 768 * 2,048 of MLP
+    and 2 norms of 768: 983,040 + 589,824 + 4,718,592 + 1,536 = 6,292,992; 12 of them,
+    the head's 24,576,000 and the last norm's 768 make 100,092,672, or 200,185,344 B. Rows looked
+    up: 32 * 768 * 2 = 49,152 B. KV: 1,024 B a layer and token, 12,288 B in all; 545 read and 1
+    written: 32 * 546 * 12,288 = 214,695,936 B. At 20 GB/s the 414,930,432 B take 20.75 ms; the
+    FLOPs at 500 GFLOP/s take less, at 100 GFLOP/s more.
+    """
+    spec = ModelSpec.from_config(llama_125m().to_dict())
+    found = round_of(1.0, 1.0)
+
+    floor_s = decode_floor_s(spec, Workload(), found, found.flops_per_s)
+    assert floor_s == pytest.approx(414_930_432 / 20e9)
+    claims = summarise(ThroughputConfig(), spec, [found], {"quire": 0.0, "hf_static": 0.0})
+    assert claims["decode_step_over_floor"] == pytest.approx(0.1 * 20e9 / 414_930_432)
+    assert claims["decode_step_over_batch_floor"] < claims["decode_step_over_floor"]
+
+
+def test_nothing_is_claimed_of_decode_steps_that_did_not_occur():
+    spec = ModelSpec.from_config(llama_125m().to_dict())
+    found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.0),))
+
+    assert "decode_step_over_floor" not in summarise(
+        ThroughputConfig(), spec, [found], {"quire": 0.0}
+    )
+
+
+def test_attention_claims_by_hand():
+    """A batch of 2 x 5 tokens with K and V of one head of 4 numbers in 2 B: 160 B.
+
+    In 2 s that is 80 B/s, of 160 B/s read: a half. Statistics: 2.5 s over 2 s, a quarter more.
+    """
+    shape = AttentionShape(batch=2, tokens=5, num_heads=1, num_kv_heads=1, head_dim=4)
+    claims = attention_claims(shape, [round_of(1.0, 1.0, read_bytes_per_s=160.0)])
+
+    assert claims == {
+        "attention_over_read_ceiling": 0.5,
+        "statistics_overhead": 0.25,
+        "gathered_over_native": 3.0,
+    }
+
+
+def test_without_c_only_gathering_is_claimed():
+    shape = AttentionShape(batch=2, tokens=5, num_heads=1, num_kv_heads=1, head_dim=4)
+    found = round_of(1.0, 1.0, attention_s={"gathered": 1.0, "sdpa": 1.0}, read_bytes_per_s=320.0)
+
+    assert attention_claims(shape, [found]) == {"attention_over_read_ceiling": 0.5}
+
+
+def test_every_arm_answers_every_prompt_alike():
+    """Answers may part at near ties of bfloat16 logits: small regret is what is asked of them."""
+    bench = ThroughputBench(QUICK_THROUGHPUT)
+    rounds = list(bench.rounds())
+
+    assert len(rounds) == QUICK_THROUGHPUT.repeats
+    for found in rounds:
+        assert [arm.arm for arm in found.arms] == ["quire", "hf_static", "hf_cb"]
+        for arm in found.arms:
+            assert [len(answer) for answer in arm.tokens] == [8] * 4
+            assert 0 < arm.prefill_s < arm.total_s
+            assert arm.decode_step_s > 0
+    for regret in bench.regrets(rounds[-1]).values():
+        assert 0 <= regret < 0.01
+
+
+def test_the_kv_of_the_arms_by_hand():
+    """A token has 2 layers * 2 heads * 16 numbers * K and V * 2 B = 256 B; 4 prompts.
+
+    Quire ends with 47 tokens (the last is never read) in 3 pages of 16 slots; a static cache has 47
+    too; continuous batching reserves one page of 64 slots for each, by default one of 256.
+    """
+    config = replace(QUICK_THROUGHPUT, repeats=1, peers=("hf_static", "hf_cb", "hf_cb_default"))
+    [found] = ThroughputBench(config).rounds()
+    kv_bytes = {arm.arm: arm.kv_bytes for arm in found.arms}
+
+    assert kv_bytes == {
+        "quire": 4 * 48 * 256,
+        "hf_static": 4 * 47 * 256,
+        "hf_cb": 4 * 64 * 256,
+        "hf_cb_default": 4 * 256 * 256,
+    }
+
+
+def test_a_bad_answer_has_regret():
+    prompts = QUICK_WORKLOAD.prompt_ids()
+    model = random_weights(llama_tiny(), dtype=torch.float32)
+    judge = RegretJudge(model)
+    with torch.inference_mode():
+        logits = model(torch.tensor(prompts[:1])).logits[0, -1]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+
+    assert judge.mean_regret(prompts[:1], [[best]]) == pytest.approx(0.0, abs=1e-5)
+    spread = float(logits.max() - logits.min())
+    assert judge.mean_regret(prompts[:1], [[worst]]) == pytest.approx(spread, rel=1e-4)
+
+
+def test_answers_of_different_lengths_are_a_bug():
+    with pytest.raises(InvariantError, match=r"\[1, 2\]"):
+        replace(result("x", 1.0), tokens=((1,), (1, 2)))
+
+
+def test_arms_are_named():
+    assert peers_of("none") == ()
+    assert peers_of("hf_cb, hf_static") == ("hf_cb", "hf_static")
+    with pytest.raises(UnknownName, match="did you mean hf_static"):
+        peers_of("hf_statik")
+
+
+def test_a_workload_over_the_context_is_refused():
+    with pytest.raises(ConfigError, match="8193 is over the context"):
+        Workload(prompt_tokens=8_000, new_tokens=193)
+
+
+def test_a_round_reads_its_prompts_again() -> None:
+    """Rounds repeat their prompts: with a prefix cache all but the first would read nothing."""
+    workload = QUICK_WORKLOAD
+    arm = QuireArm(random_model(workload.shape(), dtype=torch.bfloat16), workload)
+
+    arm.run()
+    arm.run()
+
+    assert arm.engine.stats().cached_tokens == 0

@@ -1,0 +1,126 @@
+"""`python -m benchmarks throughput` and `prefill`: quick runs, JSON, wrong options."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks.__main__ import app
+from benchmarks.common.workload import Workload
+from benchmarks.throughput.command import peer_note
+
+CLAIMS = (
+    "total_ratio_vs_hf_static",
+    "total_ratio_vs_hf_cb",
+    "decode_step_over_floor",
+    "attention_over_read_ceiling",
+)
+
+
+def benchmark(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_throughput_prints_its_claims_and_writes_the_page(tmp_path: Path):
+    path = tmp_path / "page.html"
+    result = benchmark("throughput", "--quick", "--json", "--page", str(path))
+    run = last_line(result)
+
+    assert run["claims"] == {}
+    assert set(CLAIMS) <= set(run["quick_figures"])
+    assert all(isinstance(value, int | float) for value in run["quick_figures"].values())
+    assert [part["kind"] for part in run["arms"]["parts"]] == ["prefill", "decode"]
+    assert len(run["arms"]["rounds"]) == run["config"]["repeats"] == 2
+    assert "support no claim" in result.output
+    assert "vLLM" not in result.output
+    assert "ceilings.json is not there: run `quire profile`" in result.output
+    shown = path.read_text(encoding="utf-8")
+    assert "output projection" in shown
+    assert "quire_tokens_per_s" not in shown
+
+
+def test_another_engine_s_time_stands_beside_its_own_shape_only():
+    assert "3.98 s" in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=64))
+    assert "3.98 s" not in peer_note(Workload(prompts=32, prompt_tokens=512, new_tokens=65))
+
+
+def test_throughput_runs_quire_alone():
+    run = last_line(benchmark("throughput", "--quick", "--json", "--peers", "none"))
+
+    assert not [name for name in run["quick_figures"] if "hf_" in name]
+    assert run["quick_figures"]["quire_tokens_per_s"] > 0
+
+
+def test_prefill_prints_every_budget():
+    run = last_line(benchmark("prefill", "--quick", "--json"))
+
+    figures = run["quick_figures"]
+    assert run["claims"] == {}
+    assert figures["best_step_tokens"] in run["config"]["budgets"]
+    assert figures[f"over_best_{figures['best_step_tokens']}"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--peers", "vllm"), "unknown arm 'vllm'"),
+        (("--prompt-tokens", "9000"), "over the context"),
+        (("--page", "nowhere/page.html"), "no folder nowhere"),
+        (("--quick", "--attention", "nativ"), "unknown attention backend"),
+    ],
+)
+def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], message: str):
+    result = benchmark("throughput", *arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+
+
+def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "matplotlib" else real(name, *rest),
+    )
+
+    result = benchmark("throughput", "--quick", "--page", "page.html")
+
+    assert result.exit_code == 2
+    assert "quire[report]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("offload", "--rho", "nan"), "--rho"),
+        (("offload", "--rho", "inf"), "--rho"),
+        (("offload", "--xi", "inf"), "--xi"),
+        (("rebatch", "--scale", "inf"), "--scale"),
+        (("eviction", "--budgets", "nan"), "per cents above 0"),
+        (("kvcrush", "--budget", "50,0"), "per cents above 0"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(arguments, says):
+    result = benchmark(*arguments)
+
+    assert result.exit_code == 2
+    assert says in result.stderr

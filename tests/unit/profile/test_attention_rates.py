@@ -1,0 +1,42 @@
+"""The attention bench: every way attends over the same KV."""
+
+import pytest
+import torch
+
+from quire.profile.attention import AttentionBench, AttentionShape
+
+SHAPE = AttentionShape(batch=3, tokens=70, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def test_the_kv_of_a_batch_by_hand():
+    """3 sequences of 70 tokens, K and V of 2 heads of 64 numbers, 2 B: 3 * 70 * 512 B."""
+    assert SHAPE.kv_bytes == 3 * 70 * 512
+
+
+def test_every_way_gives_torchs_answer():
+    found = {
+        name: call().float().reshape(3, 4, 64)
+        for name, call in AttentionBench(SHAPE).ways().items()
+    }
+
+    assert {"gathered", "sdpa"} <= set(found)
+    for name, out in found.items():
+        torch.testing.assert_close(out, found["sdpa"], rtol=0, atol=2e-2, msg=name)
+
+
+def test_pages_lie_scattered():
+    bench = AttentionBench(SHAPE)
+    table = bench.pages.table
+
+    assert table.unique().numel() == table.numel()
+    assert bool((table.flatten().diff() != 1).any())
+
+
+def test_only_the_fast_ways_depend_on_c(monkeypatch: pytest.MonkeyPatch):
+    from quire.kernels.native.library import NotLoaded
+
+    monkeypatch.setattr(
+        "quire.profile.attention.usable_library", lambda *_arguments: NotLoaded("none")
+    )
+
+    assert set(AttentionBench(SHAPE).ways()) == {"gathered", "sdpa"}

@@ -1,0 +1,116 @@
+"""Steps that are timed are those that are predicted, and rates are found again in exact times."""
+
+import pytest
+import torch
+
+from benchmarks.common.models import random_model
+from benchmarks.common.workload import SHAPES
+from quire.errors import ConfigError, InvariantError
+from quire.plan.rates import PrefillRates
+from quire.plan.static_run import decode_step_seconds, reading_step_seconds, row_steps
+from quire.plan.step_rates import DecodeRates, StepRates
+from quire.profile.step_rates import (
+    RunShape,
+    StepTime,
+    fit_steps,
+    measure_step_rates,
+    run_batch,
+    static_engine,
+    timed_steps,
+    usual_shapes,
+)
+from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
+
+RULES = ("full", "recent:cap=2,every=1,when=decode", "average:cap=12,every=4")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("evict", RULES)
+def test_an_engine_takes_the_steps_that_are_predicted(model, evict):
+    """`timed_steps` compares the tokens of each step; here also the slots of the lanes."""
+    shape = RunShape(rows=3, prompt_tokens=30, new_tokens=9, evict=evict)
+    engine = static_engine(model, shape)
+    memory = engine.pool.kv.memory
+    lane = next(table for table in memory.tables.values() if not table.group.private)
+
+    for time in timed_steps(model, shape, engine):
+        held = {int(lane.num_slots[row].max()) for row in memory.live_rows}
+        assert held <= {time.step.before + time.step.new}  # none where the rows have ended
+        assert time.seconds > 0
+    assert not engine.has_work
+
+
+def test_rows_that_do_not_run_side_by_side_are_noticed(model):
+    """A row of 103 tokens takes 28 KiB: 64 KiB hold two and not three."""
+    shape = RunShape(rows=3, prompt_tokens=100, new_tokens=4, evict="full")
+    with pytest.raises(InvariantError, match="3 rows"):
+        run_batch(model, shape, 64 << 10)
+
+
+def test_a_batch_is_run_to_its_end(model):
+    shape = RunShape(rows=2, prompt_tokens=40, new_tokens=5, evict=RULES[2])
+    run = run_batch(model, shape, 1 << 20)
+
+    assert run.new_tokens == 10
+    assert run.prefill_s > 0
+    assert run.decode_s > 0
+
+
+def exact_times(rates, rows):
+    specs = [
+        EvictionSpec(cap=cap, every=every, when=when)
+        for cap, every in ((20, 4), (40, 8))
+        for when in (PREFILL_AND_DECODE, DECODE)
+    ]
+    for spec in specs:
+        for prompt in (50, 90):
+            for step in row_steps(spec, prompt, 12):
+                of = decode_step_seconds if step.decodes else reading_step_seconds
+                yield StepTime(rows=rows, step=step, seconds=of(rates, step, rows))
+
+
+def test_rates_are_found_again_in_times_made_of_them():
+    rates = StepRates(
+        whole=PrefillRates(call_s=1e-2, token_s=1e-5, square_s=1e-6),
+        blocks=PrefillRates(call_s=2e-2, token_s=5e-4, square_s=2e-6),
+        decode=DecodeRates(
+            batch_s=((1, 5e-3), (4, 8e-3), (16, 7e-3)),
+            slot_s=1e-6,
+            evict_row_s=1e-3,
+            evict_slot_s=1e-5,
+        ),
+    )
+    found = fit_steps([time for rows in (1, 4, 16) for time in exact_times(rates, rows)])
+
+    for part in ("whole", "blocks", "decode"):
+        expected, fitted = getattr(rates, part), getattr(found, part)
+        for name in set(expected.__dataclass_fields__) - {"batch_s"}:
+            assert getattr(fitted, name) == pytest.approx(getattr(expected, name), rel=1e-3), name
+    assert [rows for rows, _ in found.decode.batch_s] == [1, 4, 16]
+    assert [s for _, s in found.decode.batch_s] == pytest.approx([5e-3, 8e-3, 7e-3], rel=1e-3)
+
+
+def test_a_model_that_evicts_nothing_reads_blocks_as_it_reads_prompts(model):
+    shapes = usual_shapes("full", most_tokens=1_024, quick=True)
+    rates = measure_step_rates(model, shapes, repeats=1)
+
+    assert rates.blocks == rates.whole
+    assert rates.decode.evict_row_s == rates.decode.evict_slot_s == 0
+
+
+def test_shapes_stay_within_the_context_and_above_what_a_rule_protects():
+    shapes = usual_shapes("h2o:recent=100,cap=5", most_tokens=512)
+
+    assert all(shape.prompt_tokens + shape.new_tokens <= 512 for shape in shapes)
+    assert {shape.evict.partition(":")[0] for shape in shapes} == {"h2o"}
+    caps = {int(shape.evict.split("cap=")[1].split(",")[0]) for shape in shapes}
+    assert min(caps) > 100
+
+
+def test_a_rule_that_is_none_has_no_shapes():
+    with pytest.raises(ConfigError):
+        usual_shapes("h3o", most_tokens=512)
