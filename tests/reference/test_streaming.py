@@ -16,6 +16,7 @@ from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.models.rotary import Rotary
+from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream
 
@@ -347,8 +348,8 @@ def test_an_answer_of_no_said_length_is_as_long_as_a_context():
     assert stream.context_tokens(1000) > 1 << 40
     assert stream.context_tokens(1000, "full") == ends.context_tokens(10) == 48
     for prompt_tokens in (10, 1000):
-        assert Service(stream, None).room_tokens(prompt_tokens) == 48
-    assert Service(ends, None).room_tokens(10) == 38
+        assert Service(stream, ServerConfig()).room_tokens(prompt_tokens) == 48
+    assert Service(ends, ServerConfig()).room_tokens(10) == 38
 
 
 # ---- what does not go together -------------------------------------------------------------------

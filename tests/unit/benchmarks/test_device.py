@@ -186,7 +186,7 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken(monkeypatch):
     with pytest.raises(ConfigError, match=r"needs 20,000 B .* 10,000 B are free.*lower --pinned"):
         HostBytes(20_000, CPU)
     with pytest.raises(ConfigError, match=r"a step needs 10,001 B on cpu, 10,000 B are free; wait"):
-        CPU.rebenchmark(10_001, "a step", "wait")
+        CPU.require(10_001, "a step", "wait")
     with pytest.raises(ConfigError, match="staging for KV"):
         Staging(CPU).take("KV", (10_001,), torch.uint8)
     with pytest.raises(ConfigError, match="--pinned of 4096"):

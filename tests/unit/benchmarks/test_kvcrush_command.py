@@ -142,7 +142,7 @@ def test_bases_and_types_are_chosen():
         (("--bases", "recent", "--parts", "quality"), "does not tell heads apart"),
         (("--tasks", "lined"), "lines"),
         (("--budget", "50,25"), "one budget"),
-        (("--budget", "150"), "below 100 %"),
+        (("--budget", "150"), "up to 100"),
         (("--tokens", "8"), "64"),
         (("--data", "gsm9k=x.json"), "gsm8k"),
         (("--data", "gsm8k"), "gsm8k=FILE"),

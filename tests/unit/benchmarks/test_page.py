@@ -92,7 +92,7 @@ def test_the_same_run_gives_the_same_page():
 
 @pytest.mark.parametrize("gone", ["claims", "arms", "config", "hardware", "versions", "commit"])
 def test_another_object_is_refused(gone: str):
-    with pytest.raises(ConfigError, match="bench throughput --json"):
+    with pytest.raises(ConfigError, match="benchmarks throughput --json"):
         roofline_from({key: value for key, value in run_object().items() if key != gone})
 
 

@@ -167,7 +167,7 @@ def test_a_number_that_is_none_is_refused():
     [
         *(("generate", "", "-p", "x"), ("generate", " ", "-p", "x"), ("chat", ""), ("serve", "")),
         *(("plan", ""), ("calibrate", "-m", ""), ("profile", "-m", ""), ("eval", "gate", "")),
-        ("bench", "quant", "-m", ""),
+        ("bench", "throughput", ""),
     ],
 )
 def test_an_empty_model_name_is_not_the_default(failing, arguments):
@@ -183,7 +183,7 @@ def test_an_empty_model_name_is_not_the_default(failing, arguments):
 @pytest.mark.parametrize("threads", ["100000", "-1", "99999999999"])
 @pytest.mark.parametrize(
     "command",
-    [("generate", "-p", "x"), ("calibrate", "-m", "quire-tiny"), ("bench", "overhead")],
+    [("generate", "-p", "x"), ("calibrate", "-m", "quire-tiny"), ("bench", "throughput")],
 )
 def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
     result = quire(*command, "--threads", threads)

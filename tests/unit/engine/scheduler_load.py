@@ -63,6 +63,7 @@ ALLOWED_AT_ONCE = (
 
 
 SUMS, RING = AttentionSum(), QueryRing(window=4)
+LEAST_PAGES_WITH_STATISTICS = 8  # rounding to slabs takes some
 
 
 def make_layout(
@@ -198,7 +199,8 @@ class SchedulerLoad:
         )
         unit_bytes = layout.smallest_sequence_bytes
         rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
-        self.memory = KVMemory(layout, unit_bytes * setting.pages, rows)
+        pages = max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if remembers else setting.pages
+        self.memory = KVMemory(layout, unit_bytes * pages, rows)
         self.config = self._config(setting, every)
         self.copies = FailingCopies()
         pool_bytes = unit_bytes * setting.host_pages
