@@ -240,13 +240,15 @@ def test_a_dead_engine_is_unhealthy_and_refuses(serve, llm, monkeypatch):
         during = await client.post(COMPLETIONS, json=body)
         after = await client.post(COMPLETIONS, json=body)
         health = await client.get("/health")
+        ready = await client.get("/ready")
         monkeypatch.undo()
-        return before, during, after, health
+        return before, during, after, health, ready
 
-    before, during, after, health = serve(main)
+    before, during, after, health, ready = serve(main)
 
     assert (before.status_code, before.content) == (200, b"")
     assert (health.status_code, health.content) == (503, b"")
+    assert (ready.status_code, ready.content) == (503, b"")
     for response in (during, after):
         error = error_of(response, 503)
         assert error["type"] == "ServiceUnavailable"

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from quire.serve.app import create_app
-from quire.serve.key_guard import KeyGuard
+from quire.serve.key_guard import OPEN_PATHS, KeyGuard
 from quire.serve.tenant_keys import TenantKeys
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",), "b": ("sk-b-51d09a3e",)})
@@ -47,7 +47,7 @@ def test_every_path_but_the_probes_needs_a_key(serve, llm):
 
     assert len(calls) > 12
     for (_, path), response in zip(calls, responses, strict=True):
-        if path == "/health":
+        if path in ("/health", "/ready"):
             assert response.status_code == 200
             continue
         assert "an API key is needed" in error_of(response, 401)["message"], path
@@ -57,9 +57,14 @@ def test_every_path_but_the_probes_needs_a_key(serve, llm):
 def test_the_probes_answer_whatever_the_key(serve):
     async def main(client):
         headers = [{}, {"Authorization": "Bearer nobody-000"}, A]
-        return [(await client.get("/health", headers=h)).status_code for h in headers]
+        paths = ("/health", "/ready")
+        return [(await client.get(p, headers=h)).status_code for h in headers for p in paths]
 
-    assert serve(main, tenant_keys=KEYS) == [200, 200, 200]
+    assert serve(main, tenant_keys=KEYS) == [200] * 6
+
+
+def test_every_open_path_has_a_route(llm):
+    assert set(create_app(llm).openapi()["paths"]) >= OPEN_PATHS
 
 
 def test_a_key_opens_every_path(serve):

@@ -156,11 +156,16 @@ def test_a_server_that_is_stopped_finishes_what_it_has_begun():
     try:
         line = process.stdout.readline()
         url = line.split()[-1]
-        body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        root = url.removesuffix("/v1")
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             first = next(lines)
+            ready = httpx.get(f"{root}/ready").status_code
             process.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{root}/ready").status_code == 503)
+            health = httpx.get(f"{root}/health").status_code
+            refused = httpx.post(f"{url}/completions", json=body)
             rest = [line for line in lines if line]
         code = process.wait(PATIENCE_S)
         remaining = process.stdout.read()
@@ -171,6 +176,9 @@ def test_a_server_that_is_stopped_finishes_what_it_has_begun():
 
     assert line.startswith("Serving tiny at http://127.0.0.1:")
     assert '"text"' in first
+    assert (ready, health) == (200, 200)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ServiceUnavailable")
+    assert "shutting down" in refused.json()["error"]["message"]
     assert '"finish_reason": "length"' in rest[-2]
     assert rest[-1] == "data: [DONE]"
     assert code == -signal.SIGTERM

@@ -105,3 +105,19 @@ def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypa
     for refused in (by_text, tokenized):
         assert refused.status_code == 400
         assert "has no tokenizer" in refused.json()["error"]["message"]
+
+
+def test_a_server_that_drains_is_healthy_and_not_ready(serve):
+    async def main(client):
+        before = await client.get("/ready")
+        client._transport.app.state.service.drain()
+        after = [await client.get("/ready"), await client.get("/health")]
+        return before, *after, await client.post("/tokenize", json={"prompt": "Once"})
+
+    before, ready, health, refused = serve(main)
+
+    assert (before.status_code, before.content) == (200, b"")
+    assert (ready.status_code, ready.content) == (503, b"")
+    assert health.status_code == 200
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]["message"]

@@ -14,6 +14,7 @@ from quire.engine.llm import LLM
 from quire.serve.body_limit import BodyLimit
 from quire.serve.config import ServerConfig
 from quire.serve.connection import TimedConnection
+from quire.serve.draining import DrainingServer
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
 from quire.serve.key_guard import KeyGuard
@@ -51,6 +52,7 @@ def create_app(
     app = FastAPI(
         title="Quire", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
+    app.state.service = service
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
     install_error_handlers(app)
@@ -92,4 +94,4 @@ def run_server(
     sys.stdout.write(f"Serving {config.served_model_name or llm.model.name} at {url}\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
-        uvicorn.Server(server).run(sockets=[bound])
+        DrainingServer(server, app.state.service).run(sockets=[bound])

@@ -51,6 +51,7 @@ class Endpoints:
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/ready", self.ready, methods=["GET"])
         router.add_api_route("/version", self.version, methods=["GET"])
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
@@ -104,6 +105,7 @@ class Endpoints:
 
     def _check(self, body: Body, request: Request) -> None:
         """Refuse another model's name and wrong fields; note the fields that are ignored."""
+        self._service.check_draining()
         self._service.check_model(body.model)
         unknown = body.unknown_fields()
         if not unknown:
@@ -191,8 +193,12 @@ class Endpoints:
         return JSONResponse(self._card())
 
     async def health(self) -> Response:
-        """200 while requests are taken, else 503."""
+        """200 while the engine runs, else 503."""
         return Response(status_code=200 if self._service.is_alive else 503)
+
+    async def ready(self) -> Response:
+        """200 while new requests are accepted; 503 while the server drains, or without engine."""
+        return Response(status_code=200 if self._service.is_ready else 503)
 
     async def version(self) -> Response:
         """The version of Quire."""

@@ -6,7 +6,7 @@
     413 ContentTooLargeError  a body over --max-body
     415 UnsupportedMediaTypeError   a body that is not announced as JSON
     500 InternalServerError   a bug, or an answer that failed on its way
-    503 ServiceUnavailable    the engine has stopped
+    503 ServiceUnavailable    the engine has stopped, or the server is shutting down
 
 What comes back of a client's own input is bounded: a large wrong request has a small answer.
 """
@@ -54,6 +54,13 @@ class Unauthorized(RequestError):
     """Nobody knows the API key."""
 
 
+class Draining(QuireError):
+    """The server shuts down: open requests go on, new ones are refused."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down and accepts no new requests: send it again")
+
+
 class AnswerFailed(QuireError):
     """An accepted request ended with an error instead of an answer."""
 
@@ -86,7 +93,7 @@ def _status(error: QuireError) -> HTTPStatus:
             return HTTPStatus.NOT_FOUND
         case RequestError():
             return HTTPStatus.BAD_REQUEST
-        case EngineDead():
+        case EngineDead() | Draining():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR

@@ -12,7 +12,7 @@ from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
 from quire.serve.config import MAX_ANSWERS, ServerConfig
-from quire.serve.errors import FieldError, UnknownModel
+from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.pieces import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Prompt, Texts, Turn
@@ -59,6 +59,7 @@ class Service:
         self.pieces = TokenPieces(llm.model.tokenizer)
         self.texts = Texts(llm.model, self.pieces, config.tokenizer_threads)
         self._engine: AsyncLLM | None = None
+        self._is_draining = False
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
             llm.model.spec.max_positions, llm.engine.pool.eviction.spec
         )
@@ -73,10 +74,28 @@ class Service:
             await asyncio.to_thread(self._engine.close)
         self.texts.close()
 
+    def drain(self) -> None:
+        """Refuse new requests from now on; open ones go on."""
+        self._is_draining = True
+
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine runs."""
         return self._engine is not None and self._engine.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted."""
+        return self.is_alive and not self._is_draining
+
+    def check_draining(self) -> None:
+        """Refuse a new request while the server shuts down.
+
+        Raises:
+            Draining: it does.
+        """
+        if self._is_draining:
+            raise Draining
 
     @property
     def max_tokens(self) -> int:
