@@ -16,11 +16,12 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.carrier import Carrier, ThreadCarrier
 from quire.kv.config import KVConfig
 from quire.kv.host_attention import HostAttention, can_attend_in_parts
-from quire.kv.hosted import HostedFronts, can_have_front
+from quire.kv.hosted import HostedFronts
 from quire.kv.input_book import InputBook
 from quire.kv.input_codec import InputCodec
 from quire.kv.input_store import InputStore
 from quire.kv.remaking import Remaking, can_make_again
+from quire.kv.staging import can_have_front
 from quire.kv.step import PagedKV
 from quire.kv.stream_carrier import StreamCarrier
 from quire.kv.tables import SLOTS

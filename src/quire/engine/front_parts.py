@@ -21,6 +21,7 @@ class FrontParts:
         rows: who runs, as the scheduler says; None where nobody asks.
         splits: divides fronts; None where all of them is carried.
         why: what is made again or why nothing is, for people.
+        offload_bytes: of offload memory, for KV and activations.
     """
 
     fronts: HostedFronts
@@ -28,6 +29,7 @@ class FrontParts:
     rows: FrontRows | None
     splits: FrontSplits | None
     why: str
+    offload_bytes: int
 
     def totals(self) -> dict[str, int]:
         """Bytes on the host, tokens that were not carried so far: as `EngineStats` names them."""
@@ -81,4 +83,4 @@ def build_fronts(choice: FrontChoice, kv: PagedKV, stream_bytes: int) -> FrontPa
         remade=[group.name for group in choice.groups] if remaking is not None else (),
         attention=attention,
     )
-    return FrontParts(fronts, hosting, rows, splits, why)
+    return FrontParts(fronts, hosting, rows, splits, why, stream_bytes)

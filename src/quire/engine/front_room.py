@@ -14,8 +14,9 @@ from quire.engine.events import EventLog
 from quire.engine.front_rows import FrontRows
 from quire.engine.request import Request, RequestState
 from quire.errors import HostPoolFull, OutOfPages
-from quire.kv.hosted import HostedFronts, can_have_front
+from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
+from quire.kv.staging import can_have_front, offloaded_token_bytes
 
 _PART = 4  # of what a request could still move, one in so many at a time
 _LEAST_PAGES = 4  # of a lane, where there are as many
@@ -33,6 +34,7 @@ class FrontRoom:
 
     Attributes:
         rows: told who runs, too; None where nobody asks.
+        offload_bytes: of offload memory; larger than what KV has where activations share it.
         num_returned: times all pages of a request came back, for it to evict.
         let_go: takes a request's pages out of cached prefixes, from which nobody else reads them.
         drop_cached: drops prefixes that nobody uses.
@@ -45,8 +47,8 @@ class FrontRoom:
         self._holders = 2 if cached else 1
         groups = [group for group in memory.layout.groups if can_have_front(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
-        per_token = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
-        self._token_bytes = sum(-(-num_bytes // tokens) for num_bytes, tokens in per_token)
+        self._token_bytes = offloaded_token_bytes(memory.layout)
+        self.offload_bytes = fronts.pool.total_bytes
         self._running: Sequence[Request] = ()
         self.rows: FrontRows | None = None
         self.num_returned = 0

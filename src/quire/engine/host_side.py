@@ -7,7 +7,7 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.config import KVConfig
 from quire.kv.host_pool import HostPool, refuse_too_small
 from quire.kv.host_store import host_copies
-from quire.kv.hosted import can_have_front
+from quire.kv.staging import can_have_front
 from quire.kv.store import PageStore
 from quire.plan.sizes import parse_size
 from quire.spec.pages import CacheLayout

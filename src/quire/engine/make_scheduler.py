@@ -66,6 +66,7 @@ def make_scheduler(
     if pool.fronts is not None:
         front_room = FrontRoom(memory, pool.fronts.fronts, events, cached=prefix is not None)
         front_room.rows = pool.fronts.rows
+        front_room.offload_bytes = pool.fronts.offload_bytes
     swapper = _swapper(pool, schedule, model)
     made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
     identities, restoring = PrefixIdentities(made_by), None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from quire.engine.admission.need import need_of
+from quire.engine.admission.refusal import refuse_if_never
 from quire.engine.batchers.base import Moves
 from quire.engine.decoding import Decoding
 from quire.engine.entrance import Entrance
@@ -114,7 +115,7 @@ class Scheduler:
         refuse_beams(request, self.config, self.memory)
         shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
         sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
-        self.peaks.refuse_if_never(request)
+        refuse_if_never(self.peaks, request)
         self.fairness.admit(request, self.peaks.peak_bytes(need_of(request, request.final_tokens)))
         for sequence in sequences:
             self._wait(sequence)

@@ -65,6 +65,7 @@ def make_parts(
     peaks = Peaks(residency.memory, config.longest_chunk)
     if residency.front_room is not None:
         peaks.front_tokens = residency.front_room.front_tokens
+        peaks.offload_bytes = residency.front_room.offload_bytes
     if residency.restoring is not None:
         peaks.arriving = residency.restoring.pages_arriving
     arena = residency.memory.arena

@@ -38,6 +38,11 @@ def choose_slab_bytes(
     )
 
 
+def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
+    """Whole pages that every slab holds; a border of slabs may cut one."""
+    return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
+
+
 class Arena:
     """Fixed bytes in equal slabs.
 
@@ -46,13 +51,19 @@ class Arena:
         page_bytes: sizes of the pages that will live here.
         whole_pages: no border of slabs cuts a page, so that pages of two slabs can be neighbours.
 
+    Attributes:
+        size_option: gives `total_bytes`.
+
     Raises:
         ConfigError: not even one slab fits.
     """
 
+    size_option = "--kv-memory"
+
     def __init__(
         self, total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
     ) -> None:
+        self._page_bytes, self._whole_pages = tuple(page_bytes), whole_pages
         self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes, whole_pages=whole_pages)
         self.num_slabs = total_bytes // self.slab_bytes
         if self.num_slabs < 1:
@@ -61,6 +72,22 @@ class Arena:
                 f"(largest page {max(page_bytes):,} B); raise --kv-memory or lower --page-tokens"
             )
         self._free = list(range(self.num_slabs - 1, -1, -1))
+
+    def slab_bytes_of(self, total_bytes: int) -> int:
+        """Bytes of a slab in an arena of another size, for the same pages."""
+        return choose_slab_bytes(total_bytes, self._page_bytes, whole_pages=self._whole_pages)
+
+    def bytes_for(self, total_bytes: int, pages: Sequence[tuple[int, int]]) -> int:
+        """Bytes of the slabs that pages fill in an arena of another size.
+
+        Args:
+            total_bytes: of that arena; its slabs have the size that follows.
+            pages: bytes of one page and number of pages, of each class.
+        """
+        slab_bytes = self.slab_bytes_of(total_bytes)
+        return slab_bytes * sum(
+            -(-count // pages_per_slab(slab_bytes, page_bytes)) for page_bytes, count in pages
+        )
 
     @property
     def total_bytes(self) -> int:

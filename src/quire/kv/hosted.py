@@ -26,9 +26,9 @@ from quire.kv.host_pool import HostPool, HostSpace
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
-from quire.kv.staging import name_pages, stage, staged_pages
+from quire.kv.staging import can_have_front, name_pages, stage, staged_pages
 from quire.kv.tables import SLOTS, LaneTable, Rows
-from quire.spec.pages import LaneGroup, PageClass
+from quire.spec.pages import PageClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +293,3 @@ class HostedFronts:
     def _bytes(self, piece: HostedPiece) -> int:
         group = self._memory.tables[piece.group].group
         return piece.columns * group.num_lanes * group.page_class.page_bytes
-
-
-def can_have_front(group: LaneGroup) -> bool:
-    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
-    return not group.private and group.window is None and len(group.layers) > SLOTS

@@ -17,11 +17,12 @@ from quire.kv.carrier import Carrier
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.front_shares import CARRIED, Front, Share
 from quire.kv.host_attention import HostAttention, StepHostAttention
-from quire.kv.hosted import HostedFronts, can_have_front
+from quire.kv.hosted import HostedFronts
 from quire.kv.input_store import Written
 from quire.kv.memory import KVMemory
 from quire.kv.remaking import Remaking, StepRemaking
 from quire.kv.slot_moves import SlotMoves
+from quire.kv.staging import can_have_front
 from quire.kv.step_log import StepLog, Timed
 from quire.kv.streaming import FrontStream
 from quire.spec.pages import LaneGroup

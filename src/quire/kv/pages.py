@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import InvariantError, OutOfPages
-from quire.kv.arena import Arena
+from quire.kv.arena import Arena, pages_per_slab
 from quire.spec.pages import PageClass
 
 PageNumbers = NDArray[np.int32]
@@ -41,8 +41,7 @@ class CountedPages(ABC):
     @property
     def pages_per_slab(self) -> int:
         """Pages any slab is sure to hold (one less where slab borders cut a page)."""
-        slab_bytes, page_bytes = self._arena.slab_bytes, self.page_class.page_bytes
-        return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
+        return pages_per_slab(self._arena.slab_bytes, self.page_class.page_bytes)
 
     @property
     @abstractmethod

@@ -150,10 +150,13 @@ class MemberArena(Arena):
 
     Attributes:
         name: of the member.
+        size_option: gives the bytes that a request must fit into.
         num_slabs: guaranteed: what a request must fit into.
         held: numbers of the slabs it holds.
         give_way: throws one request out, or drops what is cached; False when nothing is left.
     """
+
+    size_option = "guaranteed="
 
     def __init__(self, arena: SharedArena, name: str, num_slabs: int, burst: int | None) -> None:
         self.name, self.num_slabs = name, num_slabs
@@ -165,6 +168,10 @@ class MemberArena(Arena):
     def close(self) -> None:
         """Be sure of nothing and borrow nothing from now on."""
         self.num_slabs = self._burst = 0
+
+    def slab_bytes_of(self, total_bytes: int) -> int:
+        """Bytes of a slab, whatever the member is guaranteed."""
+        return self.slab_bytes
 
     @property
     def guaranteed_bytes(self) -> int:

@@ -103,3 +103,54 @@ def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]
     assert [member.apart is not None for member in members] == [False, True, True]
+
+
+RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")
+OPTIONS = {"--kv-memory": "memory", "--stream-kv-memory": "stream_memory"}
+
+
+def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) -> str:
+    kv = KVConfig(memory=memory, stream_memory=stream, stream_recompute="off")
+    with pytest.raises(NeverFits) as refusal:
+        Engine(load(name, times=3), kv).submit(prompt, SamplingParams(max_tokens=8))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "llama_mha"])
+@pytest.mark.parametrize(
+    ("memory", "stream"), [("56KiB", "4MiB"), ("64KiB", "32KiB"), ("96KiB", 0), (60_001, 0)]
+)
+def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream):
+    prompt = [3 + i * i % 60 for i in range(330)]
+    message = refused(name, memory, stream, prompt)
+
+    named = RAISE.findall(message)
+    assert "--kv-memory" in dict(named), message
+    for option, size in named:
+        sizes = {"memory": memory, "stream_memory": stream, OPTIONS[option]: size}
+        engine = Engine(load(name, times=3), KVConfig(**sizes, stream_recompute="off"))
+        engine.submit(prompt, SamplingParams(max_tokens=8))
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step()
+        assert (deltas[-1].finish_reason, deltas[-1].error) == ("length", None)
+
+
+def test_a_refusal_under_offload_says_which_memory_must_hold_what():
+    """6 layers of 2 lanes: staging holds one layer, the rest of KV memory is the last chunk."""
+    prompt = [3 + i * i % 60 for i in range(330)]
+    roomy, full = (refused("qwen3", "24KiB", stream, prompt) for stream in ("4MiB", "32KiB"))
+    numbers = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) B", roomy)]
+    _, _, _, staging, rest, offloaded, offload = numbers
+
+    assert "with KV offload the KV memory must hold" in roomy
+    assert "B of staging (one layer of 336 offloaded tokens)" in roomy
+    assert "(the last chunk)" in roomy
+    assert offloaded == 6 * staging
+    assert offload == 4 << 20
+    assert "--stream-kv-memory to" not in roomy
+    assert rest
+    assert "(tokens that the offload memory has no room for)" in full
+    assert (
+        "offload" not in refused("qwen3", "24KiB", 0, prompt).partition("; ")[2].partition(";")[0]
+    )

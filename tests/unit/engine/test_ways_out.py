@@ -38,6 +38,7 @@ def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=Fal
     placement = placement_maker(store, limits)
     peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4, placement=placement), CHUNK)
     peaks.front_tokens = offload_tokens
+    peaks.offload_bytes = offload_tokens * len(windows) * COLUMN_BYTES // PAGE_TOKENS
     return peaks
 
 
@@ -51,47 +52,47 @@ def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
         pytest.param(
             peaks_of(FULL, FULL),
             need(100, 100),
-            "shorten the prompt and lower max_tokens, raise --kv-memory or cap it with --evict "
-            "RULE:cap=TOKENS",
+            "shorten the prompt and lower max_tokens, raise --kv-memory to 50KiB or cap it with "
+            "--evict RULE:cap=TOKENS",
             id="two layers cannot be offloaded, and half of it is too much",
         ),
         pytest.param(
             peaks_of(*4 * [FULL]),
             need(100, 1),
-            "shorten the prompt, raise --kv-memory, give --stream-kv-memory SIZE or cap it with "
-            "--evict RULE:cap=TOKENS",
+            "shorten the prompt, raise --kv-memory to 52KiB, give --stream-kv-memory of 48KiB or "
+            "cap it with --evict RULE:cap=TOKENS",
             id="offload would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=8),
             need(20, 60),
-            "lower max_tokens, raise --kv-memory, raise --stream-kv-memory or cap it with "
-            "--evict RULE:cap=TOKENS",
+            "lower max_tokens, raise --kv-memory to 37KiB, raise --stream-kv-memory to 32KiB or "
+            "cap it with --evict RULE:cap=TOKENS",
             id="more offload would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=1000),
             need(40, 300),
-            "lower max_tokens, raise --kv-memory or cap it with --evict RULE:cap=TOKENS",
+            "lower max_tokens, raise --kv-memory to 44KiB or cap it with --evict RULE:cap=TOKENS",
             id="staging alone is too large",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], store="ring"),
             need(100, 1),
-            "shorten the prompt, raise --kv-memory or cap it with --evict RULE:cap=TOKENS",
+            "shorten the prompt, raise --kv-memory to 52KiB or cap it with --evict RULE:cap=TOKENS",
             id="a ring store has no offload",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=80, every=4)),
-            "shorten the prompt, raise --kv-memory or lower the cap of its eviction rule",
+            "shorten the prompt, raise --kv-memory to 45KiB or lower the cap of its eviction rule",
             id="a lower cap would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=8, every=4, when=DECODE)),
-            "shorten the prompt, raise --kv-memory or let it evict with when=prefill_and_decode "
-            "and a lower cap",
+            "shorten the prompt, raise --kv-memory to 57KiB or let it evict with "
+            "when=prefill_and_decode and a lower cap",
             id="a prompt that is read whole",
         ),
     ],
@@ -108,7 +109,7 @@ def test_windows_are_not_capped_and_hold_shorter_chunks():
     assert peaks.fits_alone(need(100, 1))
     assert peaks.counts([need(100, 1)]).sum() <= 32
     assert not small.fits_alone(need(100, 1))
-    assert ways_out(small, need(100, 1), 1) == "shorten the prompt or raise --kv-memory"
+    assert ways_out(small, need(100, 1), 1) == "shorten the prompt or raise --kv-memory to 14KiB"
 
 
 def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
@@ -116,7 +117,7 @@ def test_beams_are_told_to_be_fewer_or_to_evict_before_there_is_pressure():
     spec = EvictionSpec(cap=16, every=4, when=PRESSURE)
 
     assert ways_out(peaks, need(20, 40, spec, streams=False), 2) == (
-        "ask for fewer beams, lower max_tokens, raise --kv-memory or let it evict with "
+        "ask for fewer beams, lower max_tokens, raise --kv-memory to 29KiB or let it evict with "
         "when=prefill_and_decode"
     )
 

@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from quire.engine.admission.lane_peaks import UNBOUNDED, evicting_pages
 from quire.engine.admission.need import Alike, Need, alike, need_of
+from quire.engine.admission.offload_split import OffloadSplit
 from quire.engine.admission.shapes import StepShape, step_shapes
-from quire.engine.admission.ways_out import ways_out
 from quire.engine.group import num_rows
 from quire.engine.request import Request
-from quire.errors import NeverFits
-from quire.kv.hosted import can_have_front
 from quire.kv.memory import KVMemory
+from quire.kv.staging import can_have_front
 from quire.spec.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.spec.layout import statistics_used
 from quire.spec.pages import LaneGroup, PageClass
@@ -34,6 +33,7 @@ class Peaks:
     Attributes:
         page_classes: what the last axis of every array of counts stands for.
         front_tokens: of one sequence that offload memory holds; 0 without any.
+        offload_bytes: of offload memory, activations included; 0 without any.
     """
 
     def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
@@ -44,7 +44,7 @@ class Peaks:
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
-        self.front_tokens = 0
+        self.front_tokens = self.offload_bytes = 0
         self.arriving: Callable[[Request], Mapping[PageClass, int]] = lambda request: {}
 
     def counts(self, needs: Sequence[Need]) -> Counts:
@@ -103,11 +103,30 @@ class Peaks:
 
     def _streamed_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
         """What is left in the arena of lanes whose first pages are in offload memory."""
-        page_tokens = group.page_class.tokens
-        rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
-        front = np.clip(pages - rest, 0, self.front_tokens // page_tokens)
+        front = self._front_pages(group, pages, shape)
         staged: Counts = front * shape.staging_slots * group.lanes_per_layer
         return staged + (pages - front) * group.num_lanes
+
+    def _front_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
+        """First pages of each lane that are in offload memory, of so many."""
+        page_tokens = group.page_class.tokens
+        rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
+        return np.clip(pages - rest, 0, self.front_tokens // page_tokens)
+
+    def offload_split(self, need: Need) -> OffloadSplit:
+        """Where the bytes of a sequence are in the smallest steps, its first pages offloaded."""
+        shape, staging, rest, offloaded, tokens = self._shapes[-1], 0, 0, 0, 0
+        [sequence] = alike([replace(need, streams=False)])
+        for group in self._groups_of(need.eviction):
+            page = group.page_class
+            pages = self._group_pages(group, sequence, shape)
+            rest += int(pages[0]) * page.page_bytes
+            if need.streams and self.front_tokens and can_have_front(group):
+                front = int(self._front_pages(group, pages // group.num_lanes, shape)[0])
+                tokens = max(tokens, front * page.tokens)
+                staging += front * shape.staging_slots * group.lanes_per_layer * page.page_bytes
+                offloaded += front * group.num_lanes * page.page_bytes
+        return OffloadSplit(staging, rest - offloaded, offloaded, tokens)
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
         """Pages [page classes] of its first tokens that a sequence shares, and goes on sharing.
@@ -274,26 +293,3 @@ class Peaks:
             pages = self._group_pages(group, sequence, self._shapes[-1])
             counts[self._place[group.page_class]] += int(pages[0])
         return counts
-
-    def refuse_if_never(self, request: Request) -> None:
-        """Refuse a request that could not run even alone.
-
-        Raises:
-            NeverFits: with the bytes needed and the bytes there.
-        """
-        longest = self.memory.placement.longest_tokens
-        if longest is not None and request.final_tokens > longest:
-            raise NeverFits(
-                f"{request.final_tokens} tokens: more than the {longest} the store reserves "
-                "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
-            )
-        if not self.fit_whole(request):
-            need, width = need_of(request, request.final_tokens), num_rows(request)
-            beams = f" in {width} beams" if width > 1 else ""
-            raise NeverFits(
-                f"{len(request.prompt_token_ids)} prompt tokens and "
-                f"{request.params.max_tokens} to generate{beams} "
-                f"need {self.slab_bytes(self.whole_counts(need, width)):,} B of KV, the whole pool "
-                f"has {self.memory.total_bytes:,} B, both in slabs of "
-                f"{self.memory.arena.slab_bytes:,} B; {ways_out(self, need, width)}"
-            )

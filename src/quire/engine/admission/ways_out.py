@@ -1,5 +1,6 @@
 """What to change for a request that the memory can never hold: only what would let it run."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -7,10 +8,14 @@ from typing import TYPE_CHECKING
 
 from quire.engine.admission.lane_peaks import UNBOUNDED
 from quire.engine.admission.need import Need
+from quire.kv.staging import offloaded_token_bytes
 from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE
 
 if TYPE_CHECKING:
     from quire.engine.admission.peaks import Peaks
+
+_KIB = 1024
+_MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
 
 
 def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
@@ -23,7 +28,7 @@ def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
     """
     changes = [
         *_smaller_requests(peaks, need, width),
-        "raise --kv-memory",
+        _memory(peaks, need, width),
         *_offload(peaks, need, width),
         *_evictions(peaks, need, width),
     ]
@@ -32,6 +37,31 @@ def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
 
 def _fits(peaks: "Peaks", need: Need, width: int) -> bool:
     return peaks.fit_alone(peaks.whole_counts(need, width))
+
+
+def _memory(peaks: "Peaks", need: Need, width: int) -> str:
+    """The KV memory that holds the request, with offload memory as it is.
+
+    Slabs of another memory may have other sizes, so its bytes are not those of the refusal.
+    """
+    counts, arena = peaks.whole_counts(need, width), peaks.memory.arena
+    sizes = [page_class.page_bytes for page_class in peaks.page_classes]
+    pages = list(zip(sizes, counts.tolist(), strict=True))
+    total_bytes, needed = 0, _round_up(peaks.num_bytes(counts))
+    while needed > total_bytes:
+        total_bytes = needed
+        needed = _round_up(arena.bytes_for(total_bytes, pages))
+    return f"raise {arena.size_option} to {_size(total_bytes)}"
+
+
+def _round_up(num_bytes: int) -> int:
+    unit = _KIB if num_bytes < _MANY_KIB * _KIB else _KIB**2
+    return -(-num_bytes // unit) * unit
+
+
+def _size(num_bytes: int) -> str:
+    """As an option takes it, of whole KiB."""
+    return f"{num_bytes // _KIB}KiB" if num_bytes % _KIB**2 else f"{num_bytes // _KIB**2}MiB"
 
 
 def _smaller_requests(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
@@ -51,11 +81,21 @@ def _smaller_requests(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
 
 def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
     """KV offload, if more of it would do: a part of every sequence stays in the KV memory."""
-    larger = copy(peaks)
-    larger.front_tokens = UNBOUNDED
-    placement = peaks.memory.placement
-    if placement.shares and not placement.reserves and _fits(larger, need, width):
-        yield "raise --stream-kv-memory" if peaks.front_tokens else "give --stream-kv-memory SIZE"
+    placement, larger = peaks.memory.placement, copy(peaks)
+
+    def fits(tokens: int) -> bool:
+        larger.front_tokens = tokens
+        return _fits(larger, need, width)
+
+    if not placement.shares or placement.reserves or not fits(UNBOUNDED):
+        return
+    tokens = bisect_left(range(need.tokens), True, key=fits)
+    if peaks.front_tokens:
+        num_bytes = -(-tokens * peaks.offload_bytes // peaks.front_tokens)
+        yield f"raise --stream-kv-memory to {_size(_round_up(num_bytes))}"
+    else:  # activations may take a share of it, by rates that are measured then
+        num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
+        yield f"give --stream-kv-memory of {_size(_round_up(num_bytes))}"
 
 
 def _evictions(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:

@@ -1,0 +1,38 @@
+"""Refuses a request that could not run even alone, with the bytes and what to change."""
+
+from quire.engine.admission.need import need_of
+from quire.engine.admission.offload_split import offload_text
+from quire.engine.admission.peaks import Peaks
+from quire.engine.admission.ways_out import ways_out
+from quire.engine.group import num_rows
+from quire.engine.request import Request
+from quire.errors import NeverFits
+
+
+def refuse_if_never(peaks: Peaks, request: Request) -> None:
+    """Refuse a request that could not run even alone.
+
+    Raises:
+        NeverFits: with the bytes needed and the bytes there.
+    """
+    longest = peaks.memory.placement.longest_tokens
+    if longest is not None and request.final_tokens > longest:
+        raise NeverFits(
+            f"{request.final_tokens} tokens: more than the {longest} the store reserves "
+            "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
+        )
+    if not peaks.fit_whole(request):
+        raise NeverFits(_why_never(peaks, request))
+
+
+def _why_never(peaks: Peaks, request: Request) -> str:
+    need, width = need_of(request, request.final_tokens), num_rows(request)
+    beams, arena = f" in {width} beams" if width > 1 else "", peaks.memory.arena
+    return (
+        f"{len(request.prompt_token_ids)} prompt tokens and "
+        f"{request.params.max_tokens} to generate{beams} "
+        f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole pool "
+        f"has {arena.num_slabs * arena.slab_bytes:,} B, both in slabs of "
+        f"{arena.slab_bytes:,} B; {offload_text(peaks, need)}"
+        f"{ways_out(peaks, need, width)}"
+    )
