@@ -185,15 +185,10 @@ def json_classes() -> dict[str, list[str]]:
 
 
 def events() -> list[str]:
-    """Kinds of events that the ledger emits, and of published block events."""
-    import re
-
-    kinds = set()
-    for path in (ROOT / "src" / "quire").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        kinds |= set(re.findall(r"\.emit\(\s*\"(\w+)\"", text))
-        kinds |= {f"published: {name}" for name in re.findall(r"class (Block\w+)\(.*Event", text)}
-    return sorted(kinds)
+    """Kinds of events that the ledger emits, and published block events with their fields."""
+    kinds = list(_constant("events", "KINDS"))
+    published = _constant("block_events", "_FIELDS").items()
+    return sorted([*kinds, *(f"published {name}: {', '.join(of)}" for name, of in published)])
 
 
 def formats() -> dict[str, str]:
@@ -202,8 +197,8 @@ def formats() -> dict[str, str]:
     for path in (ROOT / "src" / "quire").rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             name, equals, value = line.partition(" = ")
-            if equals and name.isupper() and name.endswith(("_FORMAT", "MAGIC", "VERSION")):
-                found[name.strip("_")] = value
+            if equals and name.isupper() and name.endswith(("FORMAT", "MAGIC", "VERSION")):
+                found[f"{path.stem}.{name.strip('_')}"] = value
     return dict(sorted(found.items()))
 
 
