@@ -43,6 +43,28 @@ def test_a_config_that_cannot_be(quire, tiny: Path, changes: dict, message: str)
     _ends_in_one_line(quire("generate", tiny, "-p", "x"), message)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"do_sample": True, "temperature": "hot"}, "'temperature' is 'hot', expected a number"),
+        ({"eos_token_id": ["a"]}, "'eos_token_id' is ['a'], expected a token id"),
+        ({"max_new_tokens": "x"}, "'max_new_tokens' is 'x', expected an integer from 1"),
+    ],
+)
+def test_generation_defaults_that_cannot_be(quire, tiny: Path, values: dict, message: str):
+    (tiny / "generation_config.json").write_text(json.dumps(values))
+
+    _ends_in_one_line(quire("generate", tiny, "-p", "x"), f"generation_config.json: {message}")
+
+
+def test_an_end_token_beyond_the_vocabulary(quire, tiny: Path):
+    (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**9}))
+    result = quire("generate", tiny, "-p", "x", "--max-tokens", "4", "--min-tokens", "2")
+
+    assert result.exit_code == 0
+    assert result.stdout
+
+
 @pytest.mark.parametrize("command", ["generate", "plan"])
 def test_a_config_of_brackets(quire, tiny: Path, command: str):
     (tiny / "config.json").write_text("[" * 100_000)

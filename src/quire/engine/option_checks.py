@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 
 from quire.errors import RequestError
+from quire.models.generation import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
 
 MAX_PENALTY = 2.0
 """Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""
@@ -20,9 +21,6 @@ LEAST_NORMAL = 2.0**-126
 
 LARGEST_NUMBER = (2 - 2.0**-23) * 2.0**127
 """The largest float32."""
-
-LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
 
 MAX_LENGTH_PENALTY = 10.0
 """A number of tokens to a power within plus or minus this is a finite float64 above 0."""

@@ -1,13 +1,22 @@
 """What a model's generation_config.json says: where to stop, and how its authors sample."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ModelError
-from quire.spec.config import read_json_object, shown
+from quire.spec.config import LARGEST_INTEGER, read_json_object, shown
 
+logger = logging.getLogger(__name__)
+
+_FILE = "generation_config.json"
 _LARGEST = 1e30
+
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
+
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,70 +42,135 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
 
-def read_generation_defaults(folder: Path, config: Mapping[str, object]) -> GenerationDefaults:
+def read_generation_defaults(
+    folder: Path, config: Mapping[str, object], vocab_size: int | None = None
+) -> GenerationDefaults:
     """Read generation_config.json; without it, take the end tokens of config.json.
 
     As in Transformers, temperature and top-* mean something only where `do_sample` is written:
-    true samples with them, false is greedy, and without it they are ignored.
+    true samples with them, false is greedy, and without it they are ignored. A value that is
+    ignored, and an end token that the vocabulary lacks, is a warning where it cannot be.
 
     Args:
         folder: the model's folder.
         config: its parsed config.json.
+        vocab_size: of the model; None checks no upper end of token ids.
 
     Raises:
-        ModelError: the file is not a JSON object, or a value has the wrong type.
+        ModelError: the file is not a JSON object, or a value has the wrong type or range.
     """
-    path = folder / "generation_config.json"
+    path = folder / _FILE
     values = read_json_object(path) if path.is_file() else {}
-    eos = values.get("eos_token_id", config.get("eos_token_id"))
+    samples = _read(values, "do_sample")
+    for name in _OF_SAMPLING:
+        if not samples:
+            _warn_if_wrong(values, name)
+    in_file = "eos_token_id" in values
     return GenerationDefaults(
-        eos_token_ids=_token_ids(eos),
-        repetition_penalty=_meaningful(values, "repetition_penalty", neutral=1.0),
-        max_tokens=_whole(_meaningful(values, "max_new_tokens", neutral=0.0)),
-        temperature=_temperature(values),
-        top_k=_whole(_when_sampling(values, "top_k", neutral=0.0)),
-        top_p=_when_sampling(values, "top_p", neutral=1.0),
-        min_p=_when_sampling(values, "min_p", neutral=0.0),
+        eos_token_ids=_token_ids(
+            _FILE if in_file else "config.json",
+            values["eos_token_id"] if in_file else config.get("eos_token_id"),
+            vocab_size,
+        ),
+        repetition_penalty=_number(values, "repetition_penalty", neutral=1.0),
+        max_tokens=_whole(values, "max_new_tokens"),
+        temperature=_temperature(values, samples),
+        top_k=_whole(values, "top_k", neutral=(0, -1)) if samples else None,
+        top_p=_number(values, "top_p", neutral=1.0) if samples else None,
+        min_p=_number(values, "min_p", neutral=0.0) if samples else None,
     )
 
 
-def _temperature(values: Mapping[str, object]) -> float | None:
-    if values.get("do_sample") is None:
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A number between two bounds."""
+
+    low: int | float
+    high: int | float
+    whole: bool = False
+    above_low: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        kinds = int if self.whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        return self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    def __str__(self) -> str:
+        kind, above = "an integer" if self.whole else "a number", "above " * self.above_low
+        low, high = (str(n) if self.whole else f"{n:g}" for n in (self.low, self.high))
+        return f"{kind} from {above}{low} to {high}"
+
+
+class _Flag:
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+_RANGES: Mapping[str, _Range | _Flag] = {
+    "do_sample": _Flag(),
+    "temperature": _Range(0.0, _LARGEST),
+    "top_k": _Range(-1, LARGEST_INTEGER, whole=True),
+    "top_p": _Range(0.0, 1.0, above_low=True),
+    "min_p": _Range(0.0, 1.0),
+    "repetition_penalty": _Range(LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "max_new_tokens": _Range(1, LARGEST_INTEGER, whole=True),
+}
+
+
+def _read(values: Mapping[str, object], name: str) -> object:
+    """A value, checked; None where it is not there."""
+    value = values.get(name)
+    if value is not None and value not in _RANGES[name]:
+        raise ModelError(f"{_FILE}: {name!r} is {shown(value)}, expected {_RANGES[name]}")
+    return value
+
+
+def _warn_if_wrong(values: Mapping[str, object], name: str) -> None:
+    try:
+        _read(values, name)
+    except ModelError as error:
+        logger.warning("%s; ignored, since 'do_sample' is not true", error)
+
+
+def _number(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
+    """None where the value is not there or changes nothing."""
+    value = _read(values, name)
+    return float(value) if isinstance(value, int | float) and value != neutral else None
+
+
+def _whole(values: Mapping[str, object], name: str, *, neutral: Collection[int] = ()) -> int | None:
+    value = _read(values, name)
+    return value if isinstance(value, int) and value not in neutral else None
+
+
+def _temperature(values: Mapping[str, object], samples: object) -> float | None:
+    if samples is None:
         return None
-    temperature = _number(values, "temperature") if values["do_sample"] else 0.0
-    return 1.0 if temperature is None else temperature
+    if not samples:
+        return 0.0
+    value = _read(values, "temperature")
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
-def _when_sampling(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
-    return _meaningful(values, name, neutral=neutral) if values.get("do_sample") else None
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(file: str, value: object, vocab_size: int | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"eos_token_id is {shown(value)}, expected a token id or a list of them")
-    return tuple(ids)
-
-
-def _number(values: Mapping[str, object], name: str) -> float | None:
-    value = values.get(name)
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST:
-        return float(value)
-    raise ModelError(
-        f"generation_config.json: {name!r} is {shown(value)}, expected a number of at most "
-        f"{_LARGEST:.0e}"
-    )
-
-
-def _meaningful(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:
-    # None where the value changes nothing
-    value = _number(values, name)
-    return None if value == neutral else value
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    found = value if isinstance(value, list) else [value]
+    ids = [token for token in found if isinstance(token, int) and not isinstance(token, bool)]
+    if len(ids) < len(found):
+        raise ModelError(
+            f"{file}: 'eos_token_id' is {shown(value)}, expected a token id or a list of them"
+        )
+    known = tuple(token for token in ids if 0 <= token < (vocab_size or LARGEST_INTEGER))
+    if len(known) < len(ids):  # Transformers never meets it either; some models have -1 for none
+        logger.warning(
+            "%s: 'eos_token_id' is %s, expected ids from 0 to %d; ids outside end no answer",
+            file,
+            shown(value),
+            (vocab_size or LARGEST_INTEGER) - 1,
+        )
+    return known

@@ -1,6 +1,7 @@
 """generation_config.json: end tokens and the sampling of a model's authors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,61 @@ def test_penalty_and_length_hold_for_greedy_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"eos_token_id": "</s>"}, {"eos_token_id": [1, True]}, {"repetition_penalty": "high"}],
+    ("name", "value", "expected"),
+    [
+        ("eos_token_id", "</s>", "a token id or a list of them"),
+        ("eos_token_id", [1, True], "a token id or a list of them"),
+        ("eos_token_id", ["</s>"], "a token id or a list of them"),
+        ("repetition_penalty", "high", "a number from 1e-06 to 1e+06"),
+        ("repetition_penalty", 0, "a number from 1e-06 to 1e+06"),
+        ("temperature", "hot", "a number from 0 to 1e+30"),
+        ("temperature", -0.5, "a number from 0 to 1e+30"),
+        ("temperature", float("nan"), "a number from 0 to 1e+30"),
+        ("top_k", 2.5, "an integer from -1 to 2147483647"),
+        ("top_k", ["40"], "an integer from -1 to 2147483647"),
+        ("top_p", 7, "a number from above 0 to 1"),
+        ("min_p", {}, "a number from 0 to 1"),
+        ("max_new_tokens", "many", "an integer from 1 to 2147483647"),
+        ("do_sample", "yes", "true or false"),
+    ],
 )
-def test_a_value_of_another_kind_is_an_error(tmp_path: Path, values: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=next(iter(values))):
-        read(tmp_path, **values)
+def test_a_value_of_another_kind_names_file_field_expected_and_got(
+    tmp_path: Path, name: str, value: object, expected: str
+) -> None:
+    with pytest.raises(ModelError) as refusal:
+        read(tmp_path, **({"do_sample": True} | {name: value}))
+
+    said = re.escape(f"generation_config.json: '{name}' is {value!r}, expected {expected}")
+    assert re.fullmatch(said, str(refusal.value))
+
+
+@pytest.mark.parametrize("do_sample", [None, False])
+def test_a_wrong_value_that_is_ignored_is_a_warning(
+    tmp_path: Path, do_sample: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    read(tmp_path, do_sample=do_sample, temperature="hot", top_k="many")
+
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "generation_config.json: 'temperature' is 'hot'",
+        "generation_config.json: 'top_k' is 'many'",
+    ]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_beyond_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = {"eos_token_id": [3, 10**9, -1, 255, 256]}
+    if file == "generation_config.json":
+        (tmp_path / file).write_text(json.dumps(ids))
+    defaults = read_generation_defaults(tmp_path, ids, 256)
+
+    assert defaults.eos_token_ids == (3, 255)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{file}: 'eos_token_id' is [3, 1000000000, -1, 255")
+    assert "expected ids from 0 to 255" in record.getMessage()
+
+
+def test_end_tokens_of_the_config_name_their_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^config.json: 'eos_token_id' is 'x'"):
+        read_generation_defaults(tmp_path, {"eos_token_id": "x"})
