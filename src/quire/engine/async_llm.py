@@ -54,6 +54,8 @@ class AsyncLLM:
         self._closing = False
         self._ended = False
         self._error: BaseException | None = None
+        self._leaving = threading.Lock()
+        self._has_left = False
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -166,14 +168,21 @@ class AsyncLLM:
     def close(self) -> None:
         """Stop after the current step, and leave the engine idle. Open requests end as dead.
 
-        Cached prefixes go to their tier, where there is one.
+        Cached prefixes go to their tier, where there is one. Every call that needs the engine
+        raises `EngineDead` from then on; a second `close` changes nothing.
         """
         with self._state:
             self._closing = True
             self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
         self._thread.join()
-        self.engine.close()
-        self.engine.runs_in_thread = False
+        with self._leaving:  # a second call waits for the first, and changes nothing
+            if self._has_left:
+                return
+            self._has_left = True
+            try:
+                self.engine.close()
+            finally:
+                self.engine.runs_in_thread = False
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -25,7 +25,7 @@ from quire.engine.request import DEFAULT_TENANT
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, EngineDead, RequestError
 from quire.kv.config import KVConfig
 from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
@@ -97,6 +97,7 @@ class LLM:
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
         self._calls = CallLock(self._cancel)
+        self._is_closed = False
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as the model's tokenizer reads it, or ids as they are.
@@ -163,6 +164,7 @@ class LLM:
                 for all or one for each, None: whenever it comes.
 
         Raises:
+            EngineDead: the LLM is closed.
             RequestError: a prompt or its options are wrong; nothing has been run then.
             NeverFits: a prompt needs more KV than the whole pool has.
         """
@@ -179,6 +181,7 @@ class LLM:
 
         asked = zip(many, options, policies, places, strict=True)
         with self._calls.held(), self._withdrawing(builders):
+            self._refuse_closed()
             for index, (prompt, params, policy, place) in enumerate(asked):
                 with _named(f"prompt {index}" if len(many) > 1 else ""):
                     ids = self._encode(prompt)
@@ -205,6 +208,7 @@ class LLM:
         closed, which Python does when nothing refers to it any more.
 
         Raises:
+            EngineDead: at the next piece; the LLM is closed.
             RequestError: at the first piece; the prompt or its options are wrong.
         """
         inbox: deque[Delta] = deque()
@@ -232,16 +236,22 @@ class LLM:
             return self.engine.ledger()
 
     def close(self) -> None:
-        """Write cached prefixes to their tier, where there is one, and let it go.
+        """End open requests, write cached prefixes to their tier, where there is one, and close it.
 
-        It happens by itself when nothing refers to the engine any more, or the process ends.
+        The tier closes by itself when nothing refers to the engine any more, or the process ends.
+        `generate`, `stream` and open streams raise `EngineDead` from then on; `stats`, `ledger` and
+        the encoders still answer. A second `close` changes nothing.
 
         Raises:
             RequestError: the call comes from inside a step.
         """
-        with self._calls.held(), self._calls.changing():
-            self._refuse_beside_async()
-            self.engine.close()
+        with self._calls.held():
+            with self._calls.changing():
+                self._refuse_beside_async()
+            self._cancel(list(self._takers))
+            self._is_closed = True
+            with self._calls.changing():
+                self.engine.close()
 
     def _submit(
         self,
@@ -253,6 +263,7 @@ class LLM:
         evict: str | None = None,
         place: Place = NO_PLACE,
     ) -> str:
+        self._refuse_closed()
         self._refuse_beside_async()
         with self._calls.changing():
             request_id = self.engine.submit(
@@ -267,6 +278,10 @@ class LLM:
         self._takers[request_id] = take
         return request_id
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise EngineDead("the LLM is closed and takes no request: make a new LLM of its model")
+
     def _refuse_beside_async(self) -> None:
         if self.engine.runs_in_thread:
             raise RequestError(
@@ -276,6 +291,7 @@ class LLM:
 
     def _step(self) -> list[Delta]:
         """One step for all open requests, whichever call makes it."""
+        self._refuse_closed()
         with self._calls.changing():
             deltas = self.engine.step()
             for delta in deltas:

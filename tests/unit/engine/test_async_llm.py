@@ -13,7 +13,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.core import Engine
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import EngineDead, InvariantError, NeverFits, RequestError
+from quire.errors import EngineDead, InvariantError, NeverFits, RequestError, StorageError
 from quire.kv.config import KVConfig
 
 LONG = engines.greedy(max_tokens=200)
@@ -379,3 +379,30 @@ def test_an_engine_survives_a_loop_that_went_away(engine):
 
     assert len(answer.token_ids) == 4
     assert engine.num_generated_tokens < LONG.max_tokens
+
+
+def test_an_engine_that_cannot_be_closed_is_left_all_the_same(engine, monkeypatch):
+    def refuse():
+        raise StorageError("no space left")
+
+    llm = AsyncLLM(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_closing", refuse)
+        with pytest.raises(StorageError):
+            llm.close()
+
+    assert not engine.runs_in_thread
+    AsyncLLM(engine).close()
+
+
+def test_closing_again_leaves_an_engine_that_is_in_other_hands(engine):
+    first = AsyncLLM(engine)
+    first.close()
+    second = AsyncLLM(engine)
+    first.close()
+
+    assert engine.runs_in_thread
+    with pytest.raises(EngineDead, match="closed"):
+        run(first.stats())
+    second.close()
+    assert not engine.runs_in_thread

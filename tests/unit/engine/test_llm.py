@@ -13,7 +13,7 @@ from quire.engine.inputs import as_options, as_places, as_policies, as_prompts, 
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, EngineDead, RequestError, StorageError
 from quire.kv.config import KVConfig
 from quire.spec.options import require_type
 
@@ -122,6 +122,53 @@ def test_closing_the_only_stream_frees_its_memory(llm):
     assert llm.stats().kv_used_bytes
     stream.close()
     assert not llm.stats().kv_used_bytes
+
+
+def test_a_closed_llm_takes_no_request_and_says_so(llm):
+    answer = llm.generate(PROMPTS[0], GREEDY)
+    for _ in range(2):  # twice does no harm
+        llm.close()
+    calls = {
+        "generate": lambda: llm.generate(PROMPTS[0], GREEDY),
+        "generate of nothing": lambda: llm.generate([], GREEDY),
+        "stream": lambda: next(llm.stream(PROMPTS[0], GREEDY)),
+    }
+    for call in calls.values():
+        with pytest.raises(EngineDead, match="the LLM is closed and takes no request: make a new"):
+            call()
+
+    assert answer[0].token_ids
+    assert llm.stats().num_generated_tokens == len(answer[0].token_ids)
+    assert llm.ledger()
+    assert llm.encode(PROMPTS[0]) == PROMPTS[0]
+
+
+def test_closing_ends_open_streams(llm):
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
+    llm.close()
+
+    assert not llm.stats().requests
+    for stream in streams:
+        with pytest.raises(EngineDead, match="closed"):
+            list(stream)
+
+
+def test_closing_between_the_steps_of_generate_ends_it(llm):
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate(PROMPTS, GREEDY, progress=lambda *_: llm.close())
+
+
+def test_an_llm_whose_tier_cannot_be_written_is_closed_all_the_same(llm, monkeypatch):
+    def refuse():
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(llm.engine, "_closing", refuse)
+    with pytest.raises(StorageError):
+        llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate(PROMPTS[0], GREEDY)
 
 
 def test_a_progress_function_that_raises_leaves_nothing_behind(llm, expected):
