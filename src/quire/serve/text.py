@@ -12,7 +12,7 @@ from quire.models.tokenizer import encode_prompt, encode_rendered, render_chat
 from quire.serve.fair_pool import FairPool
 from quire.serve.pieces import TokenPieces
 from quire.serve.protocol import Message
-from quire.serve.text_length import characters_per_token
+from quire.serve.text_length import text_length
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Texts:
     def __init__(self, model: LoadedModel, pieces: TokenPieces, threads: int = 1) -> None:
         self._model, self._pieces = model, pieces
         tokenizer = model.tokenizer
-        self._width = None if tokenizer is None else characters_per_token(tokenizer)
+        self._length = None if tokenizer is None else text_length(tokenizer)
         is_fast = tokenizer is not None and tokenizer.is_fast
         self._pool = FairPool(threads if is_fast else 1, "quire-text")
 
@@ -150,9 +150,9 @@ class Texts:
 
     def _check_length(self, text: str, turn: Turn, param: str) -> None:
         """Refuse a text that cannot fit, before it is tokenized."""
-        if self._width is None:
+        if self._length is None:
             return
-        least = -(-len(text) // self._width)
+        least = self._length.least_tokens(text)
         if turn.is_exceeded_by(least):
             raise RequestError(
                 f"the text has {len(text):,} characters, at least {least:,} tokens; the longest "

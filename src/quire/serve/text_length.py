@@ -1,13 +1,17 @@
 """How few tokens a text can have, by its length: long texts are refused before they are tokenized.
 
 A token stands for the characters of the longest entry of the vocabulary at most, if the tokenizer
-drops and merges nothing else. Where that cannot be shown, there is no bound.
+drops and merges nothing else. Where that cannot be shown, there is no bound. An added token with
+`lstrip` or `rstrip` (RoBERTa's <mask>, special tokens of Phi-3) also takes any number of spaces
+beside it: in a text that has one, spaces are not counted.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 _COMPOSED_CHARACTERS = 4
@@ -19,13 +23,43 @@ _PROBES = (" ", "\n", "\t", "a", "ab ", "0", "\u00e9", "\u4f60", "\U0001f600", "
 _PROBE_CHARACTERS = 4096
 
 
-def characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Characters of a text that one token stands for at most; None where there is no bound."""
-    shrinkage = _shrinkage(_normalizer(tokenizer))
-    if shrinkage is None:
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """A lower bound of the number of tokens of texts.
+
+    Attributes:
+        characters_per_token: that one token stands for at most, spaces beside `stripping` aside.
+        stripping: added tokens that take the spaces beside them.
+    """
+
+    characters_per_token: int
+    stripping: tuple[str, ...] = ()
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text has at least."""
+        characters = len(text)
+        if any(token in text for token in self.stripping):
+            characters = sum(map(len, text.split()))
+        return -(-characters // self.characters_per_token)
+
+
+def text_length(tokenizer: PreTrainedTokenizerBase) -> TextLength | None:
+    """The bound for the texts of a tokenizer; None where there is none."""
+    normalizer = _normalizer(tokenizer)
+    shrinkage, stripping = _shrinkage(normalizer), _stripping(tokenizer)
+    # a token that is looked for in normalized text may not be seen in the text itself
+    if shrinkage is None or (normalizer is not None and any(t.normalized for t in stripping)):
         return None
     longest = max(map(len, tokenizer.get_vocab()), default=0) * shrinkage
-    return longest if all(_holds(tokenizer, probe, longest) for probe in _PROBES) else None
+    if not all(_holds(tokenizer, probe, longest) for probe in _PROBES):
+        return None
+    return TextLength(longest, tuple(token.content for token in stripping))
+
+
+def _stripping(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
+    """Added tokens that take the spaces on one of their sides, however many."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token for token in added if token.lstrip or token.rstrip]
 
 
 def _holds(tokenizer: PreTrainedTokenizerBase, probe: str, longest: int) -> bool:
