@@ -52,7 +52,7 @@ def test_a_near_miss_is_refused_with_the_name_that_was_meant(post, path, field, 
         (COMPLETIONS, "messages", [{"role": "user", "content": "b"}]),
         (COMPLETIONS, "bad_words", ["a"]),
         (CHATS, "modalities", ["text", "audio"]),
-        (CHATS, "reasoning_effort", "high"),
+        (COMPLETIONS, "chat_template_kwargs", {"enable_thinking": False}),
         (CHATS, "prompt", "a"),
         (CHATS, "echo", True),
         (CHATS, "tool_choice", "required"),
@@ -187,44 +187,135 @@ OPEN_WEBUI = {
     "stop": ["###"],
     "frequency_penalty": 0,
     "presence_penalty": 0,
+    "reasoning_effort": "low",
     "logit_bias": {},
     "metadata": {"user_id": "u", "chat_id": "c", "message_id": "m", "session_id": "s"},
     "tool_ids": [],
     "user": {"name": "u", "id": "1", "email": "u@example.org", "role": "user"},
 }
 OPEN_WEBUI_TITLE = {"stream": False, "max_completion_tokens": 8, "metadata": {"task": "title"}}
-LITELLM = {
-    "model": "quire-tiny",
+
+# What litellm 1.106.2 sends for `completion(model="hosted_vllm/quire-tiny", ...)`, recorded
+LITELLM_PLAIN = {
+    "frequency_penalty": 0,
+    "logit_bias": {},
     "max_tokens": 2,
     "n": 1,
-    "stream": False,
-    "user": "u",
-    "logprobs": None,
-    "top_logprobs": None,
-    "tools": None,
-    "tool_choice": None,
+    "presence_penalty": 0,
+    "seed": 1,
+    "stop": ["###"],
+    "temperature": 0,
+    "top_p": 0.9,
+}
+LITELLM_STREAM = LITELLM_PLAIN | {"stream": True, "stream_options": {"include_usage": True}}
+LITELLM_FULL = LITELLM_PLAIN | {
     "functions": [],
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
+    "logprobs": True,
     "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "prompt_cache_key": "k",
+    "reasoning_effort": "low",
+    "response_format": {"type": "text"},
+    "safety_identifier": "s",
     "service_tier": "auto",
     "store": False,
+    "tools": [],
+    "top_logprobs": 1,
+}
+LITELLM_EXTRA_BODY = {
+    "max_tokens": 2,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "top_k": 3,
+    "do_sample": False,
+}
+# The fields that its proxy adds, and those it passes on from its own clients
+LITELLM_PROXY = LITELLM_PLAIN | {
+    "user": "u",
     "metadata": {"trace_id": "t"},
-    "safety_identifier": "s",
-    "prompt_cache_key": "k",
+    "tool_choice": None,
+    "logprobs": None,
+    "top_logprobs": None,
     "extra_headers": None,
     "timeout": None,
     "litellm_trace_id": "t",
 }
 
 
-@pytest.mark.parametrize("options", [OPEN_WEBUI, OPEN_WEBUI_TITLE, LITELLM])
-def test_what_open_webui_and_litellm_send_is_answered(serve, options):
-    body = {"messages": ASKED[CHATS]["messages"]} | options
+@pytest.mark.parametrize("effort", [None, "none", "minimal", "low", "medium", "high"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(OPEN_WEBUI, OPEN_WEBUI_TITLE, LITELLM_PLAIN, LITELLM_STREAM, LITELLM_FULL),
+        *(LITELLM_FULL | LITELLM_STREAM, LITELLM_EXTRA_BODY, LITELLM_PROXY),
+    ],
+)
+def test_what_open_webui_and_litellm_send_is_answered(serve, options, effort):
+    body = {"model": "quire-tiny", "messages": ASKED[CHATS]["messages"]} | options
+    if effort is not None:
+        body["reasoning_effort"] = effort
 
     response = serve(lambda client: client.post(CHATS, json=body))
 
     assert response.status_code == 200, response.text
+
+
+LITELLM_TEXT = {"logprobs": 1, "max_tokens": 3, "user": "u", "best_of": 1, "echo": False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LITELLM_TEXT, {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}],
+)
+def test_text_completions_of_litellm_are_answered(post, options):
+    response = post(COMPLETIONS, model="quire-tiny", prompt="Once", **options)
+
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_do_sample_false_stands_for_temperature_0(post, path):
+    asked = {name: value for name, value in ASKED[path].items() if name != "temperature"}
+    options = {"max_tokens": 8, "seed": 3}
+
+    def choices(**more):
+        response = post(path, **asked | options | more)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"]
+
+    drawn = choices(temperature=1.5)
+    greedy = choices(temperature=0)
+    assert drawn != greedy
+    assert choices(do_sample=False) == greedy
+    assert choices(do_sample=False, temperature=0) == greedy
+    assert choices(do_sample=True, temperature=1.5) == drawn
+    assert choices(do_sample=None, temperature=1.5) == drawn
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_do_sample_false_excludes_a_temperature(post, path):
+    message = refused(
+        post(path, **ASKED[path] | {"do_sample": False, "temperature": 0.7}), "do_sample"
+    )
+
+    assert "`do_sample`" in message
+    assert "`temperature` 0.7" in message
+    refused(post(path, **ASKED[path], do_sample="perhaps"), "do_sample")
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("mode", ["warn", "refuse"])
+def test_a_reasoning_effort_without_effect_is_named_in_the_header(serve, caplog, path, mode):
+    body = ASKED[path] | {"reasoning_effort": "high"}
+
+    response = serve(lambda client: client.post(path, json=body), unknown_fields=mode)
+
+    assert response.status_code == 200, response.text
+    assert response.headers["x-ignored-fields"] == "reasoning_effort"
+    assert not caplog.text
+
+
+def test_an_unknown_reasoning_effort_is_refused(post):
+    refused(post(CHATS, **ASKED[CHATS], reasoning_effort="extreme"), "reasoning_effort")
 
 
 @pytest.mark.parametrize(

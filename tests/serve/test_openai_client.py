@@ -93,6 +93,27 @@ def test_the_client_passes_our_own_options(client):
     assert len(set(answer.choices[0].text.split())) == 1
 
 
+def test_the_client_passes_fields_that_have_no_effect_here(client):
+    response = client.chat.completions.with_raw_response.create(
+        model="quire-tiny",
+        messages=MESSAGES,
+        max_completion_tokens=3,
+        reasoning_effort="low",
+        verbosity="medium",
+        metadata={"a": "b"},
+        user="u",
+        store=False,
+        service_tier="auto",
+        tools=[],
+        response_format={"type": "text"},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}, "do_sample": False},
+    )
+
+    ignored = "chat_template_kwargs.enable_thinking, reasoning_effort"
+    assert response.headers["x-ignored-fields"] == ignored
+    assert response.parse().usage.completion_tokens == 3
+
+
 def test_the_client_raises_its_own_errors(client):
     with pytest.raises(openai.BadRequestError, match="top_p") as bad:
         client.completions.create(model="quire-tiny", prompt=PROMPT, top_p=2)

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from quire.cli.batch_prompts import read_messages, read_prompt, read_prompts, shown
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
-from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED
+from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 
 T = TypeVar("T")
 LineKind = Literal["plain", "completions", "chat"]
@@ -26,6 +26,7 @@ _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/comple
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
 _OF_ENGINE = ("evict", "record_evictions", "cache_salt", "priority", "deadline_s")
+_PASSED_OVER = IGNORED | {"model", "do_sample"}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "stream": (False,),
@@ -211,7 +212,7 @@ def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in body.items():
-        if value is None or key == "model" or key in IGNORED or _asks_nothing(key, value):
+        if value is None or key in _PASSED_OVER or _asks_nothing(key, value):
             continue
         if key in _NEUTRAL or key in _REPORTS:
             other = INSTEAD.get(key)
@@ -223,7 +224,17 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if name == key and name in found:
             continue  # the newer name goes first where both are given
         found[name] = _token_keys(value) if key == "logit_bias" else value
+    if "do_sample" in body:
+        found |= _greedy(body, head)
     return found
+
+
+def _greedy(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
+    try:
+        temperature = temperature_of(body["do_sample"], body.get("temperature"))
+    except RequestError as error:
+        raise BatchError(str(error), head) from None
+    return {} if temperature is None else {"temperature": temperature}
 
 
 def _asks_nothing(key: str, value: Any) -> bool:

@@ -5,8 +5,13 @@ adds none: a plain prompt for it begins with `<|doc|>` by the caller's hand, whi
 writes that token itself.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -14,6 +19,32 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from quire.errors import ModelError, RequestError
 from quire.models.foreign import foreign_code
+
+KWARGS_FIELD = "chat_template_kwargs"
+"""The field of a request that holds further variables of the chat template."""
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+_RESERVED_NAMES = frozenset(
+    {
+        "messages",
+        "conversations",
+        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    }
+)
+"""Arguments of `apply_chat_template` and of the call that renders a template."""
+
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises for messages or variables of another shape than it expects."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,10 +89,12 @@ def encode_prompt(
     Raises:
         RequestError: the text has no tokens, or is no Unicode text.
     """
-    _check_unicode(text)
+    _check_unicode(text, "prompt")
     token_ids = _token_ids(tokenizer, text, add_special_tokens=add_special_tokens)
     if not token_ids:
-        raise RequestError("expected a prompt of at least one token, got an empty text")
+        raise RequestError(
+            "expected a prompt of at least one token, got an empty text", param="prompt"
+        )
     return token_ids
 
 
@@ -70,6 +103,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
     """The text a chat becomes, by the model's own template.
 
@@ -77,27 +111,76 @@ def render_chat(
         tokenizer: of the model.
         messages: {"role": ..., "content": ...} each, oldest first.
         add_generation_prompt: end with what opens the assistant's answer.
+        template_kwargs: further variables of the template, such as `enable_thinking`.
 
     Raises:
-        RequestError: the model has no template, or its template refuses these messages.
+        RequestError: the model has no template, or its template refuses these messages or
+            variables.
     """
     if not tokenizer.chat_template:
         raise RequestError(
             "this model has no chat template, so nobody knows what text a chat becomes; send a "
-            "plain prompt, or add a chat_template.jinja to the model's folder"
+            "plain prompt, or add a chat_template.jinja to the model's folder",
+            param="messages",
         )
     if not messages:
-        raise RequestError("expected at least one message, got none")
+        raise RequestError("expected at least one message, got none", param="messages")
+    _check_template_kwargs(template_kwargs)
+    render = partial(
+        tokenizer.apply_chat_template,
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+    )
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except (TemplateError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"the model's chat template refuses these messages: {error}") from error
-    _check_unicode(str(text))
-    return str(text)
+        text = str(render(**template_kwargs))
+    except _TEMPLATE_ERRORS as error:
+        raise _refused_by_template(render, template_kwargs, error) from error
+    _check_unicode(text)
+    return text
+
+
+def template_reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether the model's chat template mentions a variable."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else (template or "",)
+    return any(name in _words(text) for text in texts)
+
+
+@lru_cache(maxsize=16)
+def _words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", template))
+
+
+def _check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
+    """Refuse names that are no variables of a template: `chat_template` would replace it."""
+    for name in template_kwargs:
+        if name in _RESERVED_NAMES:
+            raise RequestError(
+                f"{KWARGS_FIELD} may not have {name!r}, which is no variable of the model's own "
+                "template: leave it out",
+                param=KWARGS_FIELD,
+            )
+    _check_unicode(json.dumps(dict(template_kwargs), ensure_ascii=False, default=str), KWARGS_FIELD)
+
+
+def _refused_by_template(
+    render: Callable[..., object], template_kwargs: Mapping[str, Any], error: BaseException
+) -> RequestError:
+    """The refusal of the variables if the template takes the messages without them."""
+    what, param = "these messages", "messages"
+    if template_kwargs and _renders(render):
+        what, param = f"these {KWARGS_FIELD}", KWARGS_FIELD
+    reason = str(error) or type(error).__name__
+    return RequestError(f"the model's chat template refuses {what}: {reason}", param=param)
+
+
+def _renders(render: Callable[[], object]) -> bool:
+    try:
+        render()
+    except _TEMPLATE_ERRORS:
+        return False
+    return True
 
 
 def encode_chat(
@@ -105,13 +188,19 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[int]:
     """Token ids of a chat; the template writes all special tokens, the tokenizer adds none.
 
     Raises:
         RequestError: see `render_chat`.
     """
-    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    text = render_chat(
+        tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
+    )
     return encode_rendered(tokenizer, text)
 
 
@@ -123,7 +212,9 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     token_ids = _token_ids(tokenizer, text, add_special_tokens=False)
     if not token_ids:
-        raise RequestError("expected a chat of at least one token, got an empty text")
+        raise RequestError(
+            "expected a chat of at least one token, got an empty text", param="messages"
+        )
     return token_ids
 
 
@@ -141,12 +232,13 @@ def _token_ids(
     return [int(token) for token in encoded.input_ids]
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(text: str, param: str = "messages") -> None:
     # JSON can write half of a surrogate pair; tokenizers answer that with a TypeError
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
             f"the text is not Unicode at character {error.start}: {text[error.start]!r} is half of "
-            "a surrogate pair"
+            "a surrogate pair",
+            param=param,
         ) from error

@@ -25,6 +25,7 @@ from quire.serve.protocol import (
 from quire.serve.responses import Envelope
 from quire.serve.service import Caller, Service
 from quire.serve.streaming import Reply
+from quire.serve.template import template_kwargs, unread_fields, unread_kwargs
 from quire.serve.text import Prompt, Turn
 from quire.serve.writers import ChatWriter, CompletionWriter, Writer
 from quire.version import __version__
@@ -93,6 +94,7 @@ class Endpoints:
             body.messages,
             service.turn(tenant_of(request), body.evict),
             add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=template_kwargs(body, service.texts),
         )
         room_tokens = service.room_tokens(len(prompt.token_ids))
         params = chat_params(body, service.llm.model.generation.temperature, room_tokens)
@@ -107,14 +109,14 @@ class Endpoints:
         """Refuse another model's name and wrong fields; note the fields that are ignored."""
         self._service.check_draining()
         self._service.check_model(body.model)
-        unknown = body.unknown_fields()
-        if not unknown:
-            return
-        if self._service.config.unknown_fields == "refuse":
+        texts = self._service.texts
+        unknown = body.unknown_fields() + unread_kwargs(body, texts)
+        if unknown and self._service.config.unknown_fields == "refuse":
             raise refusal(unknown[0])
-        request.state.ignored_fields = listed(unknown)
-        path = request.url.path
-        logger.warning("%s: ignored unknown fields: %s", path, request.state.ignored_fields)
+        if unknown:
+            path = request.url.path
+            logger.warning("%s: ignored unknown fields: %s", path, listed(unknown))
+        request.state.ignored_fields = listed(unknown + unread_fields(body, texts))
 
     async def _reply(
         self,
@@ -168,8 +170,12 @@ class Endpoints:
     async def _tokenized(self, body: TokenizeBody, turn: Turn) -> Prompt:
         texts = self._service.texts
         if body.messages is not None and body.prompt is None:
-            wants_opening = body.add_generation_prompt is not False
-            return await texts.chat(body.messages, turn, add_generation_prompt=wants_opening)
+            return await texts.chat(
+                body.messages,
+                turn,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                template_kwargs=template_kwargs(body, texts),
+            )
         if body.prompt is None or body.messages is not None:
             raise FieldError("prompt", "expected either `prompt` or `messages`")
         adds_special = body.add_special_tokens is not False

@@ -67,7 +67,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "bad_words_ids": ([],),
     "diversity_penalty": (0,),
-    "do_sample": (),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "encoder_repetition_penalty": (1,),
@@ -119,7 +118,6 @@ A field that one endpoint reads is unsupported on the others: a body's own field
 
 INSTEAD: Mapping[str, str] = {
     "bad_words_ids": "bad_token_ids",
-    "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -175,6 +173,30 @@ def unknown_fields(
             raise _unsupported(name, declared)
     names = [name for name in others if name not in IGNORED and name not in UNSUPPORTED]
     return _refuse_near_misses(names, (*declared, *IGNORED, *UNSUPPORTED))
+
+
+def temperature_of(do_sample: object, temperature: object) -> object:
+    """The temperature of a request, where `do_sample` false stands for 0 as in Transformers.
+
+    Args:
+        do_sample: of the request; None where it does not say.
+        temperature: likewise.
+
+    Raises:
+        RequestError: `do_sample` is neither true nor false, or is false beside a temperature that
+            is not 0.
+    """
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise RequestError("`do_sample` must be true or false", param="do_sample")
+    if do_sample is not False:
+        return temperature
+    if temperature:
+        raise RequestError(
+            f"`do_sample` false stands for `temperature` 0, got `temperature` {temperature!r:.40}: "
+            "leave one of them out",
+            param="do_sample",
+        )
+    return 0.0
 
 
 def refusal(name: str) -> RequestError:

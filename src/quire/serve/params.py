@@ -4,6 +4,7 @@ from typing import Any
 
 from quire.engine.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
+from quire.serve.fields import temperature_of
 from quire.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 COMPLETION_MAX_TOKENS = 16
@@ -92,6 +93,9 @@ def _params(
     body: GenerationBody, temperature: float | None, **options: int | None
 ) -> SamplingParams:
     said: dict[str, Any] = body.model_dump(include=_SHARED, exclude_none=True)
+    own = temperature_of(body.do_sample, body.temperature)
+    if own is not None:
+        said["temperature"] = own
     if temperature is None and not body.use_beam_search:
         said.setdefault("temperature", OPENAI_TEMPERATURE)
     return SamplingParams(**said | options)

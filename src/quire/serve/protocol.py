@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quire.engine.option_checks import MAX_CHOICES
 from quire.errors import RequestError
-from quire.serve.fields import unknown_fields
+from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 
@@ -83,6 +85,8 @@ class GenerationBody(Body):
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
+    do_sample: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -165,6 +169,9 @@ class TextPart(BaseModel):
     text: str
 
 
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -172,6 +179,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     def unknown_fields(self) -> list[str]:
         """Those of the body; fields of messages are the template's, except near misses."""
@@ -187,6 +195,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     def unknown_fields(self) -> list[str]:
         """Those of the body; fields of messages are the template's, except near misses."""

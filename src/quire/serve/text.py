@@ -1,14 +1,20 @@
 """Between text and tokens: prompts and chats in, text out. The engine detokenizes answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from quire.errors import RequestError
 from quire.models.loader import LoadedModel
-from quire.models.tokenizer import encode_prompt, encode_rendered, render_chat
+from quire.models.tokenizer import (
+    NO_KWARGS,
+    encode_prompt,
+    encode_rendered,
+    render_chat,
+    template_reads,
+)
 from quire.serve.fair_pool import FairPool
 from quire.serve.pieces import TokenPieces
 from quire.serve.protocol import Message
@@ -94,9 +100,20 @@ class Texts:
         return await self._in_turn(turn, lambda: [read(prompt) for prompt in prompts])
 
     async def chat(
-        self, messages: list[Message], turn: Turn, *, add_generation_prompt: bool = True
+        self,
+        messages: list[Message],
+        turn: Turn,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> Prompt:
         """Tokenize a conversation under the model's chat template.
+
+        Args:
+            messages: oldest first.
+            turn: of the request.
+            add_generation_prompt: end with what opens the assistant's answer.
+            template_kwargs: further variables of the template.
 
         Raises:
             RequestError: no tokenizer, no template, a template that refuses the messages, or text
@@ -106,11 +123,21 @@ class Texts:
 
         def read() -> Prompt:
             plain = [_plain(message) for message in messages]
-            text = render_chat(tokenizer, plain, add_generation_prompt=add_generation_prompt)
+            text = render_chat(
+                tokenizer,
+                plain,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=template_kwargs,
+            )
             self._check_length(text, turn, "messages")
             return Prompt(None, encode_rendered(tokenizer, text))
 
         return await self._in_turn(turn, read)
+
+    def reads(self, variable: str) -> bool:
+        """Whether the model's chat template mentions a variable."""
+        tokenizer = self._model.tokenizer
+        return tokenizer is not None and template_reads(tokenizer, variable)
 
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
         """The text of token ids; see `decode`.

@@ -292,3 +292,22 @@ def test_json_nested_without_end_is_refused():
 )
 def test_a_hint_names_only_fields_that_a_batch_reads(field, hint):
     assert hint in str(refusal({"prompt": "x", field: 3}))
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": None}, {}),
+    ],
+)
+def test_do_sample_false_is_temperature_0(members, expected):
+    assert parse({"prompt": "a"} | members).sampling == expected
+
+
+@pytest.mark.parametrize("members", [{"do_sample": False, "temperature": 0.7}, {"do_sample": 0}])
+def test_do_sample_that_says_two_things_is_refused(members):
+    with pytest.raises(BatchError, match="do_sample"):
+        parse({"prompt": "a"} | members)

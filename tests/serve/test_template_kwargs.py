@@ -1,0 +1,124 @@
+"""Variables of the chat template that a request sets."""
+
+import pytest
+
+CHATS = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Once"}]
+TEMPLATE = (
+    "<|doc|>{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking %} Think{% endif %}"
+    "{% if level %}{{ 10 // level }}{% endif %}"
+    "{% if label %}{{ label + '!' }}{% endif %}"
+    "{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
+)
+
+
+@pytest.fixture
+def text_of(serve, llm, monkeypatch):
+    """The text that `/tokenize` makes of a chat under a template with variables."""
+    monkeypatch.setattr(llm.model.tokenizer, "chat_template", TEMPLATE)
+
+    def send(**kwargs):
+        body = {"messages": MESSAGES, "chat_template_kwargs": kwargs}
+        response = serve(lambda client: client.post("/tokenize", json=body))
+        assert response.status_code == 200, response.text
+        return llm.model.tokenizer.decode(response.json()["tokens"])
+
+    return send
+
+
+def prompt_tokens(response):
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]["prompt_tokens"]
+
+
+def error_of(response):
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def test_the_template_reads_the_variables_of_a_request(text_of):
+    assert text_of() == "<|doc|>Once"
+    assert text_of(enable_thinking=True) == "<|doc|>Once Think"
+    assert text_of(enable_thinking=False, label="x", level=5) == "<|doc|>Once2x!"
+
+
+def test_a_chat_has_the_same_prompt_as_tokenize(text_of, post, llm):
+    options = {"max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
+
+    with_variables = prompt_tokens(post(CHATS, messages=MESSAGES, **options))
+
+    assert with_variables == len(llm.encode(text_of(enable_thinking=True)))
+    assert with_variables > prompt_tokens(post(CHATS, messages=MESSAGES, max_tokens=1))
+
+
+def test_a_template_that_mentions_the_effort_gets_it(text_of, post, llm):
+    expected = len(llm.encode(text_of(reasoning_effort="high")))
+
+    response = post(CHATS, messages=MESSAGES, max_tokens=1, reasoning_effort="high")
+
+    assert prompt_tokens(response) == expected
+    assert "x-ignored-fields" not in response.headers
+
+
+def test_a_variable_goes_before_the_field_of_the_same_name(text_of, post, llm):
+    options = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": ""}}
+
+    response = post(CHATS, messages=MESSAGES, max_tokens=1, **options)
+
+    assert prompt_tokens(response) == len(llm.encode(text_of()))
+
+
+@pytest.mark.parametrize("path", [CHATS, "/tokenize"])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"level": "x"}, "unsupported operand"),
+        ({"level": -0.0001, "label": 3}, "unsupported operand"),
+        ({"level": [1]}, "unsupported operand"),
+        ({"label": "\ud800"}, "not Unicode"),
+        ({"chat_template": "{{ 1 }}"}, "may not have 'chat_template'"),
+        ({"tokenize": True}, "may not have 'tokenize'"),
+        ({"messages": []}, "may not have 'messages'"),
+        ({"tools": [{}]}, "may not have 'tools'"),
+        (["enable_thinking"], "valid dictionary"),
+        ({f"x{number}": 1 for number in range(65)}, "at most 64"),
+    ],
+)
+def test_what_the_template_refuses_names_the_field(text_of, post, path, kwargs, message):
+    error = error_of(post(path, messages=MESSAGES, chat_template_kwargs=kwargs))
+
+    assert error["param"] == "chat_template_kwargs"
+    assert message in error["message"]
+
+
+def test_messages_that_the_template_refuses_are_named_beside_variables(post, llm, monkeypatch):
+    template = "{{ raise_exception('roles must alternate') }}{{ level }}"
+    monkeypatch.setattr(llm.model.tokenizer, "chat_template", template)
+
+    error = error_of(post(CHATS, messages=MESSAGES, chat_template_kwargs={"level": 1}))
+
+    assert error["param"] == "messages"
+    assert "roles must alternate" in error["message"]
+
+
+def test_variables_that_the_template_does_not_mention_are_unknown_fields(text_of, serve, caplog):
+    options = {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "x" * 9000: 1}}
+    body = {"messages": MESSAGES, "max_tokens": 1} | options
+
+    warned = serve(lambda client: client.post(CHATS, json=body))
+    refused = serve(lambda client: client.post(CHATS, json=body), unknown_fields="refuse")
+
+    assert warned.status_code == 200, warned.text
+    header = warned.headers["x-ignored-fields"]
+    assert header.startswith("chat_template_kwargs.thinking, chat_template_kwargs.xxx")
+    assert len(header) < 200
+    assert f"ignored unknown fields: {header}" in caplog.text
+    assert error_of(refused)["param"] == "chat_template_kwargs.thinking"
+
+
+def test_an_empty_object_of_variables_changes_nothing(post):
+    response = post(CHATS, messages=MESSAGES, max_tokens=1, chat_template_kwargs={})
+
+    assert response.status_code == 200
+    assert "x-ignored-fields" not in response.headers
