@@ -19,8 +19,9 @@ class Usage:
             beam search the tokens of the sequences that are returned.
         cached_tokens: prompt tokens whose KV was there already.
         preemptions: times the request was thrown out and begun again.
-        evicted_tokens: tokens whose KV was given up, the mean over all lanes; 0 where the cap was
-            never reached, and of several answers the most of any.
+        evicted_tokens: tokens of one sequence whose KV was evicted, the mean over all lanes; 0
+            where the cap was never reached. Of several answers to a prompt the most of any: what
+            they lost before they were forked is the same.
         kv_peak_bytes: most KV bytes it referred to at any time; pages that its answers share count
             once.
         first_token_s: from submission to the first token.
@@ -115,11 +116,8 @@ class Answer:
 
 
 def merged(answers: Sequence[Answer]) -> Answer:
-    """Answers to several prompts as one: choice i of prompt k has the index k * n + i.
-
-    Tokens and preemptions are summed; peaks and times are the largest of any.
-    """
-    first, usages = answers[0], [answer.usage for answer in answers]
+    """Answers to several prompts as one: choice i of prompt k has the index k * n + i."""
+    first = answers[0]
     if len(answers) == 1:
         return first
     return replace(
@@ -130,16 +128,25 @@ def merged(answers: Sequence[Answer]) -> Answer:
             for number, answer in enumerate(answers)
             for choice in answer.choices
         ),
-        usage=Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in usages),
-            preemptions=sum(usage.preemptions for usage in usages),
-            evicted_tokens=max(usage.evicted_tokens for usage in usages),
-            kv_peak_bytes=max(usage.kv_peak_bytes for usage in usages),
-            first_token_s=max(usage.first_token_s for usage in usages),
-            total_s=max(usage.total_s for usage in usages),
-        ),
+        usage=summed([answer.usage for answer in answers]),
+    )
+
+
+def summed(usages: Sequence[Usage]) -> Usage:
+    """What several prompts took together.
+
+    Tokens, evicted ones too, preemptions and peaks of KV are summed over the prompts: each has KV
+    of its own. Times are the longest of any.
+    """
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        preemptions=sum(usage.preemptions for usage in usages),
+        evicted_tokens=sum(usage.evicted_tokens for usage in usages),
+        kv_peak_bytes=sum(usage.kv_peak_bytes for usage in usages),
+        first_token_s=max(usage.first_token_s for usage in usages),
+        total_s=max(usage.total_s for usage in usages),
     )
 
 

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.engine.outputs import Usage
+from quire.engine.outputs import Usage, summed
 from quire.serve.writers import Choice
 
 
@@ -67,21 +67,16 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     """What a response took.
 
     `kv_peak_bytes` and `evicted_tokens` are Quire's own: the sums over the prompts, of each the
-    peak with all its answers and the tokens whose KV was given up.
+    peak with all its answers and the most tokens that one of them evicted.
 
     Args:
         usages: one for each prompt, with all its answers.
     """
-    listed = list(usages)
-    body = token_counts(
-        sum(usage.prompt_tokens for usage in listed),
-        sum(usage.completion_tokens for usage in listed),
-    )
-    cached_tokens = sum(usage.cached_tokens for usage in listed)
-    return body | {
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "kv_peak_bytes": sum(usage.kv_peak_bytes for usage in listed),
-        "evicted_tokens": sum(usage.evicted_tokens for usage in listed),
+    usage = summed(list(usages))
+    return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "kv_peak_bytes": usage.kv_peak_bytes,
+        "evicted_tokens": usage.evicted_tokens,
     }
 
 

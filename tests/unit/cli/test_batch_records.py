@@ -1,7 +1,7 @@
 """What is written for an answer, in both shapes."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from openai.types import Completion
@@ -9,7 +9,8 @@ from openai.types.chat import ChatCompletion
 
 from quire.cli.batch_io import BatchLine, LineHead
 from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
-from quire.engine.outputs import Answer, Choice, Usage
+from quire.engine.outputs import Answer, Choice, Usage, merged
+from quire.serve.responses import usage_body
 
 USAGE = Usage(
     prompt_tokens=3,
@@ -121,3 +122,26 @@ def test_the_tally_counts_answers_and_errors():
     assert (tally.answered, tally.errors) == (2, 1)
     assert (tally.prompt_tokens, tally.completion_tokens, tally.preemptions) == (3, 2, 4)
     assert tally.finish_reasons == {"stop": 1, "error": 1}
+
+
+def test_answers_to_several_prompts_take_what_the_server_says_they_take():
+    """Of several answers to a prompt the most evicted tokens count, of several prompts the sum."""
+    usages = [
+        replace(USAGE, evicted_tokens=evicted, kv_peak_bytes=peak, total_s=total_s)
+        for evicted, peak, total_s in ((10, 64, 1.0), (30, 128, 3.0), (0, 32, 2.0))
+    ]
+    together = merged([answer(usage=usage) for usage in usages]).usage
+
+    assert together == Usage(
+        prompt_tokens=9,
+        completion_tokens=6,
+        cached_tokens=3,
+        preemptions=12,
+        evicted_tokens=40,
+        kv_peak_bytes=224,
+        first_token_s=0.5,
+        total_s=3.0,
+    )
+    body = usage_body(usages)
+    for name in ("prompt_tokens", "completion_tokens", "evicted_tokens", "kv_peak_bytes"):
+        assert body[name] == getattr(together, name)

@@ -286,6 +286,15 @@ def test_rows_of_memory_are_those_of_batch_and_queue():
     assert rows["pd:ahead=5"] == 5
 
 
+@pytest.mark.parametrize("options", ["hold=host", "hold=device", "queue=3,hold=host,lead=2"])
+def test_both_queues_of_prefilled_queries_hold_them_alike(options):
+    first, best = (parse_batcher(f"{name}:{options}") for name in ("baton_pd", "baton_pd_best_fit"))
+
+    assert first.holds_on_host == best.holds_on_host == ("host" in options)
+    assert first.queue_options(4) == best.queue_options(4)
+    assert "holds_on_host" not in vars(type(best))  # one place
+
+
 @pytest.mark.parametrize("batcher", EVERY)
 def test_a_query_that_can_never_fit_is_refused_under_every_batcher(batcher):
     load = load_of(batcher, pages=8)
