@@ -19,7 +19,7 @@ def load_maker(name: str) -> ModuleType:
 
 
 def run_object(bench: str, part: str, claims: dict[str, float]) -> dict[str, Any]:
-    """What `quire bench BENCH` ends with where one part of it ran."""
+    """What `python -m benchmarks BENCH` ends with where one part of it ran."""
     table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
     made = PartResult(claims=claims, tables=(table,), raw={"a": [1]})
     return {

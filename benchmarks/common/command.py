@@ -51,7 +51,7 @@ def finish(
     """Wrap the results, and write them where that was asked for.
 
     Args:
-        bench: name of the command behind `quire bench`.
+        bench: name of the command behind `python -m benchmarks`.
         results: parts by name.
         claims: of all parts.
         config: every option as resolved.

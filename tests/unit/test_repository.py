@@ -125,3 +125,16 @@ def test_license_and_notice_name_what_is_shipped() -> None:
     for path in shipped:
         covered = path.suffix == ".md" or f"src/quire/assets/{path.name}" in notice
         assert covered, path.name
+
+
+def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
+    """Others are `python -m benchmarks NAME`; the log keeps commands as they were run."""
+    pages = [p for p in shipped_texts() if p != ROOT / "docs/log.md"]
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "NOTICE")]
+    sources = [*(ROOT / "benchmarks").rglob("*.py"), *pages, *top]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+
+    assert set(re.findall(r"quire bench ([a-z][a-z-]*)", text)) <= {"throughput", "latency"}
+    named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
+    found = {p.name.replace("_", "-") for p in (ROOT / "benchmarks").iterdir() if p.is_dir()}
+    assert named <= found, named - found
