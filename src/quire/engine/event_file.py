@@ -1,9 +1,12 @@
 """KV events as a file: one JSON object a line, written whole, at the moment the event happens."""
 
+import errno
 import json
 import logging
 import os
+import select
 import stat
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +18,18 @@ from quire.errors import ConfigError
 MOST_HELD_BYTES = 16 << 20
 """Lines held in memory at most while the disk is full."""
 
+CLOSE_WAIT_S = 5.0
+"""Seconds that the reader of a pipe has at the end for what is held."""
+
 logger = logging.getLogger(__name__)
+
+
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
+_REASONS = {
+    errno.ENXIO: "no process has opened it for reading",
+    errno.EPIPE: "its reader has closed it",
+    errno.EAGAIN: "its reader does not keep up",
+}
 
 
 class EventFile:
@@ -25,14 +39,18 @@ class EventFile:
     While the disk is full, lines are held in memory and written with the next event that finds
     room; the log says so once. Use as a context manager, or call `close`.
 
+    A pipe (FIFO) or terminal is a stream: nothing can be cut off it. A line of which it took the
+    first bytes is continued there before the next one begins. The engine never waits for its
+    reader: lines are held as for a full disk. `close` waits `CLOSE_WAIT_S` for it.
+
     Args:
-        path: appended to, made where it is not there.
+        path: appended to, made where it is not there. A pipe needs a reader that has opened it.
 
     Attributes:
         num_lost: events that found no room in the file nor in memory.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or is no regular file, pipe or terminal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,9 +61,14 @@ class EventFile:
         self._has_warned = False
         self._descriptor = -1
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._descriptor = os.open(path, _FLAGS, 0o644)
         except OSError as error:
             raise self._refusal(error) from error
+        mode = os.fstat(self._descriptor).st_mode
+        self._is_stream = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+        if not (self._is_stream or stat.S_ISREG(mode)):
+            os.close(self._descriptor)
+            raise ConfigError(self._lacking("it is no regular file, pipe or terminal"))
 
     def __call__(self, event: KVEvent) -> None:
         """Append one event, behind those that are held.
@@ -77,7 +100,7 @@ class EventFile:
         if self._descriptor < 0:
             return
         try:
-            self._write_held()
+            self._write_all_held()
         except OSError as error:
             self.num_lost += len(self._held)
             raise self._refusal(error) from error
@@ -88,6 +111,18 @@ class EventFile:
         if self.num_lost:
             raise ConfigError(self._lacking("the disk was full"))
 
+    def _write_all_held(self) -> None:
+        """Write what is held; wait for the reader of a pipe, but not for ever."""
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        while True:
+            try:
+                return self._write_held()
+            except BlockingIOError:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                select.select([], [self._descriptor], [], left_s)
+
     def _write_held(self) -> None:
         while self._held:
             self._write(self._held[0])
@@ -96,21 +131,25 @@ class EventFile:
     def _write(self, line: bytes) -> None:
         left = line
         try:
-            while left:  # the rest of a write that a full disk or a signal cut short
+            while left:  # the rest of a write that a full disk, a pipe or a signal cut short
                 left = left[os.write(self._descriptor, left) :]
         except OSError:
-            self._cut(len(line) - len(left))
+            self._begun(line, left)
             raise
 
-    def _cut(self, num_bytes: int) -> None:
-        """Take the first part of a line that found no room for the rest off the file again."""
-        found = os.fstat(self._descriptor)
-        if num_bytes and stat.S_ISREG(found.st_mode):
+    def _begun(self, line: bytes, left: bytes) -> None:
+        """Cut the first part of a line off the file again; a stream gets the rest of it next."""
+        if self._is_stream:
+            self._held[0] = left
+            self._held_bytes -= len(line) - len(left)
+        elif len(left) < len(line):
+            size = os.fstat(self._descriptor).st_size
             with suppress(OSError):
-                os.ftruncate(self._descriptor, found.st_size - num_bytes)
+                os.ftruncate(self._descriptor, size - len(line) + len(left))
 
     def _refusal(self, error: OSError) -> ConfigError:
-        return ConfigError(self._lacking(error.strerror or str(error)))
+        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        return ConfigError(self._lacking(reason))
 
     def _lacking(self, reason: str) -> str:
         lacking = f"; the file lacks {self.num_lost:,} events" if self.num_lost else ""

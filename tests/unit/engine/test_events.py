@@ -1,8 +1,14 @@
 """Events of KV: numbered, remembered within bounds, passed on, and written one line each."""
 
 import errno
+import fcntl
 import json
 import os
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -232,3 +238,108 @@ def test_an_error_of_the_command_is_not_hidden_by_a_full_disk(tmp_path, monkeypa
     file.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
 
     assert "the file lacks 1 events" in caplog.text
+
+
+class Pipe:
+    """A FIFO of 4,096 bytes, and its reader."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self.path, self.read = path, b""
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, 4096)
+
+    def take(self, num_bytes=1 << 20):
+        with suppress(BlockingIOError):
+            self.read += os.read(self.descriptor, num_bytes)
+
+    def close(self):
+        os.close(self.descriptor)
+
+    @property
+    def numbers(self):
+        return [json.loads(line)["number"] for line in self.read.splitlines()]
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return Pipe(tmp_path / "events")
+
+
+def long_chunk(number):
+    return KVEvent("chunk", 0.0, "a" * 3000, "red", {}, number)
+
+
+def test_a_line_that_a_pipe_took_in_part_goes_on_where_it_ended(pipe, caplog):
+    """Nothing can be cut off a pipe; each write waits for nobody."""
+    file = EventFile(pipe.path)
+    for number in range(1, 6):
+        file(long_chunk(number))
+    for _ in range(8):
+        pipe.take(1000)  # from the middle of a line to the middle of another
+        file(chunk(100))
+    pipe.take()
+    while file._held:
+        file(chunk(100))
+        pipe.take()
+    file.close()
+    pipe.take()
+
+    assert pipe.numbers == [1, 2, 3, 4, 5] + [100] * (len(pipe.numbers) - 5)
+    assert file.num_lost == file._held_bytes == 0
+    assert len(caplog.records) == 1
+    assert "its reader does not keep up" in caplog.text
+
+
+def test_a_pipe_is_waited_for_at_the_end(pipe):
+    file = EventFile(pipe.path)
+    for number in range(1, 6):
+        file(long_chunk(number))
+    reader = threading.Thread(target=lambda: [(time.sleep(0.01), pipe.take()) for _ in range(20)])
+    reader.start()
+    file.close()
+    reader.join()
+    pipe.take()
+
+    assert pipe.numbers == [1, 2, 3, 4, 5]
+
+
+def test_a_pipe_whose_reader_stands_still_ends_in_one_error(pipe, monkeypatch):
+    monkeypatch.setattr(event_file, "CLOSE_WAIT_S", 0.05)
+    file = EventFile(pipe.path)
+    for number in range(1, 4):
+        file(long_chunk(number))
+
+    with pytest.raises(ConfigError, match=r"does not keep up; the file lacks 2 events"):
+        file.close()
+
+
+def test_a_pipe_that_its_reader_leaves_ends_in_one_error(pipe):
+    file = EventFile(pipe.path)
+    file(chunk(1))
+    pipe.close()
+    file(chunk(2))
+
+    with pytest.raises(ConfigError, match="its reader has closed it; the file lacks 1 events"):
+        file.close()
+
+
+def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "events")
+
+    with pytest.raises(ConfigError, match="no process has opened it for reading; choose another"):
+        EventFile(tmp_path / "events")
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFBLK, stat.S_IFSOCK])
+def test_what_is_no_file_pipe_or_terminal_is_refused(tmp_path, monkeypatch, kind):
+    found = os.stat_result((kind | 0o600, *[0] * 9))
+    monkeypatch.setattr(os, "fstat", lambda _: found)
+
+    with pytest.raises(ConfigError, match="it is no regular file, pipe or terminal"):
+        EventFile(tmp_path / "events")
+
+
+def test_events_may_go_to_a_device():
+    with EventFile(Path(os.devnull)) as file:
+        file(chunk(1))
