@@ -6,6 +6,7 @@ chunks, companions, cached prefixes, codes, preemptions, cancels, copies that da
 
 import random
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from engines import greedy, load
 from exact_products import use_exact_products
 from quire.engine.core import Engine
+from quire.engine.front_splits import FrontSplits
 from quire.engine.llm import LLM
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule_config import ScheduleConfig
@@ -569,17 +571,41 @@ def test_what_auto_leaves_out_is_said_once(caplog):
     assert "not written one by one" in said[0]
 
 
+def as_on_a_fast_link(timed):
+    """The operations of a step with the times of a machine with a fast link and slow products.
+
+    Each lane does its operations one after the other, so neither this machine's load nor the
+    threads that copy change anything.
+    """
+    seconds = {"in": lambda item: item.num_bytes / 1e9, "device": lambda item: item.tokens * 1e-6}
+    free_s, retimed = dict.fromkeys(seconds, 0.0), []
+    for item in sorted(timed, key=lambda item: item.start_s):
+        lane = "in" if item.num_bytes else "device"
+        start_s = free_s[lane]
+        free_s[lane] += seconds[lane](item)
+        retimed.append(replace(item, start_s=start_s, end_s=free_s[lane]))
+    return retimed
+
+
 def test_rates_decide_and_are_followed(monkeypatch):
     """Said to be slow the link is seen to be fast, so that less and less is made again."""
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
     monkeypatch.setattr("quire.engine.front_choice.measure_front_speeds", lambda *_, **__: speeds)
+    parts, learn = [], FrontSplits.learn
+
+    def learn_of_a_fast_link(splits, timed):
+        parts.append(splits.made_tokens / splits.tokens)
+        learn(splits, as_on_a_fast_link(timed))
+
+    monkeypatch.setattr(FrontSplits, "learn", learn_of_a_fast_link)
     engine, logits, _ = run("llama_mha", 0.8)
 
     fronts = engine.pool.fronts
     assert "activations are 0.5x the KV of this model: part" in fronts.why
     assert engine.stats().made_again_tokens
-    assert fronts.splits.profiler.speeds.inward.bytes_per_s > slow.bytes_per_s
+    assert fronts.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
+    assert parts[0] > 0.5 > parts[-1]
     assert fronts.hosting.remaking.store.book.peak_blocks
     assert largest_difference(logits, whole("llama_mha")) <= 1e-4
 
