@@ -30,14 +30,14 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"prompt": [True]}, "prompt", "a text, a list of texts"),
         ({"prompt": [[1], []]}, "prompt", "a text, a list of texts"),
         ({"prompt": [["x"] * 5]}, "prompt", "a text, a list of texts"),
-        ({"prompt": ""}, None, "at least one token"),
-        ({"prompt": "\ud800"}, None, "Unicode"),
-        ({"prompt": "\ud800", "add_special_tokens": False}, None, "Unicode"),
-        ({"prompt": [5_000]}, None, "from 0 to 2047"),
-        ({"prompt": [-1], "echo": True}, None, "2047"),
-        ({"prompt": [3] * 5_000}, None, "context"),
-        ({"max_tokens": 1_000}, None, "B of KV, the whole pool has"),
-        ({"max_tokens": 0}, None, "max_tokens=0"),
+        ({"prompt": ""}, "prompt", "at least one token"),
+        ({"prompt": "\ud800"}, "prompt", "Unicode"),
+        ({"prompt": "\ud800", "add_special_tokens": False}, "prompt", "Unicode"),
+        ({"prompt": [5_000]}, "prompt", "from 0 to 2047"),
+        ({"prompt": [-1], "echo": True}, "prompt", "2047"),
+        ({"prompt": [3] * 5_000}, "prompt", "context"),
+        ({"max_tokens": 1_000}, "max_tokens", "B of KV, the whole pool has"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"top_p": 0}, "top_p", "top_p"),
@@ -55,9 +55,30 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"cache_salt": "x" * 129}, "cache_salt", "128 characters"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs `stream`"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "cannot be streamed"),
-        ({"best_of": 2, "n": 3}, None, "less than n=3"),
+        ({"best_of": 2, "n": 3}, "best_of", "less than n=3"),
         ({"suffix": "the end"}, "suffix", "not supported"),
-        ({"length_penalty": 2.0}, None, "belongs to a beam search"),
+        ({"length_penalty": 2.0}, "length_penalty", "belongs to a beam search"),
+        ({"max_completion_tokens": 1_000}, "max_completion_tokens", "lower max_completion_tokens"),
+        ({"max_completion_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is more than"),
+        ({"min_tokens": 17}, "min_tokens", "more than max_tokens=16"),
+        ({"prompt": [3] * 600, "max_tokens": 1}, "prompt", "600 prompt tokens"),
+        ({"prompt": [3] * 600, "max_tokens": 0, "echo": True}, "prompt", "600 prompt tokens"),
+        ({"prompt": [3] * 4_096}, "prompt", "fill the model's whole context"),
+        ({"prompt": [3] * 500, "max_tokens": 100}, "max_tokens", "500 prompt tokens"),
+        ({"prompt": [3] * 500}, "prompt", "500 prompt tokens"),
+        ({"evict": "nothing"}, "evict", "unknown eviction policy"),
+        ({"evict": ""}, "evict", "expected a policy"),
+        ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
+        ({"use_beam_search": True, "n": 128}, "n", "128 beams"),
+        ({"use_beam_search": True, "beam_width": 100}, "beam_width", "100 beams"),
+        ({"use_beam_search": True, "beam_width": 2, "n": 3}, "beam_width", "cannot give n=3"),
+        ({"use_beam_search": True, "beam_width": 2, "best_of": 3}, "beam_width", "both say"),
+        ({"use_beam_search": True, "max_tokens": 0, "echo": True}, "max_tokens", "raise it"),
+        ({"use_beam_search": True, "stop": ["a"]}, "stop", "stop texts"),
+        ({"use_beam_search": True, "temperature": 1}, "temperature", "draws nothing"),
+        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "draws nothing"),
+        ({"beam_width": 2}, "beam_width", "belongs to a beam search"),
+        ({"cache_salt": "\n"}, "cache_salt", "printable"),
     ],
 )
 def test_a_wrong_completion_is_refused(post, options, param, message):
@@ -76,6 +97,12 @@ def test_a_wrong_completion_is_refused(post, options, param, message):
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
         ({"messages": MESSAGES * 16_385}, "messages", "at most 16384"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not Unicode"),
+        ({"messages": [{"role": "user", "content": "a"}] * 3_000}, "messages", "prompt tokens"),
+        ({"max_tokens": 1_000}, "max_tokens", "lower max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens=3"),
+        ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -86,6 +113,47 @@ def test_a_wrong_chat_is_refused(post, options, param, message):
 
     assert error["param"] == param
     assert message in error["message"]
+
+
+HUGE = (10**30, -(10**30), 2**63, 10**400)
+INTEGERS = (
+    *("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "priority", "n"),
+    *("best_of", "beam_width", "logprobs", "top_logprobs", "deadline_s"),
+    *("allowed_token_ids", "stop_token_ids", "bad_token_ids", "logit_bias"),
+)
+SHAPES = {
+    "allowed_token_ids": lambda number: [number],
+    "stop_token_ids": lambda number: [number],
+    "bad_token_ids": lambda number: [[number]],
+    "logit_bias": lambda number: {str(number): 1},
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_huge_integers_are_refused_by_name(serve, path, name):
+    """Beside a temperature: `top_k` alone is not read by a greedy request."""
+
+    async def main(client):
+        asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+        shape = SHAPES.get(name, lambda number: number)
+        base = asked | {"temperature": 1, "max_tokens": 1}
+        bodies = [base | {name: shape(number)} for number in HUGE]
+        return [await client.post(path, json=body) for body in bodies]
+
+    for number, response in zip(HUGE, serve(main), strict=True):
+        if name in ("seed", "deadline_s") and response.status_code == 200:
+            assert 0 < number < 10**31  # 2**63 is a seed, and 10**30 s are a time
+            continue
+        error = error_of(response, 400)
+        assert str(error["param"]).startswith(name)
+        assert name in error["message"]
+
+
+def test_the_largest_integers_are_answered(complete):
+    options = {"top_k": 2**31 - 1, "temperature": 1, "seed": 2**64 - 1, "priority": 2**63 - 1}
+
+    assert complete(**options, deadline_s=1e300)["usage"]["completion_tokens"] == 4
 
 
 UNUSABLE = ("1e-320", "1e-40", "NaN", "Infinity", "1e999", "-1e-320")

@@ -25,4 +25,5 @@ def test_a_policy_the_server_was_not_started_for_is_a_bad_request(post):
     response = post("/v1/completions", prompt="Once", evict="tova:cap=99")
 
     assert response.status_code == 400
+    assert response.json()["error"]["param"] == "evict"
     assert "--evict-allow 'tova'" in response.json()["error"]["message"]

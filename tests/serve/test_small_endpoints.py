@@ -67,20 +67,25 @@ def test_a_chat_becomes_tokens_under_its_template(post, llm):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "param"),
     [
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}),
-        ("/detokenize", {"tokens": [2048]}),
-        ("/detokenize", {"tokens": [-1]}),
-        ("/detokenize", {"tokens": "text"}),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
+        ("/tokenize", {"prompt": ""}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ("/detokenize", {"tokens": [2048]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": "text"}, "tokens"),
     ],
 )
-def test_wrong_text_and_tokens_are_refused(post, path, body):
+def test_wrong_text_and_tokens_are_refused(post, path, body, param):
     response = post(path, **body)
 
     assert response.status_code == 400
-    assert response.json()["error"]["type"] == "BadRequestError"
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("BadRequestError", param)
 
 
 def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypatch):
@@ -95,16 +100,20 @@ def test_a_model_without_a_tokenizer_is_served_by_token_ids(serve, llm, monkeypa
             await client.post("/v1/completions", json=by_ids),
             await client.post("/v1/completions", json={"prompt": "text"}),
             await client.post("/tokenize", json={"prompt": "text"}),
+            await client.post("/tokenize", json={"messages": [{"role": "user"}]}),
+            await client.post("/detokenize", json={"tokens": [5]}),
         ]
 
-    by_ids, by_text, tokenized = serve(main)
+    by_ids, *refusals = serve(main)
 
     choice = by_ids.json()["choices"][0]
     assert choice["text"] == ""
     assert [token.split(":")[0] for token in choice["logprobs"]["tokens"]] == ["token_id"] * 2
-    for refused in (by_text, tokenized):
+    for refused in refusals:
         assert refused.status_code == 400
         assert "has no tokenizer" in refused.json()["error"]["message"]
+    params = [refused.json()["error"]["param"] for refused in refusals]
+    assert params == ["prompt", "prompt", "messages", "tokens"]
 
 
 def test_a_server_that_drains_is_healthy_and_not_ready(serve):

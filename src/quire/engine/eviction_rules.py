@@ -113,7 +113,7 @@ class EvictionRules:
         try:
             rule = make_eviction(text)
         except ConfigError as error:
-            raise RequestError(f"evict: {error}") from error
+            raise RequestError(f"evict: {error}", param="evict") from error
         if text != self.default.text:
             self._require_lanes(text)
             self._require_storing(rule)
@@ -130,7 +130,7 @@ class EvictionRules:
         try:
             return rule.for_request(prompt_tokens, self.lanes_of(rule))
         except ConfigError as error:
-            raise RequestError(f"evict: {error}") from error
+            raise RequestError(f"evict: {error}", param="evict") from error
 
     @property
     def query_group(self) -> int:
@@ -202,35 +202,39 @@ class EvictionRules:
         try:
             refuse_excluded(self._codec, self._storing_of(rule))
         except UnsoundCombination as error:
-            raise RequestError(f"evict: {error}") from error
+            raise RequestError(f"evict: {error}", param="evict") from error
 
     def _require_lanes(self, text: str) -> None:
         if self._reserved:
             raise RequestError(
                 f"evict: lanes of this store are reserved as long as {self.default.text!r} lets "
-                f"them get, and {text!r} may need longer ones; start it with --kv-store paged"
+                f"them get, and {text!r} may need longer ones; start it with --kv-store paged",
+                param="evict",
             )
 
     def _require_served(self, text: str, rule: EvictionRule) -> None:
         wanted = served_by_rule(text, rule)
         if wanted.renumbers != self.renumbers:
-            raise RequestError(f"evict: {of_other_pages(wanted)}")
+            raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
         names = sorted({one.name for one in self.served})
         if self._allow == NONE:
             raise RequestError(
-                f"evict: requests of this engine may name no rule (evict_allow=none), got {text!r}"
+                f"evict: requests of this engine may name no rule (evict_allow=none), got {text!r}",
+                param="evict",
             )
         if wanted.name not in names:
             raise RequestError(
                 f"evict: this engine serves {', '.join((FULL, *names))}, got {text!r}; start it "
-                f"with --evict-allow {wanted.name!r}"
+                f"with --evict-allow {wanted.name!r}",
+                param="evict",
             )
         missing = sorted(one.name for one in wanted.statistics - set(self.statistics))
         if missing or (wanted.heads_apart and not self.heads_apart):
             what = f"what it remembers ({', '.join(missing)})" if missing else "one-head pages"
             raise RequestError(
                 f"evict: {text!r} needs {what}, for which this engine was not started; start it "
-                f"with --evict-allow {without_numbers(text)!r}"
+                f"with --evict-allow {without_numbers(text)!r}",
+                param="evict",
             )
 
 

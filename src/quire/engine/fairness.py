@@ -50,7 +50,9 @@ class Fairness:
             NeverFits: its tenant may never hold as much.
         """
         checked_tenant(self.book, request.tenant)
-        self.book.refuse_if_never(request.tenant, peak_bytes)
+        is_mostly_prompt = len(request.prompt_token_ids) > request.params.max_tokens
+        param = "prompt" if is_mostly_prompt else "max_tokens"
+        self.book.refuse_if_never(request.tenant, peak_bytes, param=param)
         self._here.add(request.tenant)
         self.meter.submitted(request.tenant)
 

@@ -32,13 +32,15 @@ def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> 
     if not memory.placement.shares:
         raise RequestError(
             "beams share pages, and in this store a page has one holder: use --kv-store paged or "
-            "leave out use_beam_search"
+            "leave out use_beam_search",
+            param="use_beam_search",
         )
     for name in ("max_running", "step_tokens"):
         if num_rows(request) > getattr(config, name):
             raise RequestError(
                 f"{num_rows(request)} beams are more than {name}={getattr(config, name)}: ask for "
-                f"fewer or raise --{name.replace('_', '-')}"
+                f"fewer or raise --{name.replace('_', '-')}",
+                param="beam_width",
             )
 
 

@@ -137,7 +137,7 @@ class Intake:
             if self._schedule.batch_invariant:
                 refuse_pressure(rule)
         except ConfigError as error:
-            raise RequestError(f"evict: {error}") from error
+            raise RequestError(f"evict: {error}", param="evict") from error
         request.evict = rule.text
         # such a request remembers nothing
         if eviction.keeps_all(len(request.prompt_token_ids), final_tokens):

@@ -16,6 +16,9 @@ MAX_LOGIT_BIAS = 100.0
 MAX_CHOICES = 128
 """Sequences for one prompt, as in OpenAI's API."""
 
+LARGEST_COUNT = 2**31 - 1
+"""Counts and token ids are not larger: sums and products of them fit int64."""
+
 LEAST_NORMAL = 2.0**-126
 """The smallest normal float32. A smaller number is 0 for a sampler that computes in float32."""
 
@@ -30,14 +33,14 @@ def _refuse(name: str, expected: str, value: object) -> RequestError:
     return RequestError(f"{name} must be {expected}, got {value!r}", param=name)
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str, object], int]:
-    span = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+def _integer(low: int, high: int = LARGEST_COUNT) -> Callable[[str, object], int]:
+    span = f"an integer in [{low}, {high}]"
 
     def check(name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise _refuse(name, span, value)
         number = int(value)
-        if number < low or (high is not None and number > high):
+        if not low <= number <= high:
             raise _refuse(name, span, value)
         return number
 

@@ -111,12 +111,14 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
-                "raise max_tokens or lower min_tokens"
+                "raise max_tokens or lower min_tokens",
+                param="min_tokens",
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError(
                 "max_tokens=0 generates nothing: raise it, or set prompt_logprobs to score "
-                "the prompt"
+                "the prompt",
+                param="max_tokens",
             )
         check_branches(self)
 

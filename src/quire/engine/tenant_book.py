@@ -91,8 +91,13 @@ class TenantBook:
             raise RequestError(f"unknown tenant {tenant!r}: expected one of {known}")
         return self._specs[tenant]
 
-    def refuse_if_never(self, tenant: str, peak_bytes: int) -> None:
+    def refuse_if_never(self, tenant: str, peak_bytes: int, *, param: str = "max_tokens") -> None:
         """Refuse a request that could not run even if its tenant held nothing else.
+
+        Args:
+            tenant: of the request.
+            peak_bytes: that it may come to hold.
+            param: the option to lower first.
 
         Raises:
             RequestError: an unknown tenant.
@@ -103,7 +108,8 @@ class TenantBook:
             raise NeverFits(
                 f"the request needs {peak_bytes:,} B of KV, tenant {tenant!r} may hold "
                 f"{limit:,} B (guaranteed and burst); shorten the prompt, lower max_tokens or "
-                "raise its burst="
+                "raise its burst=",
+                param=param,
             )
 
     # ---- what they hold ------------------------------------------------------------------------

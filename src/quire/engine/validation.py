@@ -22,13 +22,16 @@ def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int
     try:
         prompt = [operator.index(i) for i in prompt_token_ids]
     except TypeError as error:
-        raise RequestError(f"a prompt is a list of whole token ids: {error}") from None
+        raise RequestError(
+            f"a prompt is a list of whole token ids: {error}", param="prompt"
+        ) from None
     if not prompt:
-        raise RequestError("the prompt is empty: give at least one token")
+        raise RequestError("the prompt is empty: give at least one token", param="prompt")
     wrong = [i for i in prompt if not 0 <= i < spec.vocab_size]
     if wrong:
         raise RequestError(
-            f"token ids must be whole numbers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}"
+            f"token ids must be whole numbers from 0 to {spec.vocab_size - 1}, got {wrong[:5]}",
+            param="prompt",
         )
     return prompt
 
@@ -42,7 +45,8 @@ def check_context(prompt_tokens: int, context_tokens: int) -> None:
     if prompt_tokens > context_tokens:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, the model's context {context_tokens}; shorten "
-            "the prompt"
+            "the prompt",
+            param="prompt",
         )
 
 
@@ -105,7 +109,8 @@ def checked_params(
     if resolved.max_tokens and not room:
         raise RequestError(
             f"the prompt's {prompt_tokens} tokens fill the model's whole context: there is no room "
-            "for an answer; shorten the prompt"
+            "for an answer; shorten the prompt",
+            param="prompt",
         )
     if resolved.max_tokens <= room:
         return resolved

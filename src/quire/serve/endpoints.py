@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 
 from quire.engine.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
+from quire.serve.field_names import naming_fields_of
 from quire.serve.fields import listed, refusal
 from quire.serve.json_route import JsonRoute
 from quire.serve.key_guard import tenant_of
@@ -62,6 +63,10 @@ class Endpoints:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
+        with naming_fields_of(body):
+            return await self._completions(body, request)
+
+    async def _completions(self, body: CompletionBody, request: Request) -> Response:
         self._check(body, request)
         service, num_choices = self._service, body.n or 1
         params = completion_params(body, service.llm.model.generation.temperature)
@@ -88,6 +93,10 @@ class Endpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
+        with naming_fields_of(body):
+            return await self._chat(body, request)
+
+    async def _chat(self, body: ChatBody, request: Request) -> Response:
         self._check(body, request)
         service = self._service
         prompt = await service.texts.chat(
@@ -152,6 +161,10 @@ class Endpoints:
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text or a conversation."""
+        with naming_fields_of(body):
+            return await self._tokenize(body, request)
+
+    async def _tokenize(self, body: TokenizeBody, request: Request) -> Response:
         self._check(body, request)
         service = self._service
         turn = service.turn(tenant_of(request))
@@ -183,6 +196,10 @@ class Endpoints:
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids."""
+        with naming_fields_of(body):
+            return await self._detokenize(body, request)
+
+    async def _detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         self._check(body, request)
         turn = self._service.turn(tenant_of(request))
         return JSONResponse({"prompt": await self._service.texts.decoded(body.tokens, turn)})

@@ -46,7 +46,8 @@ class UnknownModel(RequestError):
 
     def __init__(self, name: str, served: str) -> None:
         super().__init__(
-            f"The model `{bounded(name, 100)}` does not exist. Served here: `{served}`."
+            f"The model `{bounded(name, 100)}` does not exist. Served here: `{served}`.",
+            param="model",
         )
 
 

@@ -73,19 +73,9 @@ def chat_params(body: ChatBody, temperature: float | None, room_tokens: int) -> 
 
 
 def _max_tokens(body: GenerationBody) -> int | None:
-    """OpenAI's newer name goes first where both are given.
-
-    Raises:
-        FieldError: a negative number, by the name that the body gives it.
-    """
+    """OpenAI's newer name goes first where both are given."""
     if body.max_completion_tokens is None:
         return body.max_tokens
-    if body.max_completion_tokens < 0:
-        raise FieldError(
-            "max_completion_tokens",
-            f"max_completion_tokens must be an integer of at least 0, "
-            f"got {body.max_completion_tokens}",
-        )
     return body.max_completion_tokens
 
 

@@ -81,7 +81,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     seed: int | None = None
-    priority: int | None = None
+    priority: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None

@@ -166,7 +166,9 @@ class Texts:
         vocab_size = self._model.spec.vocab_size
         wrong = [token for token in token_ids if not 0 <= token < vocab_size]
         if wrong:
-            raise RequestError(f"token ids lie in [0, {vocab_size - 1}], got {wrong[:5]}")
+            raise RequestError(
+                f"token ids lie in [0, {vocab_size - 1}], got {wrong[:5]}", param="prompt"
+            )
         text = self._tokenizer().decode(token_ids, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
@@ -190,7 +192,9 @@ class Texts:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self._model.tokenizer is None:
             raise RequestError(
-                f"{self._model.name} has no tokenizer: give prompts as token ids to /v1/completions"
+                f"{self._model.name} has no tokenizer: give prompts as token ids to "
+                "/v1/completions",
+                param="prompt",
             )
         return self._model.tokenizer
 
@@ -198,7 +202,9 @@ class Texts:
         try:
             return await self._pool.run(turn.tenant, work)
         except UnicodeEncodeError as error:
-            raise RequestError(f"the text is no valid Unicode: {error.reason}") from None
+            raise RequestError(
+                f"the text is no valid Unicode: {error.reason}", param="prompt"
+            ) from None
 
 
 def _plain(message: Message) -> dict[str, object]:

@@ -19,10 +19,20 @@ def refuse_if_never(peaks: Peaks, request: Request) -> None:
     if longest is not None and request.final_tokens > longest:
         raise NeverFits(
             f"{request.final_tokens} tokens: more than the {longest} the store reserves "
-            "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged"
+            "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged",
+            param="prompt" if len(request.prompt_token_ids) > longest else "max_tokens",
         )
     if not peaks.fit_whole(request):
-        raise NeverFits(_why_never(peaks, request))
+        raise NeverFits(_why_never(peaks, request), param=_field_at_fault(peaks, request))
+
+
+def _field_at_fault(peaks: Peaks, request: Request) -> str:
+    """The option to lower first: with all others as they are, it alone decides."""
+    if not peaks.fits_alone(need_of(request, len(request.prompt_token_ids))):
+        return "prompt"
+    if num_rows(request) > 1 and peaks.fits_alone(need_of(request, request.final_tokens)):
+        return "beam_width"
+    return "max_tokens"
 
 
 def _why_never(peaks: Peaks, request: Request) -> str:
