@@ -1,0 +1,189 @@
+"""What commands end with under `--json`, and the records that they write."""
+
+import json
+from pathlib import Path
+
+from golden.cases import case
+from golden.workshop import ENGINE_OPTIONS, Workshop
+from quire.plan.ceilings import Ceilings, write_ceilings
+from quire.plan.machine import this_machine
+from quire.plan.rates import PrefillRates
+from quire.plan.step_rates import DecodeRates, StepRates
+from quire.plan.stored_rates import model_key, steps_key
+
+SMALL = (*ENGINE_OPTIONS, "--kv-memory=2MiB")
+PROMPT = "<|doc|>Once upon a time"
+CHAT = [{"role": "user", "content": "Hello"}]
+
+BATCH_LINES: dict[str, object] = {
+    "plain": {"id": "a", "prompt": PROMPT, "max_tokens": 3},
+    "plain_several": {"prompt": PROMPT, "max_tokens": 2, "n": 2, "temperature": 1.0, "seed": 3},
+    "plain_chat": {"id": 7, "messages": CHAT, "max_tokens": 2},
+    "plain_evicting": {
+        "prompt": PROMPT * 8,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "evict": "recent:cap=16,every=8",
+        "record_evictions": True,
+    },
+    "completion": {
+        "custom_id": "b",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": PROMPT, "max_tokens": 3},
+    },
+    "chat": {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": CHAT, "max_tokens": 3},
+    },
+    "plain_error": {"prompt": PROMPT, "max_tokenss": 3},
+    "plain_never_fits": {"prompt": [5] * 4000},
+    "completion_error": {
+        "custom_id": "d",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": PROMPT, "max_tokens": -1},
+    },
+    "not_json": None,
+}
+"""Lines of a batch by what their record is called in the golden file."""
+
+
+def batch_input(path: Path, names: tuple[str, ...] = tuple(BATCH_LINES)) -> Path:
+    """A file with these lines."""
+    lines = [BATCH_LINES[name] for name in names]
+    texts = ["{prompt" if line is None else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@case()
+def generate(workshop: Workshop) -> object:
+    options = ("--max-tokens=4", "--temperature=0", *SMALL)
+    several = ("--n=2", "--use-beam-search", "--beam-width=2", "--max-tokens=2", *SMALL)
+    one = workshop.run("generate", "-p", PROMPT, *options)
+    beams = workshop.run("generate", "-p", PROMPT, *several)
+    return one | {"beams": {"choices": beams["choices"]}}
+
+
+@case(loose=("state.seed",))
+def batch(workshop: Workshop) -> object:
+    source = batch_input(workshop.folder / "in.jsonl")
+    allow = ("--evict-allow=all", "--temperature=0")
+    last = workshop.run("batch", source, "out.jsonl", *allow, *SMALL, exit_code=1)
+    text = (workshop.folder / "out.jsonl").read_text(encoding="utf-8")
+    records = {record["line"]: record for record in map(json.loads, text.splitlines())}
+    named = {name: records[number] for number, name in enumerate(BATCH_LINES, start=1)}
+    state = json.loads((workshop.folder / "out.jsonl.state").read_text(encoding="utf-8"))
+    return {"last_line": last, "records": named, "state": state}
+
+
+@case()
+def plan(workshop: Workshop) -> object:
+    sizes = ("--memory=2GiB", "--weights-memory=8MiB", "--kv-memory=64MiB")
+    return workshop.run("plan", *sizes, "--workload=1024,256,16", "--disk-kv-memory=1GiB")
+
+
+@case()
+def plan_maximize_batch(workshop: Workshop) -> object:
+    _store_rates(workshop)
+    asked = ("--maximize-batch=256,64", "--cap=64", "--every=8", "--memory=1GiB")
+    return workshop.run("plan", *asked, "--kv-memory=16MiB")
+
+
+def _store_rates(workshop: Workshop) -> None:
+    """Rates of this machine's steps, where the command looks for them."""
+    key = model_key(workshop.model.spec, dtype="bfloat16", device="cpu")
+    decode = DecodeRates(batch_s=((1, 0.01), (8, 0.02)), slot_s=1e-7, evict_row_s=1e-4)
+    rates = StepRates(
+        whole=PrefillRates(token_s=1e-4), blocks=PrefillRates(token_s=2e-4), decode=decode
+    )
+    ceilings = Ceilings(
+        machine=this_machine(1),
+        read_bytes_per_s=1e10,
+        copy_bytes_per_s=1e10,
+        one_thread_read_bytes_per_s=1e10,
+        one_thread_copy_bytes_per_s=1e10,
+        products=(),
+        attention_bytes_per_s={},
+        steps={steps_key(key, rule): rates for rule in ("full", "recent", "average")},
+    )
+    write_ceilings(ceilings, workshop.folder / "cache" / "quire" / "ceilings.json")
+
+
+@case()
+def simulate(workshop: Workshop) -> object:
+    trace = workshop.folder / "trace.jsonl"
+    line = '{{"timestamp": {}, "input_length": 600, "output_length": 30, "hash_ids": [1, {}]}}\n'
+    trace.write_text("".join(line.format(2 * i, i // 2 + 2) for i in range(8)), encoding="utf-8")
+    sizes = ("--kv-memory=4MiB", "--host-kv-memory=8MiB", "--preempt=swap", "--tenants=a; b")
+    tenants = "--trace-tenants=round_robin:a,b"
+    return workshop.run("simulate", "--model=quire-tiny", "--trace", trace, *sizes, tenants)
+
+
+@case(maps=("arms.ceilings.attention_bytes_per_s", "arms.ceilings.copies"))
+def profile(workshop: Workshop) -> object:
+    found = workshop.run("profile", "--quick", "--threads=1", f"--output={workshop.folder}/c.json")
+    of_machine = ("attention_native", "attention_flex", "swap_out_", "swap_in_")
+    claims = {k: v for k, v in found["claims"].items() if not k.startswith(of_machine)}
+    return found | {"claims": claims}
+
+
+@case()
+def calibrate(workshop: Workshop) -> object:
+    return workshop.run(
+        *("calibrate", "-m", "quire-tiny", "--tokens=64", "--threads=1"),
+        *("--output", workshop.folder_for("calibrated")),
+    )
+
+
+@case(loose=("arms.findings.ok", "claims.healthy"))
+def doctor(workshop: Workshop) -> object:
+    return workshop.run("doctor")
+
+
+@case(loose=("claims.exactness_*",))
+def demo(workshop: Workshop) -> object:
+    return workshop.run("demo", "--requests=2", "--max-tokens=2")
+
+
+@case()
+def bench_throughput(workshop: Workshop) -> object:
+    sizes = ("--num-prompts=2", "--input-len=8", "--output-len=4", "--num-iters=1")
+    return workshop.run("bench", "throughput", *sizes, "--num-iters-warmup=0", *SMALL)
+
+
+@case()
+def bench_latency(workshop: Workshop) -> object:
+    sizes = ("--batch-size=2", "--input-len=8", "--output-len=4", "--num-iters=1")
+    return workshop.run("bench", "latency", *sizes, "--num-iters-warmup=0", *SMALL)
+
+
+@case(exact=("policies.*.options.*", "budgets.*.options.*"))
+def policies(workshop: Workshop) -> object:
+    found = workshop.run("policies")
+    return {name: _by_name(rows) for name, rows in found.items() if name != "name"}
+
+
+@case(exact=("*.options", "*bits", "*bytes"))
+def codecs(workshop: Workshop) -> object:
+    return _by_name(workshop.run("codecs")["codecs"])
+
+
+def _by_name(rows: list[dict[str, object]]) -> dict[object, object]:
+    return {row["name"]: row for row in rows}
+
+
+@case(loose=("arms.rows.correct",))
+def eval_gate(workshop: Workshop) -> object:
+    from quire.cli import evaluate
+    from quire.evals.gate import GateCase
+
+    before = evaluate.QUICK_CASES
+    evaluate.QUICK_CASES = (GateCase(task="lines", tokens=128, n=5),)
+    try:
+        return workshop.run("eval", "gate", "--quick", *ENGINE_OPTIONS, "--kv-memory=16MiB")
+    finally:
+        evaluate.QUICK_CASES = before

@@ -1,0 +1,220 @@
+"""What an engine tells of itself: statistics, ledger, events, block events, eviction traces."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from golden.cases import case
+from golden.workshop import Workshop, finish, greedy
+from quire.engine.block_events import MEDIA, BlockEvents, as_arrays
+from quire.engine.core import Engine
+from quire.engine.events import KINDS, KVEvent
+from quire.engine.sampling_params import SamplingParams
+from quire.kv.config import KVConfig
+from quire.plan.rates import PrefillRates
+from quire.sim.machine import MachineConfig
+from quire.sim.models import model_shape
+from quire.sim.run import SimConfig, make_simulator
+from quire.sim.traces.loading import load_trace
+from quire.sim.traces.options import TraceOptions
+
+PROMPT = [5, 9, 2, 7] * 10
+CROWD = [[3 + i, 11, 4, 8] * 3 for i in range(3)]
+STEPS = 8  # of a crowd until one of it has left
+MOST_TRIES = 200
+SMALL_PAGES = {"page_tokens": 4}
+TENANTS = {"tenants": "red:guaranteed=256KiB; default"}
+
+
+@dataclass
+class Watched:
+    """What an engine told: in the middle of its work, at the end, and as events.
+
+    Attributes:
+        stats, ledger: in the middle.
+        stats_at_end, ledger_at_end: when it was idle.
+        events: all of them.
+    """
+
+    stats: dict[str, object]
+    ledger: dict[str, object]
+    events: list[KVEvent]
+    stats_at_end: dict[str, object] = field(default_factory=dict)
+    ledger_at_end: dict[str, object] = field(default_factory=dict)
+
+
+def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Watched:
+    """A memory that holds three prompts, and about one and a half of their requests at the end."""
+    kv = SMALL_PAGES | {"memory": "448KiB"} | options
+    engine = workshop.engine(schedule={"preempt": preempt} | TENANTS, **kv)
+    events: list[KVEvent] = []
+    engine.events.subscribe(events.append)
+    for number, prompt in enumerate(CROWD):
+        tenant = "red" if number == 1 else "default"
+        engine.submit(prompt, greedy(16), request_id=f"r{number}", tenant=tenant)
+    engine.submit(PROMPT[:23], SamplingParams(n=2, seed=1, max_tokens=2), request_id="two")
+    for _ in range(STEPS):
+        engine.step()
+    found = Watched(engine.stats().as_dict(), engine.ledger(), events)
+    finish(engine)
+    found.stats_at_end, found.ledger_at_end = engine.stats().as_dict(), engine.ledger()
+    return found
+
+
+def swapped(workshop: Workshop) -> Watched:
+    return crowd(workshop, host_memory="4MiB", preempt="swap")
+
+
+def hosted(workshop: Workshop) -> Watched:
+    return crowd(workshop, stream_memory="4MiB", stream_recompute="off")
+
+
+class _SlowPrefill:
+    """Costs by which every stored prefix is worth its load; learns nothing."""
+
+    prefill = PrefillRates(token_s=1e3)
+    coefficients = (0.0, 0.0)
+
+    @property
+    def costs(self) -> "_SlowPrefill":
+        return self
+
+    def read(self, *_: object) -> None:
+        pass
+
+    add = read
+
+
+def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
+    """An engine that keeps prefixes on disk and loads what it finds there, with one request."""
+    kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
+    engine = workshop.engine(**kv)
+    restoring = engine.scheduler.residency.restoring
+    restoring._costs = restoring.tier.rate = _SlowPrefill()
+    engine.submit(PROMPT, greedy(2))
+    return engine
+
+
+def restored(workshop: Workshop) -> Watched:
+    """An engine that loads what another left on disk, and stores more while it works."""
+    folder = workshop.folder_for("restored") / "kv"
+    first = with_disk(workshop, folder)
+    finish(first)
+    first.close()
+    engine = with_disk(workshop, folder, memory="448KiB")
+    events: list[KVEvent] = []
+    engine.events.subscribe(events.append)
+    finish(engine)
+    found = Watched(engine.stats().as_dict(), engine.ledger(), events)
+    for number in range(MOST_TRIES):  # a thread stores what leaves: a later step tells of it
+        if any(event.kind == "stored" for event in events):
+            break
+        engine.submit([number % 100 + 5] * 40, greedy(2))
+        finish(engine)
+    engine.close()
+    return found
+
+
+@case(loose=("tier.stored_*", "tier.restored_tokens", "ended.num_steps"))
+def engine_stats(workshop: Workshop) -> object:
+    found = workshop.once(swapped)
+    return {
+        "running": found.stats,
+        "ended": found.stats_at_end,
+        "with_pages_on_host": {"hosted_bytes": workshop.once(hosted).stats["hosted_bytes"]},
+        "tier": workshop.once(restored).stats["tier"],
+    }
+
+
+@case(loose=("*.peak_bytes",))
+def ledger(workshop: Workshop) -> object:
+    found = workshop.once(swapped)
+    host = workshop.once(hosted).ledger["host"]
+    return {"running": found.ledger, "ended": found.ledger_at_end, "with_pages_on_host": host}
+
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+def by_kind(events: Iterable[KVEvent]) -> dict[str, list[Mapping[str, object]]]:
+    """Events as they are written, those of a kind beside each other."""
+    found: dict[str, list[Mapping[str, object]]] = {}
+    for event in events:
+        found.setdefault(event.kind, []).append(event.as_dict())
+    return found
+
+
+@case(loose=("*_bytes", "*tokens", "*.blocks", "*.length"))
+def events(workshop: Workshop) -> object:
+    found = [event for make in (swapped, hosted, restored) for event in workshop.once(make).events]
+    found += crowd(workshop, preempt="recompute").events
+    for engine in _others(workshop):
+        found += engine.events.newest()
+    kinds = by_kind(found)
+    assert not set(KINDS).difference(kinds), "kinds of events that no engine here brings about"
+    return kinds
+
+
+def _others(workshop: Workshop) -> Iterable[Engine]:
+    """An engine that evicts, and one whose request was cancelled."""
+    evicting = workshop.engine(**SMALL_PAGES, evict="recent:cap=16,every=8", record_evictions=True)
+    evicting.submit(PROMPT, greedy(2))
+    finish(evicting)
+    yield evicting
+    cancelled = workshop.engine(**SMALL_PAGES)
+    request_id = cancelled.submit(PROMPT, greedy(4))
+    cancelled.step()
+    cancelled.cancel(request_id)
+    yield cancelled
+
+
+@case(loose=("*_bytes", "*tokens", "*.blocks", "*.length"))
+def events_of_simulation(workshop: Workshop) -> object:
+    trace = workshop.folder / "simulated.jsonl"
+    line = '{{"timestamp": {}, "input_length": 600, "output_length": 60, "hash_ids": [1, {}]}}\n'
+    trace.write_text("".join(line.format(i, i + 2) for i in range(6)), encoding="utf-8")
+    kv = KVConfig(memory="4MiB", host_memory="2MiB")
+    rates = MachineConfig().rates()
+    config = SimConfig(model=model_shape("quire-tiny"), rates=rates, kv=kv)
+    simulator = make_simulator(load_trace(trace, TraceOptions()), config)
+    found: list[KVEvent] = []
+    simulator.scheduler.residency.events.subscribe(found.append)
+    simulator.run()
+    return by_kind(found)
+
+
+@case(exact=("*.name", "*.block_size"))
+def block_events(workshop: Workshop) -> object:
+    """In Python by their names, on the wire by their places."""
+    batches: list[Mapping[str, object]] = []
+    listener = BlockEvents(batches.append, MEDIA["cpu"], clock=lambda: 1.5)
+    listener.cleared()
+    engine = workshop.engine(**SMALL_PAGES, memory="512KiB")
+    engine.prefix_events.subscribe(listener)
+    for prompt in (PROMPT[:24], *([i, 11, 4, 8] * 10 for i in range(3))):
+        engine.submit(prompt, greedy(4))
+    finish(engine)
+    kinds = {batch["events"][0]["type"]: batch for batch in reversed(batches)}
+    return {
+        name: {"batch": batch, "on_the_wire": _by_place(as_arrays(batch))}
+        for name, batch in kinds.items()
+    }
+
+
+def _by_place(arrays: list[object]) -> dict[str, object]:
+    stamp, [event] = arrays
+    return {"0": stamp, "1[0]": {str(place): value for place, value in enumerate(event)}}
+
+
+@case(loose=("mixed_precision.kept", "mixed_precision.important"))
+def eviction_trace(workshop: Workshop) -> object:
+    plain = {"evict": "streaming:cap=16,every=8"}
+    mixed = {"evict": "h2o:cap=16,every=8", "codec": "int2+residual=8+important=8:int8"}
+    return {"plain": _trace(workshop, **plain), "mixed_precision": _trace(workshop, **mixed)}
+
+
+def _trace(workshop: Workshop, **options: object) -> object:
+    engine = workshop.engine(**options, record_evictions=True)
+    request_id = engine.submit(PROMPT[:24], greedy(4))
+    finish(engine)
+    return [kept.as_dict() for kept in engine.eviction_trace(request_id)]

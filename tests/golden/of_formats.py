@@ -1,0 +1,338 @@
+"""Formats of files that Quire writes for itself and for users: prefixes, constants, rates, runs."""
+
+import json
+import re
+import socket
+import tomllib
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from golden.of_commands import batch_input
+from golden.stored import stored
+from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
+from quire.cli.config_file import read_config_file
+from quire.cli.options import SECTIONS, OptionField
+from quire.kv.measured import read_constants
+from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.wire import Message, What, receive
+from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
+from quire.plan.rates import CopyRate, CopyRates, PrefillRates
+from quire.plan.step_rates import DecodeRates, StepRates
+from quire.serve.tenant_keys import read_tenant_keys
+from quire.spec.kv_format import read_format
+
+MIB = 1 << 20
+_PROBE = re.compile(rb"(?<=probe-)[0-9a-f]{16}")
+STORED_BLOCK_BYTES = 16_384  # of the first block: the rest of it are zeros
+
+
+# ---- the disk tier -----------------------------------------------------------------------------
+
+
+def describe_tier(folder: Path) -> object:
+    """The lines of the index, whether their sums are right, and how the first block begins."""
+    lines = (folder / "index").read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    parts = [line.partition(b" ") for line in lines]
+    return {
+        "files": sorted(path.name for path in folder.iterdir()),
+        "sums_are_crc32": [total == b"%08x" % zlib.crc32(rest) for total, _, rest in parts],
+        "index": {
+            str(n): json.loads(_PROBE.sub(b"", rest)) for n, (_, _, rest) in enumerate(parts)
+        },
+        "block_begins": list((folder / "blocks").read_bytes()[:8]),
+        "secret_bytes": len((folder / "secret").read_bytes())
+        if (folder / "secret").exists()
+        else 0,
+    }
+
+
+def cut_zeros(folder: Path) -> None:
+    """Keep what may be committed: the first block without what is zero."""
+    blocks = folder / "blocks"
+    data = blocks.read_bytes()[:STORED_BLOCK_BYTES].rstrip(b"\0")
+    blocks.write_bytes(data)
+    (folder / "lock").unlink()
+
+
+def _read_tier(workshop: Workshop, folder: Path) -> object:
+    tier = DiskTier(folder, 3 * MIB)
+    found = {key: asdict(entry) for key, entry in tier.stored().items()}
+    into = bytearray(300)
+    tier.read("a", memoryview(into))
+    assert bytes(into) == _ENTRY
+    tier.close()
+    return {"stored": found, "discarded": tier.num_discarded}
+
+
+_ENTRY = bytes(i * 7 % 251 for i in range(300))
+
+
+@stored(describe_tier, _read_tier, exact=("*.files", "*.facts.*"))
+def disk_tier(workshop: Workshop, folder: Path) -> None:
+    """One entry, and one that was dropped."""
+    tier = DiskTier(folder, 3 * MIB)
+    tier.write("a", _ENTRY, {"nature": "n", "keys": ["00ff"]})
+    tier.write("b", _ENTRY)
+    tier.drop("b")
+    tier.close()
+    cut_zeros(folder)
+
+
+_PREFIX = list(range(5, 18))  # three blocks, and a token behind them
+_SMALLEST = {"page_tokens": 4, "codec": "int2", "disk_memory": "8MiB"}
+
+
+def _read_prefixes(workshop: Workshop, folder: Path) -> object:
+    """A new engine finds the blocks; their records begin with their tokens."""
+    engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
+    store = engine.scheduler.residency.restoring.tier.store
+    found = engine.stats().tier
+    assert found.found_blocks, "the nature or the keys of stored prefixes have changed"
+    [(key, entry)] = [item for item in store._tier.stored().items() if "keys" in item[1].facts]
+    into = bytearray(entry.num_bytes)
+    store._tier.read(key, memoryview(into))
+    records = [
+        into[start : start + store.record_bytes]
+        for start in range(0, len(into), store.record_bytes)
+    ]
+    tokens = [list(memoryview(record)[: 4 * 8].cast("q")) for record in records]
+    engine.close()
+    return {"found_blocks": found.found_blocks, "record_bytes": store.record_bytes, "ids": tokens}
+
+
+@stored(
+    describe_tier,
+    _read_prefixes,
+    exact=("*.files", "*.facts.*", "written.index.*.key"),
+    loose=("*.totals",),
+)
+def disk_prefixes(workshop: Workshop, folder: Path) -> None:
+    """What an engine leaves there; the secret is set, so that a salt is the same everywhere."""
+    (folder / "secret").write_bytes(bytes(range(32)))
+    engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
+    engine.submit(_PREFIX, greedy(1))
+    finish(engine)
+    engine.close()
+    cut_zeros(folder)
+
+
+# ---- the network tier --------------------------------------------------------------------------
+
+_MESSAGES = (
+    Message(what=What.WRITE, key="a", facts={"nature": "n"}, data=memoryview(b"0123456789")),
+    Message(what=What.READ, key="a", first=2, asked_bytes=4),
+    Message(what=What.DROP, key="a"),
+    Message(what=What.STORED),
+    Message(what=What.ROOM),
+    Message(what=What.DONE, data=memoryview(b"2345")),
+    Message(what=What.DONE, facts={"a": [10, {"nature": "n"}]}),
+    Message(what=What.DONE, facts={"total": 100, "used": 10}),
+    Message(what=What.REFUSED, facts={"reason": "full"}),
+    Message(what=What.CORRUPT, facts={"reason": "a sum"}),
+)
+
+
+def _describe_messages(folder: Path) -> object:
+    return {"hex": [(folder / "messages").read_bytes().hex()]}
+
+
+def _read_messages(workshop: Workshop, folder: Path) -> object:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((folder / "messages").read_bytes())
+        theirs.shutdown(socket.SHUT_WR)
+        found = []
+        while (message := receive(ours, MIB)) is not None:
+            found.append(message)
+    assert found == list(_MESSAGES)
+    return [
+        {
+            "what": message.what.name,
+            "key": message.key,
+            "facts": message.facts,
+            "first": message.first,
+            "asked_bytes": message.asked_bytes,
+            "data": bytes(message.data),
+        }
+        for message in found
+    ]
+
+
+@stored(_describe_messages, _read_messages, exact=("*.hex", "*.what", "*.key", "*.facts.*"))
+def network_tier(workshop: Workshop, folder: Path) -> None:
+    """Every kind of message."""
+    data = b"".join(message.head() + bytes(message.data) for message in _MESSAGES)
+    (folder / "messages").write_bytes(data)
+
+
+# ---- what is measured --------------------------------------------------------------------------
+
+_CODECS = "int8_channel/int4:equalise=1"
+
+
+def _describe_constants(folder: Path) -> object:
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found[path.relative_to(folder).as_posix()] = {
+                "metadata": file.metadata(),
+                "tensors": {
+                    name.replace(".", "/"): {"shape": part.get_shape(), "dtype": part.get_dtype()}
+                    for name, part in tensors.items()
+                },
+            }
+    return found
+
+
+def _read_constants(workshop: Workshop, folder: Path) -> object:
+    measured = read_constants(folder, read_format(_CODECS), workshop.model.spec)
+    return {
+        "digest": measured.digest,
+        "layers": len(measured.layers),
+        "names": sorted({name for constants in measured.layers.values() for name in constants}),
+    }
+
+
+@stored(
+    _describe_constants,
+    _read_constants,
+    exact=("*.metadata.*", "*.dtype", "read.digest", "read.names"),
+)
+def measured_constants(workshop: Workshop, folder: Path) -> None:
+    """As `quire calibrate` leaves them."""
+    workshop.run(
+        *("calibrate", "-m", "quire-tiny", "--tokens=64", "--threads=1"),
+        *("--kv-codec", _CODECS, "--output", folder),
+    )
+
+
+_MACHINE = Machine(cpu="a processor", threads=1, torch="2.0")
+_COPY = CopyRate(bytes_per_s=1e9, call_s=1e-4, piece_s=1e-6)
+_PREFILL = PrefillRates(token_s=1e-4, square_s=1e-8, call_s=1e-3)
+_CEILINGS = Ceilings(
+    machine=_MACHINE,
+    read_bytes_per_s=20e9,
+    copy_bytes_per_s=10e9,
+    one_thread_read_bytes_per_s=12e9,
+    one_thread_copy_bytes_per_s=6e9,
+    products=(ProductRate(dtype="bfloat16", rows=1, inner=8, columns=16, flops_per_s=1e9),),
+    attention_bytes_per_s={"native": 13e9},
+    copies={"cpu": CopyRates(out=_COPY, back=_COPY)},
+    prefill={"a model, bfloat16, cpu": _PREFILL},
+    steps={
+        "a model, bfloat16, cpu; full": StepRates(
+            whole=_PREFILL,
+            blocks=_PREFILL,
+            decode=DecodeRates(
+                batch_s=((1, 0.01), (8, 0.02)), slot_s=1e-7, evict_row_s=1e-4, evict_slot_s=1e-6
+            ),
+        )
+    },
+)
+
+
+def _describe_ceilings(folder: Path) -> object:
+    return json.loads((folder / "ceilings.json").read_text(encoding="utf-8"))
+
+
+def _read_ceilings(workshop: Workshop, folder: Path) -> object:
+    found = read_ceilings(folder / "ceilings.json", _MACHINE)
+    assert found == _CEILINGS
+    return asdict(_CEILINGS)
+
+
+@stored(_describe_ceilings, _read_ceilings, exact=("*",))
+def ceilings(workshop: Workshop, folder: Path) -> None:
+    """Every rate that `quire profile` stores."""
+    write_ceilings(_CEILINGS, folder / "ceilings.json")
+
+
+# ---- files of the user -------------------------------------------------------------------------
+
+
+def _describe_toml(folder: Path) -> object:
+    [path] = folder.iterdir()
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _read_config(workshop: Workshop, folder: Path) -> object:
+    model, values = read_config_file(folder / "quire.toml")
+    return {"model": model, "values": values}
+
+
+@stored(_describe_toml, _read_config, exact=("*",))
+def config_file(workshop: Workshop, folder: Path) -> None:
+    """Every option in its table."""
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"[{section.name}]")
+        lines += ['name = "quire-tiny"'] if section.name == "model" else []
+        lines += [f"{found.name} = {_toml_of(found)}" for found in section.options()]
+    (folder / "quire.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml_of(found: OptionField) -> str:
+    samples: dict[object, object] = {str: "x", int: 1, float: 0.5, bool: True}
+    value = samples.get(found.kind, ["x"]) if found.default is None else found.default
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _read_keys(workshop: Workshop, folder: Path) -> object:
+    return read_tenant_keys(folder / "tenants.toml")
+
+
+@stored(_describe_toml, _read_keys, exact=("*",))
+def tenant_keys(workshop: Workshop, folder: Path) -> None:
+    """One key, and several."""
+    text = 'red = ["sk-red-00000000", "sk-red-11111111"]\nblue = "sk-blue-00000000"\n'
+    (folder / "tenants.toml").write_text(text, encoding="utf-8")
+
+
+# ---- a batch that was killed -------------------------------------------------------------------
+
+_LINES = ("plain", "completion", "chat", "plain_error")
+
+
+def _describe_batch(folder: Path) -> object:
+    text = (folder / "out.jsonl").read_text(encoding="utf-8")
+    *whole, torn = text.split("\n")
+    records = [json.loads(line) for line in whole]
+    state = json.loads((folder / "out.jsonl.state").read_text(encoding="utf-8"))
+    return {
+        "files": sorted(path.name for path in folder.iterdir()),
+        "records": {str(record["line"]): record for record in records},
+        "torn": bool(torn),
+        "state": state,
+    }
+
+
+def _read_batch(workshop: Workshop, folder: Path) -> object:
+    """The run goes on: what was answered stays byte for byte, the other lines are answered."""
+    before = (folder / "out.jsonl").read_bytes().rpartition(b"\n")[0]
+    paths = (folder / "in.jsonl", folder / "out.jsonl")
+    run: Any = workshop.run("batch", *paths, *_BATCH, exit_code=1)
+    after = (folder / "out.jsonl").read_bytes()
+    assert after.startswith(before + b"\n")
+    lines = [json.loads(line)["line"] for line in after.splitlines()]
+    return {"claims": run["claims"], "lines": sorted(lines)}
+
+
+_BATCH = (*ENGINE_OPTIONS, "--kv-memory=2MiB", "--temperature=0", "--seed=7")
+
+
+@stored(_describe_batch, _read_batch, exact=("*.files", "*.input_sha256", "*.custom_id"))
+def batch_output(workshop: Workshop, folder: Path) -> None:
+    """Two records, and the half of a third."""
+    paths = (batch_input(folder / "in.jsonl", _LINES), folder / "out.jsonl")
+    workshop.run("batch", *paths, *_BATCH, exit_code=1)
+    records = sorted(
+        (folder / "out.jsonl").read_bytes().splitlines(), key=lambda line: json.loads(line)["line"]
+    )
+    left = records[0] + b"\n" + records[1] + b"\n" + records[2][: len(records[2]) // 2]
+    (folder / "out.jsonl").write_bytes(left)

@@ -1,0 +1,291 @@
+"""What the server answers: every path, every kind of error, and the events of streams."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from golden.cases import case
+from golden.workshop import Workshop
+from quire.engine.llm import LLM
+from quire.errors import InvariantError
+from quire.serve.app import create_app
+from quire.serve.config import ServerConfig
+from quire.serve.tenant_keys import TenantKeys
+
+PROMPT = "<|doc|>Once upon a time"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Once upon a time"}]
+KEY = "sk-red-00000000"
+KEYS = TenantKeys({"red": (KEY,)})
+PATIENCE_S = 30.0
+
+Client = httpx.AsyncClient
+Talk = Callable[[Client], Awaitable[Any]]
+Posts = dict[str, tuple[str, dict[str, object]]]
+
+
+def serve(llm: LLM, talk: Talk, **options: Any) -> Any:
+    """What a conversation with a fresh server comes to; the LLM stays open."""
+
+    async def main() -> Any:
+        app = create_app(llm, ServerConfig(max_body="64KiB"), **options)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with Client(transport=transport, base_url="http://quire") as client:
+                return await talk(client)
+
+    return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def post_all(workshop: Workshop, posts: Posts) -> dict[str, object]:
+    """Answers by name."""
+
+    async def talk(client: Client) -> dict[str, object]:
+        return {
+            name: answer(await client.post(path, json=body)) for name, (path, body) in posts.items()
+        }
+
+    return serve(workshop.served, talk)
+
+
+def answer(response: httpx.Response) -> dict[str, object]:
+    """Status, the headers that are not HTTP's own, and the body."""
+    shown = ("x-", "www-", "allow")
+    return {
+        "status": response.status_code,
+        "headers": {k: v for k, v in response.headers.items() if k.startswith(shown)},
+        "body": response.json() if response.content else None,
+    }
+
+
+def completion(**options: object) -> tuple[str, dict[str, object]]:
+    """A body for /v1/completions."""
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    return COMPLETIONS, body | options
+
+
+def chat(**options: object) -> tuple[str, dict[str, object]]:
+    """A body for /v1/chat/completions."""
+    body = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    return CHAT, body | options
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@case(maps=("*.logprobs.top_logprobs",), exact=("*.headers.*", "*.logprobs.tokens"))
+def server_completions(workshop: Workshop) -> object:
+    posts = {
+        "plain": completion(),
+        "several": completion(prompt=[PROMPT, "Hello"], n=2, temperature=1.0, seed=3),
+        "logprobs": completion(logprobs=1, echo=True),
+        "stopped": completion(stop=["ic"], max_tokens=12),
+        "beams": completion(use_beam_search=True, n=2),
+        "evicting": completion(prompt=PROMPT * 8, evict="full"),
+        "ignored_field": completion(favourite_colour="red"),
+    }
+    return post_all(workshop, posts)
+
+
+@case(exact=("*.headers.*", "*.token"))
+def server_chat(workshop: Workshop) -> object:
+    posts = {
+        "plain": chat(),
+        "several": chat(n=2, temperature=1.0, seed=3),
+        "logprobs": chat(logprobs=True, top_logprobs=1),
+    }
+    return post_all(workshop, posts)
+
+
+def events_of(response: httpx.Response) -> dict[str, object]:
+    """The events of a stream: the first, all together, the last, and how it ends."""
+    assert response.status_code == 200, response.text
+    lines = response.text.split("\n\n")
+    assert lines[-1] == ""
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return {
+        "media_type": response.headers["content-type"],
+        "framing": sorted({line.partition(" ")[0] for line in lines[:-1]}),
+        "first": chunks[0],
+        "all": chunks,
+        "last": chunks[-1],
+        "ending": lines[-2],
+    }
+
+
+@case(
+    exact=("*.media_type", "*.framing", "*.ending"),
+    loose=("*.all.usage.*", "*.text_offset", "*.logprobs.content.bytes"),
+    maps=("*.logprobs.top_logprobs",),
+)
+def server_streams(workshop: Workshop) -> object:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    counted = {"stream_options": {"continuous_usage_stats": True}}
+    eos = list(workshop.model.generation.eos_token_ids)
+    posts = {
+        "completion": completion(**options),
+        "completion_logprobs": completion(logprobs=1, **options),
+        "completion_counted": completion(**options | counted),
+        "chat": chat(**options),
+        "chat_logprobs": chat(logprobs=True, top_logprobs=1, **options),
+        "failing": completion(**options, allowed_token_ids=eos, min_tokens=2, ignore_eos=False),
+    }
+
+    async def talk(client: Client) -> dict[str, object]:
+        return {
+            name: events_of(await client.post(path, json=body))
+            for name, (path, body) in posts.items()
+        }
+
+    return serve(workshop.served, talk)
+
+
+@case(exact=("*.tokens", "*.token_strs", "*.body.prompt", "*.body.data.id", "*.root"))
+def server_small_paths(workshop: Workshop) -> object:
+    posts = {
+        "tokenize": ("/tokenize", {"prompt": "Hello é", "return_token_strs": True}),
+        "tokenize_chat": ("/tokenize", {"messages": MESSAGES}),
+        "detokenize": ("/detokenize", {"tokens": [5, 6, 700]}),
+    }
+    gets = {
+        "models": "/v1/models",
+        "model": "/v1/models/quire-tiny",
+        "health": "/health",
+        "ready": "/ready",
+        "version": "/version",
+    }
+
+    async def talk(client: Client) -> dict[str, object]:
+        return {name: answer(await client.get(path)) for name, path in gets.items()}
+
+    return post_all(workshop, posts) | serve(workshop.served, talk)
+
+
+# ---- the KV memory -----------------------------------------------------------------------------
+
+
+@case(
+    loose=("*_bytes", "*.bytes", "*tokens", "*.axes.*", "*.extents.*"),
+    maps=("*.axes.references", "*.axes.sharing"),
+)
+def server_kv(workshop: Workshop) -> object:
+    async def talk(client: Client) -> dict[str, object]:
+        body = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {KEY}"}
+        client.headers.update(headers)
+        task = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        found: dict[str, Any] = {"requests": []}
+        while not found["requests"] or not found["requests"][0]["kv_bytes"]:
+            assert not task.done()
+            found = (await client.get("/v1/kv/ledger")).json()
+        assert (await task).status_code == 200
+        path = "/v1/kv/events?kinds=admitted,chunk,freed&since=0&limit=1000"
+        events = (await client.get(path)).json()
+        return {"tenants_ledger": found, "events": events}
+
+    idle = serve(workshop.served, lambda client: client.get("/v1/kv/ledger"))
+    return serve(workshop.served, talk, tenant_keys=KEYS) | {"idle_ledger": idle.json()}
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+REFUSED: Posts = {
+    "field": completion(temperature=-1),
+    "field_of_another_type": completion(max_tokens="many"),
+    "inner_field": (CHAT, {"messages": [{"content": "x"}]}),
+    "unsupported": completion(suffix="the end"),
+    "near_miss": completion(temperatur=1),
+    "empty_prompt": completion(prompt=""),
+    "context": completion(prompt=[3] * 5_000),
+    "never_fits": completion(max_tokens=1_000),
+    "eviction_rule": completion(evict="h2o:cap=16"),
+    "unknown_model": completion(model="gpt-9"),
+    "unknown_token": ("/detokenize", {"tokens": [100_000]}),
+    "two_texts": ("/tokenize", {"prompt": "a", "messages": MESSAGES}),
+    "no_messages": (CHAT, {"messages": []}),
+    "no_such_path": ("/v1/embeddings", {}),
+    "too_large": completion(prompt="a" * 100_000),
+}
+ERRORS = ("*.headers.*",)
+
+
+@case(exact=ERRORS)
+def server_refusals(workshop: Workshop) -> object:
+    async def talk(client: Client) -> dict[str, object]:
+        json_type = {"content-type": "application/json"}
+        return {
+            "not_json": answer(
+                await client.post(COMPLETIONS, content=b"{prompt", headers=json_type)
+            ),
+            "not_announced": answer(await client.post(COMPLETIONS, content=b"{}")),
+            "wrong_method": answer(await client.get(COMPLETIONS)),
+            "unknown_kind": answer(await client.get("/v1/kv/events?kinds=nonsense")),
+            "unknown_parameter": answer(await client.get("/v1/kv/events?kind=freed")),
+        }
+
+    async def without_key(client: Client) -> dict[str, object]:
+        headers = {"authorization": "Bearer sk-nobody-000000"}
+        return {
+            "no_key": answer(await client.get("/v1/models")),
+            "unknown_key": answer(await client.get("/v1/models", headers=headers)),
+        }
+
+    refused = post_all(workshop, REFUSED) | serve(workshop.served, talk)
+    return refused | serve(workshop.served, without_key, tenant_keys=KEYS)
+
+
+@case(exact=ERRORS)
+def server_failures(workshop: Workshop) -> object:
+    eos = list(workshop.model.generation.eos_token_ids)
+    path, body = completion(allowed_token_ids=eos, min_tokens=2, ignore_eos=False)
+    failed = serve(workshop.served, lambda client: client.post(path, json=body))
+    found = {"answer_failed": answer(failed)}
+    return found | _shutting_down(workshop) | _dead(workshop)
+
+
+def _shutting_down(workshop: Workshop) -> dict[str, object]:
+    async def talk(client: Client) -> dict[str, object]:
+        transport: Any = client._transport
+        transport.app.state.service.drain()
+        path, body = completion()
+        return {
+            "draining": answer(await client.post(path, json=body)),
+            "not_ready": answer(await client.get("/ready")),
+        }
+
+    return serve(workshop.served, talk)
+
+
+def _dead(workshop: Workshop) -> dict[str, object]:
+    llm = workshop.llm()
+
+    async def talk(client: Client) -> dict[str, object]:
+        path, body = completion()
+        with _replaced(llm.engine, "step", _broken):
+            during = answer(await client.post(path, json=body))
+        return {
+            "engine_dies": during,
+            "engine_is_dead": answer(await client.post(path, json=body)),
+            "unhealthy": answer(await client.get("/health")),
+        }
+
+    return serve(llm, talk)
+
+
+def _broken() -> Any:
+    raise InvariantError("off by one page")
+
+
+@contextmanager
+def _replaced(of: object, name: str, value: object) -> Any:
+    before = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        setattr(of, name, before)
