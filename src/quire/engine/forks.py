@@ -11,10 +11,12 @@ A fork shares the pages of its parent, and copies those of statistics: only thes
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from quire.engine.group import branch, due_forks, leave, not_continued, same_group, together
 from quire.engine.lane_caps import LaneCaps
 from quire.engine.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.engine.residency import share_evictions
+from quire.engine.residency import rows_of, share_evictions
 from quire.engine.scheduler_parts import SchedulerParts
 from quire.engine.unblocking import NEVER
 from quire.errors import NeverFits, OutOfPages, QuireError
@@ -189,6 +191,9 @@ class Forks:
         """Whether there are rows and pages for forks of these, cached prefixes dropped."""
         if self._memory.num_free_rows < len(parents):
             return False
+        # After the prompt a window lane still holds the pages of its last chunk, which no token
+        # to come can see: they are freed now, as a fork is admitted without them.
+        self._memory.drop_behind_windows(np.unique(rows_of(parents)))
         needed: dict[PageClass, int] = {}
         for parent in parents:
             for page_class, pages in statistics_pages(self._memory, parent.row).items():

@@ -308,7 +308,8 @@ def most_kv_bytes(
     sizes = [page_class.page_bytes for page_class in pages]
     # at least the slabs of an arena of any size, which are largest in a large one
     slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
+    borders = 0 if lengths is None else lengths.border_slabs(len(pages))
     return slab_bytes * sum(
-        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
+        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes))) + borders
         for page, count in pages.items()
     )

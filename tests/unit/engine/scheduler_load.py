@@ -14,7 +14,9 @@ import pytest
 
 from quire.engine.admission.need import need_of
 from quire.engine.batchers.registry import parse_batcher
+from quire.engine.events import EventLog
 from quire.engine.eviction_trace import EvictionEntry
+from quire.engine.front_room import FrontRoom
 from quire.engine.group import distinct_bytes, have_moved_on
 from quire.engine.lane_caps import Evicted
 from quire.engine.lane_room import Slots
@@ -31,6 +33,7 @@ from quire.engine.tenants import PUBLIC
 from quire.errors import NeverFits, PolicyError, RequestError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.host_pool import HostPool, NoCopies
+from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.plan.learned_costs import LearnedCosts
@@ -153,6 +156,7 @@ class Setting:
         host_pages: the same of the host pool; 0 for none.
         guaranteed: of tenant a, in percent of the arena; None without tenants.
         burst: of tenant b above nothing guaranteed, in percent of the arena.
+        offload_bytes: of offloaded KV; 0 for none.
     """
 
     page_tokens: int = 3
@@ -174,6 +178,7 @@ class Setting:
     batcher: str = "continuous"
     urgent: int | None = None
     scale_down_at: float | None = None
+    offload_bytes: int = 0
 
 
 class SchedulerLoad:
@@ -186,7 +191,7 @@ class SchedulerLoad:
         without_progress: preemptions of somebody who had come back and not moved on.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, memory: KVMemory | None = None) -> None:
         every, cap = 2 if setting.cap == 6 else 7, setting.cap
         remembers = setting.remembers and cap is not None
         spec = partial(EvictionSpec, every=every, statistics=(SUMS, RING) if remembers else ())
@@ -194,22 +199,27 @@ class SchedulerLoad:
         if setting.mixed and cap is not None:
             schedules = [spec(cap=cap + 2, when=when) for when in SCHEDULES]
             self.evictions += [KEEP_ALL, *schedules]
-        layout = make_layout(
-            setting.page_tokens, setting.window, evicting=cap is not None, remembering=remembers
-        )
-        unit_bytes = layout.smallest_sequence_bytes
-        rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
-        pages = max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if remembers else setting.pages
-        self.memory = KVMemory(layout, unit_bytes * pages, rows)
+        self.memory = memory or self._make_memory(setting, remembers=remembers)
         self.config = self._config(setting, every)
         self.copies = FailingCopies()
-        pool_bytes = unit_bytes * setting.host_pages
+        pool_bytes = self.memory.layout.smallest_sequence_bytes * setting.host_pages
         self.pool = HostPool(pool_bytes, self.copies) if pool_bytes else None
         self.broken: set[str] = set()
-        self.scheduler = self._scheduler(shares=setting.shares)
+        self.scheduler = self._scheduler(setting)
         self.requests: dict[str, Request] = {}
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
         logging.getLogger("quire.engine.preemption.swapper").disabled = True  # faults are ours
+
+    def _make_memory(self, setting: Setting, *, remembers: bool) -> KVMemory:
+        layout = make_layout(
+            setting.page_tokens,
+            setting.window,
+            evicting=setting.cap is not None,
+            remembering=remembers,
+        )
+        rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
+        pages = max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if remembers else setting.pages
+        return KVMemory(layout, layout.smallest_sequence_bytes * pages, rows)
 
     def _config(self, setting: Setting, every: int) -> ScheduleConfig:
         # a chunk under eviction is atomic: a step must have room for one
@@ -232,9 +242,11 @@ class SchedulerLoad:
             urgent=setting.urgent if budget > setting.max_running else None,
         )
 
-    def _scheduler(self, *, shares: bool) -> Scheduler:
+    def _scheduler(self, setting: Setting) -> Scheduler:
         memory, config = self.memory, self.config
-        residency = Residency(memory, PrefixIndex(memory) if shares else None)
+        prefix = PrefixIndex(memory) if setting.shares else None
+        room = self._front_room(setting.offload_bytes, cached=setting.shares)
+        residency = Residency(memory, prefix, front_room=room)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
         parts = make_parts(config, residency, swapper)
         take_out = parts.preempter.take_out
@@ -247,6 +259,12 @@ class SchedulerLoad:
 
         parts.preempter.take_out = watched
         return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
+
+    def _front_room(self, offload_bytes: int, *, cached: bool) -> FrontRoom | None:
+        if not offload_bytes:
+            return None
+        fronts = HostedFronts(self.memory, HostPool(offload_bytes, NoCopies()))
+        return FrontRoom(self.memory, fronts, EventLog(), cached=cached)
 
     # ---- what callers do -----------------------------------------------------------------------
 
@@ -270,16 +288,19 @@ class SchedulerLoad:
         try:
             self.scheduler.submit(request)
         except NeverFits:
-            needed = self.scheduler.peaks.peak_bytes(need_of(request, request.final_tokens))
-            limit = self.scheduler.fairness.book.spec(request.tenant).limit_bytes
-            too_much = self.memory.total_bytes - self.memory.arena.slab_bytes * 2
-            bounded = limit is not None and needed > limit
-            assert request.group is not None or needed > too_much or bounded
+            self._check_refusal(request)
             return False
         self.requests[request.request_id] = request
         if breaks and self.arrivals % 7 == 0:
             self.broken.add(request.request_id)
         return True
+
+    def _check_refusal(self, request: Request) -> None:
+        needed = self.scheduler.peaks.peak_bytes(need_of(request, request.final_tokens))
+        limit = self.scheduler.fairness.book.spec(request.tenant).limit_bytes
+        too_much = self.memory.total_bytes - self.memory.arena.slab_bytes * 2
+        bounded = limit is not None and needed > limit
+        assert request.group is not None or needed > too_much or bounded
 
     def submit_group(self, members: list[Request], *, atomic: bool) -> None:
         group = RequestGroup(members[0].request_id, atomic=atomic)

@@ -240,9 +240,10 @@ class Peaks:
         return np.asarray(self._num_slabs(counts) <= self.memory.arena.num_slabs)
 
     def _num_slabs(self, counts: Counts) -> Counts:
-        """Slabs that so many pages of each class fill."""
+        """Slabs that so many pages of each class lie in, wherever the classes end."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
-        return np.asarray((-(-counts // per_slab)).sum(axis=-1))
+        borders = self.memory.placement.border_slabs * (counts > 0)
+        return np.asarray((-(-counts // per_slab) + borders).sum(axis=-1))
 
     def slab_bytes(self, counts: Counts) -> int:
         """Bytes of the slabs that so many pages of each class fill: what the pool must have."""

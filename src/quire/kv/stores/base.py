@@ -63,6 +63,7 @@ class Placement(ABC):
         copied_bytes: bytes of those copies.
         copying_peak_bytes: most bytes of pages in use while lanes were copied.
         longest_tokens: of a sequence; None where only the arena bounds it.
+        border_slabs: slabs that the pages of one class may lie in beyond those that they fill.
     """
 
     shares: bool  # a page can have several holders: forks share, prefixes are lent
@@ -75,6 +76,7 @@ class Placement(ABC):
         self.copied_bytes = 0
         self.copying_peak_bytes = 0
         self.longest_tokens: int | None = None
+        self.border_slabs = 0
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
         """Whether so many pages of each class can be given at once, wherever they lie."""

@@ -75,6 +75,7 @@ class Contiguous(Placement):
         super().__init__(arena, self._runs_pools)
         self._lengths = lengths
         self.longest_tokens = lengths.longest_tokens
+        self.border_slabs = lengths.border_slabs(len(self.pools))
         self._runs = {
             group.name: LaneRuns(
                 *(np.zeros((max_rows, group.num_lanes), dtype=np.int32) for _ in range(2))
@@ -210,9 +211,7 @@ class Contiguous(Placement):
         """See `Placement`."""
         slots = tokens if group.ordered else np.minimum(tokens, most_slots)
         peak = self._lengths.peak_pages(group, -(-slots // group.page_class.tokens))
-        # where classes share the arena, each may begin a slab of its own
-        border = self.pools[group.page_class].pages_per_slab if len(self.pools) > 1 else 0
-        return (peak + border) * (slots > 0)
+        return peak * (slots > 0)
 
     def check(self, table: LaneTable) -> None:
         """See `Placement`."""

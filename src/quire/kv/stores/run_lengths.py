@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,10 +49,20 @@ class LaneLimits:
 class RunLengths(ABC):
     """Decides how long the run of a lane is."""
 
+    moves: ClassVar[bool]  # lanes that outgrow their run are copied to a longer one
+
     @property
     @abstractmethod
     def longest_tokens(self) -> int | None:
         """Tokens of the longest sequence; None where only the arena bounds it."""
+
+    def border_slabs(self, num_classes: int) -> int:
+        """Slabs that a class's runs may lie in beyond those that they fill.
+
+        Other classes may hold the slabs behind its runs: longer runs then begin a slab of their
+        own, and the end of the last slab is left free.
+        """
+        return int(self.moves and num_classes > 1)
 
     @abstractmethod
     def run_pages(self, group: LaneGroup, needed: Counts) -> Counts:
@@ -71,6 +81,7 @@ class MaximumLength(RunLengths):
     Source: the KV tensors of FasterTransformer and Orca; papers/001, "Contiguous allocation".
     """
 
+    moves: ClassVar[bool] = False
     limits: LaneLimits
 
     @property
@@ -99,6 +110,7 @@ class Doubling(RunLengths):
     every step.
     """
 
+    moves: ClassVar[bool] = True
     limits: LaneLimits
 
     @property
