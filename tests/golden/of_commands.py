@@ -63,9 +63,10 @@ def batch_input(path: Path, names: tuple[str, ...] = tuple(BATCH_LINES)) -> Path
 def generate(workshop: Workshop) -> object:
     options = ("--max-tokens=4", "--temperature=0", *SMALL)
     several = ("--n=2", "--use-beam-search", "--beam-width=2", "--max-tokens=2", *SMALL)
-    one = workshop.run("generate", "-p", PROMPT, *options)
+    one = workshop.run("generate", "-p", PROMPT, *options, "--kv-events=events.jsonl")
     beams = workshop.run("generate", "-p", PROMPT, *several)
-    return one | {"beams": {"choices": beams["choices"]}}
+    events = (workshop.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return one | {"beams": {"choices": beams["choices"]}, "events": list(map(json.loads, events))}
 
 
 @case(loose=("state.seed",))

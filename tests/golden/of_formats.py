@@ -14,6 +14,7 @@ from safetensors import safe_open
 from golden.of_commands import batch_input
 from golden.stored import stored
 from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
+from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
 from quire.cli.options import SECTIONS, OptionField
 from quire.kv.measured import read_constants
@@ -314,10 +315,13 @@ def _describe_batch(folder: Path) -> object:
 
 def _read_batch(workshop: Workshop, folder: Path) -> object:
     """The run goes on: what was answered stays byte for byte, the other lines are answered."""
-    before = (folder / "out.jsonl").read_bytes().rpartition(b"\n")[0]
-    paths = (folder / "in.jsonl", folder / "out.jsonl")
-    run: Any = workshop.run("batch", *paths, *_BATCH, exit_code=1)
-    after = (folder / "out.jsonl").read_bytes()
+    path = folder / "out.jsonl"
+    before = path.read_bytes().rpartition(b"\n")[0]
+    state = json.loads(state_path(path).read_text(encoding="utf-8"))
+    with BatchOutput(path, RunState(**state | {"seed": 1}), overwrite=False) as output:
+        assert output.seed == state["seed"] != 1, "lines that are left would draw other tokens"
+    run: Any = workshop.run("batch", folder / "in.jsonl", path, *_BATCH, exit_code=1)
+    after = path.read_bytes()
     assert after.startswith(before + b"\n")
     lines = [json.loads(line)["line"] for line in after.splitlines()]
     return {"claims": run["claims"], "lines": sorted(lines)}

@@ -244,14 +244,26 @@ def server_failures(workshop: Workshop) -> object:
     eos = list(workshop.model.generation.eos_token_ids)
     path, body = completion(allowed_token_ids=eos, min_tokens=2, ignore_eos=False)
     failed = serve(workshop.served, lambda client: client.post(path, json=body))
-    found = {"answer_failed": answer(failed)}
+    found = {"answer_failed": answer(failed), "bug": serve(workshop.served, _meet_a_bug)}
     return found | _shutting_down(workshop) | _dead(workshop)
+
+
+async def _meet_a_bug(client: Client) -> dict[str, object]:
+    def buggy(*_: object) -> Any:
+        raise ZeroDivisionError
+
+    with _replaced(_service_behind(client), "check_model", buggy):
+        return answer(await client.post("/tokenize", json={"prompt": "a"}))
+
+
+def _service_behind(client: Client) -> Any:
+    transport: Any = client._transport
+    return transport.app.state.service
 
 
 def _shutting_down(workshop: Workshop) -> dict[str, object]:
     async def talk(client: Client) -> dict[str, object]:
-        transport: Any = client._transport
-        transport.app.state.service.drain()
+        _service_behind(client).drain()
         path, body = completion()
         return {
             "draining": answer(await client.post(path, json=body)),
