@@ -77,7 +77,8 @@ class MeasuredPage:
         for name, part in parts.items():
             made = run["arms"][name].get("made", _made(run))
             threads = _threads(made["threads"])
-            yield f"\n## {self.titles[name]}\n\nCommit {made['commit'][:7]}, {threads}.\n\n"
+            yield f"\n## {self.titles[name]}\n\nCommit {made['commit'][:7]}, {threads}."
+            yield "".join(_measured_again(made.get("rows", {}))) + "\n\n"
             yield "\n".join(markdown(table) for table in part.tables)
             for picture in part.pictures:
                 yield f"\n![{picture.title}](images/measured-{picture.name}.svg)\n"
@@ -105,6 +106,16 @@ def program(run: Run) -> str:
 
 def _made(run: Run) -> dict[str, Any]:
     return {"commit": run["commit"], "threads": run["config"]["threads"]}
+
+
+def _measured_again(rows: Mapping[str, str]) -> Iterator[str]:
+    """Names the rows that were measured on another commit than the rest of their part.
+
+    Args:
+        rows: label of a row to its commit.
+    """
+    for label, commit in rows.items():
+        yield f" Row `{label}`: commit {commit[:7]}."
 
 
 def _threads(number: int) -> str:

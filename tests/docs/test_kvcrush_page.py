@@ -54,3 +54,28 @@ def test_every_part_has_a_title(maker: ModuleType):
     )
 
     assert list(maker.TITLES) == list(make_parts(material))
+
+
+def test_a_row_of_another_commit_is_named_with_it(maker: ModuleType, tmp_path: Path):
+    for folder in ("results", "images"):
+        (tmp_path / folder).mkdir()
+    run = run_object("kvcrush", "overhead", {"overhead_fraction": 0.003})
+    (tmp_path / "a").write_text(json.dumps(run))
+    maker.main([str(tmp_path / "a")], tmp_path)
+    path = tmp_path / "results" / "kvcrush.json"
+    kept = json.loads(path.read_text())
+    kept["arms"]["overhead"]["made"]["rows"] = {"average": "0123456789"}
+    path.write_text(json.dumps(kept))
+    maker.main([], tmp_path)
+
+    assert ". Row `average`: commit 0123456.\n" in (tmp_path / "kvcrush-measured.md").read_text()
+
+
+def test_rows_of_openvinos_form_around_average_are_those_of_raw_accumulated_attention():
+    """They were measured again when the form began to take bits from raw attention."""
+    docs = Path(__file__).parents[2] / "docs"
+    kept = json.loads((docs / "results" / "kvcrush.json").read_text(encoding="utf-8"))
+    for part in ("quality", "fidelity"):
+        made = kept["arms"][part]["made"]
+        [commit] = made["rows"].values()
+        assert commit != made["commit"]
