@@ -87,10 +87,11 @@ class Intake:
             RequestError: see `Engine.submit`.
         """
         model = self._model
-        prompt = checked_prompt(prompt_token_ids, model.spec)
         rule = self._rules.rule(asked.evict)
-        context = self._rules.context_tokens(rule, len(prompt))
-        check_context(len(prompt), context)
+        # the length first: steps wait while the ids of a prompt are checked
+        context = self._rules.context_tokens(rule, len(prompt_token_ids))
+        check_context(len(prompt_token_ids), context)
+        prompt = checked_prompt(prompt_token_ids, model.spec)
         params = checked_params(asked.params or SamplingParams(), len(prompt), model, context)
         seed, records = params.seed, asked.record_evictions
         now_s = self._clock()

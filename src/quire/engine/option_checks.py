@@ -1,8 +1,9 @@
 """Checks of single sampling options: each gives the option back in its own type, or refuses it."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
+from typing import cast
 
 from quire.errors import RequestError
 from quire.models.generation import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
@@ -93,7 +94,18 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise _refuse(name, "a list of token ids", value)
-    return tuple(_token_id(name, token) for token in value)
+    token_ids = tuple(value)
+    if _are_token_ids(token_ids):
+        return token_ids
+    return tuple(_token_id(name, token) for token in token_ids)
+
+
+def _are_token_ids(values: Collection[object]) -> bool:
+    """Whether all are, without a call for each: a list may have as many as the vocabulary."""
+    if set(map(type, values)) != {int}:
+        return False
+    numbers = cast("Collection[int]", values)
+    return min(numbers) >= 0 and max(numbers) <= LARGEST_COUNT
 
 
 def _some_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -112,7 +124,15 @@ def _sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
 def _biases(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse(name, "a mapping from token id to bias", value)
+    if _are_token_ids(value.keys()) and all(map(_is_plain_bias, value.values())):
+        return {token: float(bias) for token, bias in value.items()}
     return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
+
+
+def _is_plain_bias(value: object) -> bool:
+    if type(value) is not float and type(value) is not int:
+        return False
+    return LEAST_NORMAL <= abs(value) <= MAX_LOGIT_BIAS or value == 0
 
 
 _token_id = _integer(0)

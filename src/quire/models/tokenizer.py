@@ -6,7 +6,6 @@ writes that token itself.
 """
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -133,9 +132,13 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
     )
     try:
-        text = str(render(**template_kwargs))
+        return _rendered(render, template_kwargs)
     except _TEMPLATE_ERRORS as error:
         raise _refused_by_template(render, template_kwargs, error) from error
+
+
+def _rendered(render: Callable[..., object], template_kwargs: Mapping[str, Any]) -> str:
+    text = str(render(**template_kwargs))
     _check_unicode(text)
     return text
 
@@ -161,7 +164,6 @@ def _check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
                 "template: leave it out",
                 param=KWARGS_FIELD,
             )
-    _check_unicode(json.dumps(dict(template_kwargs), ensure_ascii=False, default=str), KWARGS_FIELD)
 
 
 def _refused_by_template(
@@ -171,13 +173,15 @@ def _refused_by_template(
     what, param = "these messages", "messages"
     if template_kwargs and _renders(render):
         what, param = f"these {KWARGS_FIELD}", KWARGS_FIELD
+    elif isinstance(error, RequestError):
+        return error
     reason = str(error) or type(error).__name__
     return RequestError(f"the model's chat template refuses {what}: {reason}", param=param)
 
 
 def _renders(render: Callable[[], object]) -> bool:
     try:
-        render()
+        _rendered(render, NO_KWARGS)
     except _TEMPLATE_ERRORS:
         return False
     return True

@@ -11,12 +11,14 @@
 What comes back of a client's own input is bounded: a large wrong request has a small answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from quire.errors import EngineDead, QuireError, RequestError
@@ -39,6 +41,15 @@ class FieldError(RequestError):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message, param=param)
+
+
+class InvalidBody(HTTPException):
+    """A body that is JSON and not what its model expects."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST)
+        found = error.errors(include_url=False, include_context=False)
+        self.errors = [part | {"loc": ("body", *part["loc"])} for part in found]
 
 
 class UnknownModel(RequestError):
@@ -82,6 +93,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Have every error answered in the one shape."""
     app.add_exception_handler(QuireError, _answer_own)
     app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(InvalidBody, _answer_invalid)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_bug)
 
@@ -123,7 +135,15 @@ async def _answer_own(_: Request, error: Exception) -> JSONResponse:
 
 async def _answer_validation(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    errors = error.errors()
+    return _invalid(error.errors())
+
+
+async def _answer_invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, InvalidBody)
+    return _invalid(error.errors)
+
+
+def _invalid(errors: Sequence[Mapping[str, Any]]) -> JSONResponse:
     places = [_place(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
     parts = [
         f"{place or 'body'}: {part['msg']}" for place, part in zip(places, errors, strict=False)

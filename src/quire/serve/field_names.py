@@ -11,7 +11,6 @@ _PROMPT = ("prompt", "messages", "tokens")
 _BEAMS = ("beam_width", "best_of", "n", "use_beam_search")
 _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "prompt": _PROMPT,
-    "messages": _PROMPT,
     "max_tokens": ("max_completion_tokens", "max_tokens", *_PROMPT),
     "beam_width": _BEAMS,
     "evict": ("evict", *_PROMPT),
@@ -37,5 +36,7 @@ def naming_fields_of(body: Body) -> Iterator[None]:
 
 
 def _field_of(body: Body, param: str | None) -> str | None:
-    names = _FIELDS_OF.get(param or "", ())
-    return next((name for name in names if getattr(body, name, None) is not None), param)
+    if param is None or param in (body.model_extra or {}):
+        return param
+    declared = [name for name in _FIELDS_OF.get(param, ()) if name in type(body).model_fields]
+    return next((name for name in declared if getattr(body, name) is not None), param)

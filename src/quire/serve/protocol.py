@@ -25,6 +25,25 @@ MAX_MESSAGES = 16_384
 """Messages of a chat; a template takes time for each, whatever its length."""
 
 
+MAX_BAD_TOKENS = 256
+"""Tokens of one bad sequence."""
+
+MAX_BIASES = 1 << 16
+MAX_ALLOWED_TOKENS = 1 << 19
+"""More than any vocabulary has."""
+
+
+def _most(length: int, least: int = 0) -> Any:
+    """The bounds of a list, which is refused at its first error.
+
+    To collect the errors of a large one would keep all threads waiting.
+    """
+    return Field(min_length=least, max_length=length, fail_fast=True)
+
+
+BadSequence = Annotated[list[int], _most(MAX_BAD_TOKENS)]
+
+
 class Body(BaseModel):
     """A request body. `quire.serve.fields` says what becomes of fields that it does not declare."""
 
@@ -72,11 +91,11 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_token_ids: list[list[int]] | None = Field(default=None, max_length=MAX_BAD_SEQUENCES)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOPS)
+    logit_bias: Annotated[dict[int, float], _most(MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[int], _most(MAX_ALLOWED_TOKENS)] | None = None
+    bad_token_ids: Annotated[list[BadSequence], _most(MAX_BAD_SEQUENCES)] | None = None
+    stop: str | Annotated[list[str], _most(MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], _most(MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -159,7 +178,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list["TextPart"] | None = None
+    content: str | Annotated[list["TextPart"], _most(MAX_MESSAGES)] | None = None
 
 
 class TextPart(BaseModel):
@@ -175,7 +194,7 @@ TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)]
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], _most(MAX_MESSAGES, least=1)]
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -191,7 +210,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a prompt or a chat."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], _most(MAX_MESSAGES, least=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -207,6 +226,14 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[int]
+
+    @field_validator("tokens", mode="plain")
+    @classmethod
+    def _tokens(cls, value: object) -> object:
+        """Checked in Python: pydantic would keep all threads waiting for a list of millions."""
+        if isinstance(value, list) and _are_ids(value):
+            return value
+        raise ValueError("expected a list of token ids")
 
 
 def refuse_misspelled(messages: list[Message]) -> None:

@@ -198,6 +198,10 @@ class Texts:
             )
         return self._model.tokenizer
 
+    async def in_turn_of(self, tenant: str, work: Callable[[], T]) -> T:
+        """The result of work that a thread does when the tenant has its turn."""
+        return await self._pool.run(tenant, work)
+
     async def _in_turn(self, turn: Turn, work: Callable[[], T]) -> T:
         try:
             return await self._pool.run(turn.tenant, work)
@@ -209,7 +213,7 @@ class Texts:
 
 def _plain(message: Message) -> dict[str, object]:
     """A message as templates take it: content as one text, fields that say nothing left out."""
-    fields = message.model_dump(exclude_none=True)
+    fields: dict[str, object] = {name: value for name, value in message if value is not None}
     if not isinstance(message.content, str):
         fields["content"] = "".join(part.text for part in message.content or ())
     return fields

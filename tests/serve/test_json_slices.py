@@ -1,0 +1,83 @@
+"""JSON that is read in slices is what `json.loads` makes of it, errors included."""
+
+import json
+import re
+from itertools import product
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.serve import json_slices
+from quire.serve.json_slices import TooManyNodes, loads_in_slices
+
+PIECES = (
+    *("[", "]", "{", "}", ",", ":", '"', "\\", "1", "-", ".5", "e3", "true", "nul", "null"),
+    *("NaN", "Infinity", '"a"', '"b":', " ", "\n", "\\u00e9", "\\ud800", "\x00", "\x0b"),
+    *("\xa0", "\ufeff", "1,2,3,", '"x":1', "01", "[]", "{}", "é"),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+LONG = json_slices._SCALARS
+SLICES = [re.compile(LONG.pattern.replace("4096", str(most))) for most in (1, 2, 4096)]
+assert SLICES[-1] == LONG != SLICES[0]
+
+
+def outcome(read, raw):
+    try:
+        return "read", repr(read(raw))
+    except json.JSONDecodeError as error:
+        return error.msg, error.pos
+    except ValueError as error:
+        return type(error), str(error)
+
+
+def check(raw):
+    expected = outcome(json.loads, raw)
+    for scalars in SLICES:
+        with mock.patch.object(json_slices, "_SCALARS", scalars):
+            assert outcome(loads_in_slices, raw) == expected, raw
+
+
+@given(VALUES, st.booleans(), st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]))
+def test_values_are_read_alike(value, is_ascii, encoding):
+    text = json.dumps(value, ensure_ascii=is_ascii, indent=1)
+    check(text.encode(encoding))
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_text_is_read_or_refused_alike(text):
+    check(text.encode("utf-8", "surrogatepass"))
+
+
+def test_all_short_texts_are_read_or_refused_alike():
+    for letters in product('[]{},1":', repeat=4):
+        check("".join(letters).encode())
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xff", b'["a\xff"]', b"[1, " + b"9" * 5_000 + b"]", b"", b'{"a":1,"a":2}', b"[1,]"]
+)
+def test_other_bytes_are_read_or_refused_alike(raw):
+    check(raw)
+
+
+def test_brackets_without_end_are_refused():
+    with pytest.raises(RecursionError):
+        loads_in_slices(b"[" * 100_000)
+
+
+@pytest.mark.parametrize("one", ["[]", "{}", '{"a": 1}'])
+def test_nodes_are_bounded(one, monkeypatch):
+    monkeypatch.setattr(json_slices, "MOST_NODES", 9)
+    nodes = 2 if "a" in one else 1
+    most = 8 // nodes  # beside the array around them
+
+    assert len(loads_in_slices(f"[{','.join([one] * most)}]".encode())) == most
+    with pytest.raises(TooManyNodes):
+        loads_in_slices(f"[{','.join([one] * (most + 1))}]".encode())
