@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+from types import FrameType
 
 import uvicorn
 
@@ -26,6 +27,11 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse new requests from the signal on."""
+        self._service.drain()
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests, then close the port and all connections."""
