@@ -135,7 +135,7 @@ def unsound() -> str:
 
 def excluded() -> str:
     """What codecs exclude."""
-    from quire.spec.codec_refusals import EXCLUDED
+    from quire.layout.codec_refusals import EXCLUDED
 
     rows = [(row.codecs, row.beside, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
@@ -183,8 +183,8 @@ def _waste_row(store: str) -> tuple[str, ...]:
     from quire.kv.stores.registry import placement_maker
     from quire.kv.stores.run_lengths import LaneLimits
     from quire.kv.waste import measure_waste
-    from quire.spec.codec_names import codec_spec
-    from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+    from quire.layout.codec_names import codec_spec
+    from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
     numbers = codec_spec("float16")
     page = PageClass(key=numbers, value=numbers, head_dim=64, heads=2, tokens=16)
@@ -276,7 +276,7 @@ def options() -> str:
 def policies() -> str:
     """`full` and every registered rule, and every budget."""
     from quire.cli.listings import budget_rows, policy_rows
-    from quire.spec.eviction import MOST_DEFAULT_EVERY
+    from quire.layout.eviction import MOST_DEFAULT_EVERY
 
     rules = [
         (
@@ -338,7 +338,7 @@ def _named(options: dict[str, object]) -> str:
 def codecs() -> str:
     """Every format with byte arithmetic, and whether KV can be stored in it."""
     from quire.cli.listings import codec_rows
-    from quire.spec.codec_names import PAIRS
+    from quire.layout.codec_names import PAIRS
 
     rows = [
         f"| `{row['name']}` | {row['code_bits']} | {row['effective_bits']:.4g} "
@@ -361,7 +361,7 @@ def codecs() -> str:
 
 def models() -> str:
     """The architectures that are refused, and why."""
-    from quire.spec.refusals import REFUSED
+    from quire.layout.refusals import REFUSED
 
     rows = [
         "| "

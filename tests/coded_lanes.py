@@ -6,8 +6,8 @@ import torch
 
 from quire.kernels.coded import decode_slots
 from quire.kv.store import PageStore
-from quire.spec.codec_names import codec_pair
-from quire.spec.pages import PageClass
+from quire.layout.codec_names import codec_pair
+from quire.layout.pages import PageClass
 
 
 def coded_twin(lanes, codec):

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 import zoo
-from quire.engine.admission.need import Need
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.scheduler.admission.need import Need
+from quire.scheduler.schedule_config import ScheduleConfig
 
 NEW_TOKENS = 8
 

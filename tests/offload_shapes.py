@@ -1,6 +1,6 @@
 """Shapes of models that offloading is spoken of with, from their public configurations."""
 
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 def opt(hidden: int, layers: int, heads: int) -> ModelSpec:

@@ -129,7 +129,7 @@ def _become_quire(arguments: list[str], stderr: int) -> None:
 
 def main(names: list[str]) -> int:
     """Sweep over some commands, or all; the number of problems."""
-    import quire.engine.llm  # noqa: F401 - once, not in every child
+    import quire.api.llm  # noqa: F401 - once, not in every child
 
     found, known = 0, commands()
     with tempfile.TemporaryDirectory() as folder:

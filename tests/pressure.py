@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 import zoo
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import NeverFits
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.kv.swapped import Swapped
 from quire.models.loader import LoadedModel
+from quire.offload.swap.swapped import Swapped
+from quire.scheduler.schedule_config import ScheduleConfig
 
 POISON = 0xFF  # four of them are a float32 that is not a number
 PAGE_TOKENS, CHUNK_TOKENS, STEP_TOKENS, MAX_RUNNING = 4, 8, 24, 8

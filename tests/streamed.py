@@ -7,14 +7,14 @@ from functools import cache
 import torch
 
 import zoo
-from quire.kv.carrier import ThreadCarrier
+from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.models.streamed.layers import layer_weights
-from quire.models.streamed.place import stream_weights
 from quire.models.weights import weight_bytes
-from quire.spec.model import ModelSpec
+from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.weights.layers import layer_weights
+from quire.offload.weights.place import stream_weights
 
 
 class Dawdling(ThreadCarrier):

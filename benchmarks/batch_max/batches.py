@@ -1,9 +1,9 @@
 """Batch sizes: how many rows a KV memory holds, and which of them the paper's set has."""
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import NeverFits
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.profile.static_schedule import static_schedule
 
@@ -28,7 +28,7 @@ def rows_that_fit(
 
     Asked of the engine itself: as many requests as could be are submitted and one step is planned,
     but not run. Who has entered then would run. `quire plan` counts the same without an engine
-    (`quire.engine.admission.batches`), and is held to this.
+    (`quire.scheduler.admission.batches`), and is held to this.
 
     Args:
         model: any weights; they are not used.

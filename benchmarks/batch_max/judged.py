@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from benchmarks.batch_max.running import answer_all, text_of
 from benchmarks.common.asked import Asked
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.profile.static_schedule import static_schedule
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from benchmarks.batch_max.arms import EvictionArm, batch_max, decode_only, full_kv
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
 COARSE = 128

@@ -14,8 +14,8 @@ from benchmarks.batch_max.config import QualityConfig
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.common.asked import Asking
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
 

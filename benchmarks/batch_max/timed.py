@@ -8,14 +8,14 @@ from benchmarks.batch_max.arms import EvictionArm
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import SpeedConfig
 from benchmarks.batch_max.running import Finished, answer_all
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
+from quire.layout.dtypes import dtype_bytes
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import random_prompt
 from quire.profile.static_schedule import static_schedule
-from quire.spec.dtypes import dtype_bytes
+from quire.scheduler.schedule_config import ScheduleConfig
 
 STATIC, CONTINUOUS = "static", "continuous"
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from transformers import LlamaConfig
 
 from benchmarks.common.models import llama_125m, llama_small, llama_tiny, llama_wide
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 SHAPES = {"125m": llama_125m, "wide": llama_wide, "small": llama_small, "tiny": llama_tiny}
 

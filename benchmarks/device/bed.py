@@ -15,8 +15,8 @@ from benchmarks.device.layer import Layer, attend_rows, normed
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.target import Target
 from benchmarks.device.wire import Coder, Wire, activations_pay, coders
-from quire.engine.device_memory import free_device_bytes
 from quire.errors import ConfigError
+from quire.models.device_memory import free_device_bytes
 
 CHANGE = "ask for fewer --rows, or shorter --context"
 _DEVICE_SHARE = 0.9  # of what is free; the rest is scratch of products and attention

@@ -10,8 +10,8 @@ from benchmarks.device.rig import DeviceRig
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.target import Target
 from benchmarks.device.wire import Wire
-from quire.engine.device_memory import free_device_bytes
 from quire.errors import ConfigError
+from quire.models.device_memory import free_device_bytes
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.offload.machines import MODELS
 from quire.errors import UnknownName
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 def _toy(kv_heads: int) -> ModelSpec:

@@ -7,7 +7,7 @@ from benchmarks.device.shapes import DecodeCase
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.arms_part import percentile, ratio
 from benchmarks.offload.rig import ArmStep
-from quire.engine.device_memory import free_device_bytes
+from quire.models.device_memory import free_device_bytes
 
 ARMS = ("no_overlap", "prefetch", "lA", "lB")
 

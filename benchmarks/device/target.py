@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.engine.device_memory import free_device_bytes
 from quire.errors import ConfigError
-from quire.kv.host_store import device_name
+from quire.models.device_memory import free_device_bytes
 from quire.offload.executors.base import Executor
 from quire.offload.executors.cuda import CudaExecutor
 from quire.offload.executors.threads import ThreadExecutor
+from quire.offload.swap.host_store import device_name
 from quire.profile.timing import seconds
 
 _STALL_S = 120.0

@@ -10,10 +10,10 @@ from torch import Tensor
 from benchmarks.device.shapes import DecodeCase
 from quire.codecs.base import DTYPES, Codec
 from quire.codecs.registry import make_codec
+from quire.layout.codec_names import codec_spec
+from quire.layout.codecs import Plane
 from quire.offload.schedule.work import Sizes
 from quire.plan.offload.gate import activation_gate
-from quire.spec.codec_names import codec_spec
-from quire.spec.codecs import Plane
 
 PLAIN = "plain"
 _MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers

@@ -103,7 +103,7 @@ def _cells(
     """
     from benchmarks.common.named_parts import names_of
     from quire.evals.tasks import FAMILIES
-    from quire.spec.eviction import SCHEDULES
+    from quire.layout.eviction import SCHEDULES
 
     if tasks.strip():
         config = replace(config, tasks=names_of(tasks, FAMILIES, "task"))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.eviction.rules import DEFAULT_RULES, Rule
 from quire.errors import ConfigError
-from quire.spec.eviction import PREFILL_AND_DECODE, PREFILL_END
+from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END
 
 TASKS = ("lines", "kv", "niah", "facts", "copy", "labels")
 RULES = tuple(map(Rule, DEFAULT_RULES))

@@ -23,14 +23,14 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import CostConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.throughput.arms import all_decode
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import random_prompt
-from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE
+from quire.scheduler.schedule_config import ScheduleConfig
 
 AGAIN, RECENT, RULE = "again", "recent", "rule"
 PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"

@@ -9,12 +9,12 @@ from benchmarks.common.result import HeatMap, Numbers, PartResult, Table
 from benchmarks.eviction.config import KeptConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.eviction.texts import RunningText, pieces
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.spec.eviction import PREFILL_AND_DECODE
 
 Kept = NDArray[np.bool_]  # [texts, lanes, positions]
 SINKS = 4

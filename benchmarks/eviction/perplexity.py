@@ -17,14 +17,14 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import PerplexityConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.eviction.texts import RunningText, pieces
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.spec.eviction import PREFILL_AND_DECODE
+from quire.sampling.outputs import Answer
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ from benchmarks.common.asked import Asked, Asking
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.config import CellsConfig
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.sampling.outputs import Answer
+from quire.scheduler.schedule_config import ScheduleConfig
 
 OLD_DEPTH = 0.25
 

@@ -6,8 +6,8 @@ from benchmarks.common.workload import SHAPES
 from benchmarks.eviction.config import TASKS, CellsConfig
 from benchmarks.eviction.rules import Rule
 from quire.errors import ConfigError
+from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END
 from quire.policies.signatures.anchors import ALTERNATING, FARTHEST, MEAN, ONES, RANDOM, ZEROS
-from quire.spec.eviction import PREFILL_AND_DECODE, PREFILL_END
 
 BASES = tuple(map(Rule, ("h2o", "average", "snapkv", "expected_attention")))
 SWEPT_TASKS = ("lines", "kv", "niah", "facts")

@@ -24,8 +24,8 @@ from benchmarks.kvcrush.arms import (
 )
 from benchmarks.kvcrush.config import FidelityConfig
 from benchmarks.kvcrush.reading import Fidelity, JudgeText, measure
+from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.spec.eviction import PREFILL_AND_DECODE
 
 
 def compared(config: FidelityConfig) -> tuple[Compared, ...]:

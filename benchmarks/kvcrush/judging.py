@@ -13,11 +13,11 @@ from benchmarks.common.asked import Asked, Asking
 from benchmarks.eviction.cells import FULL, Cell, CellKey
 from benchmarks.eviction.quality import judged
 from benchmarks.kvcrush.config import QualityConfig
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 
 REMEMBERED = 1.5
 """Bytes of a cached prompt over those of its keys and values: what rules remember of it."""

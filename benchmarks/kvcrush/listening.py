@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
 from quire.models.base import Decoder, MeanRotations, PagedAttention
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import Statistic
 
 
 class Listening:

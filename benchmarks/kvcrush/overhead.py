@@ -29,14 +29,14 @@ from benchmarks.kvcrush.stopwatch import (
     Stopwatch,
     watched_rules,
 )
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import random_prompt
-from quire.spec.eviction import PREFILL_AND_DECODE
+from quire.scheduler.schedule_config import ScheduleConfig
 
 ALONE, KVCRUSH, KMEANS = "alone", "kvcrush", "kmeans"
 COUNTED = (SELECTION, SIGNATURES, REPRESENTATIVES)

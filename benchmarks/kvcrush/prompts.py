@@ -16,8 +16,8 @@ from benchmarks.kvcrush.arms import Arm, Row, paper_rows
 from benchmarks.kvcrush.config import FidelityConfig, PromptsConfig
 from benchmarks.kvcrush.fidelity import COLUMNS, kl_gain, means, row_of
 from benchmarks.kvcrush.reading import Fidelity, JudgeText, measure
+from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.spec.eviction import PREFILL_AND_DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.arms import Arm
 from benchmarks.kvcrush.config import FidelityConfig
 from benchmarks.kvcrush.listening import Listening
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
 JudgeText = Callable[[str, str], float]

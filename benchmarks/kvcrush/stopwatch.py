@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from quire.engine.eviction import PolicyEvictor
+from quire.eviction.eviction import PolicyEvictor
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.crushed import Asked
 from quire.policies.kmeans import KMeans

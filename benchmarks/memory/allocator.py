@@ -16,9 +16,9 @@ from benchmarks.common.models import llama_125m
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.overhead.bench import OverheadConfig, measure_overhead
 from quire.kv.memory import KVMemory
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
 from quire.profile.timing import seconds
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,14 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
+from quire.layout.layout import layout_for
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.models import model_shape
-from quire.spec.layout import layout_for
 
 PART_ONCE, REORDER, ENGINE = "part once", "reorder", "engine"
 CLAIMED_PAGE_TOKENS = 16

@@ -17,18 +17,18 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.memory.simulated import SimulatedConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.waste import measure_waste
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.profile.timing import seconds
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.run import simulate
 from quire.sim.traces.base import Trace
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

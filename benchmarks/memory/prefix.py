@@ -14,13 +14,13 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.outputs import Usage
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.profile.timing import seconds
+from quire.sampling.outputs import Usage
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

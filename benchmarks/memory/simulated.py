@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig

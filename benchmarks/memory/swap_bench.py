@@ -10,16 +10,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, InvariantError
-from quire.kv.config import KVConfig
-from quire.kv.swap import swap_in, swap_out
-from quire.kv.swapped import Swapped
 from quire.models.loader import LoadedModel
+from quire.offload.swap.swap import swap_in, swap_out
+from quire.offload.swap.swapped import Swapped
 from quire.profile.prefill_rates import kv_memory_for, random_prompt
 from quire.profile.timing import seconds
+from quire.scheduler.schedule_config import ScheduleConfig
 
 LENGTHS = (64, 128, 256, 512, 1_024, 2_048, 4_096)
 

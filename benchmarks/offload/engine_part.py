@@ -18,12 +18,12 @@ from transformers import LlamaConfig
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import random_prompt
+from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS: Mapping[str, Mapping[str, str]] = {
     "off": {"stream_recompute": "off", "stream_host_attention": "off"},

@@ -10,11 +10,11 @@ import time
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.restoring import Restoring
-from quire.engine.sampling_params import SamplingParams
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
+from quire.offload.prefix_store.restoring import Restoring
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer

@@ -9,11 +9,11 @@ from math import ceil
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.quant.config import CapacityConfig
+from quire.layout.codec_names import codec_pair
+from quire.layout.kv_format import fill_plain
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.profile.attention import PLAIN
-from quire.spec.codec_names import codec_pair
-from quire.spec.kv_format import fill_plain
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
 
 _TABLE_ENTRY_BYTES = 4
 _PAGE_TOKENS_OF_PAGE_CODECS = 32

@@ -83,7 +83,7 @@ def _config(
         ConfigError: a codec's option cannot be.
     """
     from benchmarks.quant.config import QUICK_QUANT, QuantBenchConfig
-    from quire.spec.kv_format import fill_plain, read_format
+    from quire.layout.kv_format import fill_plain, read_format
 
     config = replace(QUICK_QUANT if quick else QuantBenchConfig(), model=settings.model)
     if batch is not None:

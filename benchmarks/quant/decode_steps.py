@@ -6,13 +6,13 @@ A step is one forward of the model with all its attention. No scheduler, no samp
 import numpy as np
 import torch
 
+from quire.config.kv_config import KVConfig
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import StepBridge
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.kv.step import StepAttention
 from quire.models.loader import LoadedModel
 from quire.profile.attention import fill_pages
+from quire.scheduler.schedule_config import ScheduleConfig
 
 _SPARE_BYTES = 64 << 20  # slabs that are not full
 

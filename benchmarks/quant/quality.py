@@ -13,7 +13,7 @@ from benchmarks.eviction.quality import Judge, mean_share, measure_cells
 from benchmarks.eviction.texts import RunningText, pieces
 from benchmarks.quant.config import PLAIN, QuantBenchConfig, TextsConfig
 from benchmarks.quant.reading import CodecTexts, read_texts
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 from quire.models.loader import LoadedModel
 
 ByCodec = Mapping[str, Mapping[str, Cell]]

@@ -19,10 +19,10 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.listening import Listening
 from benchmarks.kvcrush.reading import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
 

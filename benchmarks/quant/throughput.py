@@ -15,14 +15,14 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.quant.config import PLAIN, QuantThroughputConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.layout.kv_format import fill_plain
+from quire.layout.layout import layout_for
 from quire.models.loader import LoadedModel
 from quire.profile.timing import seconds
-from quire.spec.kv_format import fill_plain
-from quire.spec.layout import layout_for
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

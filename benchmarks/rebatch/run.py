@@ -9,16 +9,16 @@ import numpy as np
 from benchmarks.rebatch.bound import Forwards
 from benchmarks.rebatch.clock import SkippingClock
 from benchmarks.rebatch.load import Load, prompt_ids
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError, SlabFull
 from quire.hf.dynamic.batch import DynamicBatch
 from quire.hf.dynamic.options import BatchOptions
 from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.record import StepRecord
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 
 CONTINUOUS = "continuous"
 _CURVE_POINTS = 48

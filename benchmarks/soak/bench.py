@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS = {
     "everything": KVConfig(memory="24MiB"),  # room for about 30 of the requests that come

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.stack.load import StackLoad
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

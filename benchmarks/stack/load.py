@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

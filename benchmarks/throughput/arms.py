@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.common.workload import Workload
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
+from quire.scheduler.request import Request
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,11 @@ from benchmarks.common.workload import QUICK_WORKLOAD, Workload
 from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
 from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
 from quire.errors import UnknownName
+from quire.layout.model import ModelSpec
 from quire.plan.parts import RowTokens, step_parts, total_cost
 from quire.profile.attention import AttentionBench, AttentionShape
 from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
 from quire.profile.timing import seconds
-from quire.spec.model import ModelSpec
 
 PEERS = ("hf_static", "hf_cb")
 SLOW_PEERS = ("hf_cb_default",)  # run when they are asked for

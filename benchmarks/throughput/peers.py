@@ -19,7 +19,7 @@ from transformers import (
 from benchmarks.common.workload import Workload
 from benchmarks.throughput.arms import ArmResult
 from quire.errors import InvariantError
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

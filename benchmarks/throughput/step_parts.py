@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, MeanRotations, PagedAttention
 from quire.plan.measured import ENGINE, KINDS, StepMeasure
 from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import Statistic
+from quire.scheduler.schedule_config import ScheduleConfig
 
 _MODULES = {
     "q_proj": "qkv",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.llm import LLM
-    from quire.engine.outputs import Answer, Delta, Usage
-    from quire.engine.sampling_params import SamplingParams
-    from quire.engine.schedule_config import ScheduleConfig
-    from quire.kv.config import KVConfig
+    from quire.api.async_llm import AsyncLLM
+    from quire.api.llm import LLM
+    from quire.config.kv_config import KVConfig
+    from quire.config.sampling_params import SamplingParams
+    from quire.sampling.outputs import Answer, Delta, Usage
+    from quire.scheduler.schedule_config import ScheduleConfig
 
 __all__ = [
     "LLM",
@@ -29,14 +29,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "quire.engine.llm",
-    "Answer": "quire.engine.outputs",
-    "AsyncLLM": "quire.engine.async_llm",
-    "Delta": "quire.engine.outputs",
-    "KVConfig": "quire.kv.config",
-    "SamplingParams": "quire.engine.sampling_params",
-    "ScheduleConfig": "quire.engine.schedule_config",
-    "Usage": "quire.engine.outputs",
+    "LLM": "quire.api.llm",
+    "Answer": "quire.sampling.outputs",
+    "AsyncLLM": "quire.api.async_llm",
+    "Delta": "quire.sampling.outputs",
+    "KVConfig": "quire.config.kv_config",
+    "SamplingParams": "quire.config.sampling_params",
+    "ScheduleConfig": "quire.scheduler.schedule_config",
+    "Usage": "quire.sampling.outputs",
 }
 
 

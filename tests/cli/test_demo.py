@@ -5,13 +5,13 @@ import json
 import pytest
 
 from command_line import last_json
+from quire.api.llm import LLM
 from quire.cli import doctor as doctor_module
 from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
 from quire.cli.exactness import Exactness, compare_with_generate
-from quire.engine.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, ModelError
 from quire.evals.tasks import rough_measure
-from quire.kv.config import KVConfig
 
 
 @pytest.fixture(scope="module")

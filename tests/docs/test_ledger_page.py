@@ -4,7 +4,7 @@ import json
 import re
 
 import engines
-from quire.engine.events import KEPT_EVENTS, KINDS
+from quire.scheduler.events import KEPT_EVENTS, KINDS
 from snippets import ROOT
 from unit.engine.test_ledger import prove_sums
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import zoo
+from quire.layout.refusals import REFUSED
 from quire.plan.sizes import format_size
-from quire.spec.refusals import REFUSED
 from snippets import ROOT, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

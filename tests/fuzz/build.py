@@ -11,12 +11,12 @@ from transformers.pytorch_utils import Conv1D
 from engines import load
 from exact_products import use_exact_products
 from fuzz.case import Case, RequestCase
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
+from quire.scheduler.schedule_config import ScheduleConfig
 
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny

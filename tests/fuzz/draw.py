@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from fuzz.case import Case, RequestCase
 from fuzz.rules import draw_codec, draw_rule
-from quire.spec.eviction import parse_policy
+from quire.layout.eviction import parse_policy
 
 ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")

@@ -3,7 +3,7 @@
 from fuzz.build import ample_engine
 from fuzz.case import Case
 from fuzz.watch import Context, SeenLogits, Watched, difference
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 
 MOST_LEAVES = 24

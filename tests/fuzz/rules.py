@@ -4,10 +4,10 @@ import random
 from dataclasses import fields
 
 from quire.errors import ConfigError
+from quire.layout.eviction import SCHEDULES
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered, registered_budgets
-from quire.spec.eviction import SCHEDULES
 
 SMALL = {
     "window": 4,

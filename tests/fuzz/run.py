@@ -11,8 +11,8 @@ from fuzz.build import ample_engine, products, scarce_engine, submit, try_option
 from fuzz.case import Case
 from fuzz.replay import worst_against_replay
 from fuzz.watch import SeenLogits, Watched, difference
-from quire.engine.outputs import Answer, Choice
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
+from quire.sampling.outputs import Answer, Choice
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4

@@ -8,9 +8,9 @@ import torch
 
 from pressure import POISON, poison
 from quire.engine.core import Engine
-from quire.engine.eviction_trace import EvictionEntry
-from quire.engine.outputs import Answer, AnswerBuilder
 from quire.errors import InvariantError, QuireError
+from quire.sampling.outputs import Answer, AnswerBuilder
+from quire.scheduler.eviction_trace import EvictionEntry
 
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
 """Tokens, digests of the evictions so far, and rotary regime: what logits are a function of."""

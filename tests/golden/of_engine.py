@@ -6,12 +6,12 @@ from pathlib import Path
 
 from golden.cases import case
 from golden.workshop import Workshop, finish, greedy
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.block_events import MEDIA, BlockEvents, as_arrays
 from quire.engine.core import Engine
-from quire.engine.events import KINDS, KVEvent
-from quire.engine.sampling_params import SamplingParams
-from quire.kv.config import KVConfig
 from quire.plan.rates import PrefillRates
+from quire.scheduler.events import KINDS, KVEvent
 from quire.sim.machine import MachineConfig
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig, make_simulator

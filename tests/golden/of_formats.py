@@ -18,13 +18,13 @@ from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
 from quire.cli.options import SECTIONS, OptionField
 from quire.kv.measured import read_constants
+from quire.layout.kv_format import read_format
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.wire import Message, What, receive
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
 from quire.plan.rates import CopyRate, CopyRates, PrefillRates
 from quire.plan.step_rates import DecodeRates, StepRates
 from quire.serve.tenant_keys import read_tenant_keys
-from quire.spec.kv_format import read_format
 
 MIB = 1 << 20
 _PROBE = re.compile(rb"(?<=probe-)[0-9a-f]{16}")

@@ -10,7 +10,7 @@ import httpx
 
 from golden.cases import case
 from golden.workshop import Workshop
-from quire.engine.llm import LLM
+from quire.api.llm import LLM
 from quire.errors import InvariantError
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig

@@ -12,13 +12,13 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
+from quire.api.llm import LLM
 from quire.cli.main import app
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel, load_model
+from quire.scheduler.schedule_config import ScheduleConfig
 
 T = TypeVar("T")
 ENGINE_OPTIONS = ("--dtype=float32", "--device=cpu", "--threads=1", "--no-verify")

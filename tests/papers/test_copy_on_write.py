@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from quire.engine.admission.need import Need
-from quire.engine.admission.peaks import Peaks
 from quire.kv.memory import KVMemory
 from quire.kv.page_bytes import NoBytes
 from quire.kv.sharing import fork
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
 
 pytestmark = pytest.mark.paper
 

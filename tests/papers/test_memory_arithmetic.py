@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from quire.layout.model import ModelSpec
 from quire.plan.memory import MemoryLayout, auto_kv_memory, estimate_activation_peak
 from quire.plan.roofline import crossover_batch, decode_step
 from quire.plan.workload import Verdict, assess
-from quire.spec.model import ModelSpec
 
 pytestmark = pytest.mark.paper
 

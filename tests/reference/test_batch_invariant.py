@@ -15,18 +15,18 @@ from torch import Tensor
 
 import zoo
 from engines import load
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.open_tier import _nature
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.step_plan import StepPlan
 from quire.errors import RequestError, UnsoundCombination
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
-from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
+from quire.offload.prefix_store.open_tier import _nature
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.step_plan import StepPlan
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"

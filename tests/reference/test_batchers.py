@@ -10,15 +10,15 @@ from functools import cache
 import pytest
 
 from engines import load, make_prompts
-from quire.engine.admission.need import need_of
-from quire.engine.batchers.registry import BATCHERS
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.limits import SCALED_DOWN
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.admission.need import need_of
+from quire.scheduler.batchers.registry import BATCHERS
+from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.schedule_config import ScheduleConfig
 
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2")  # mistral: windows only
 FULL = ("llama", "opt", "gpt2")

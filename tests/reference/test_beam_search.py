@@ -8,9 +8,9 @@ import torch
 
 import engines
 import zoo
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.outputs import Answer, AnswerBuilder
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.outputs import Answer, AnswerBuilder
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 10

@@ -17,20 +17,20 @@ import torch
 from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.registry import registered as registered_codecs
-from quire.engine.calibration import measure, read_vectors
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import UnsoundCombination
-from quire.kv.config import KVConfig
+from quire.eviction.calibration import measure, read_vectors
 from quire.kv.measured import write_constants
 from quire.kv.step import StepAttention
 from quire.kv.stores.registry import STORES
-from quire.kv.swap import append_tail, can_split, swap_out
+from quire.layout.codec_names import CODECS
+from quire.layout.eviction import PREFILL_AND_DECODE
+from quire.layout.kv_format import read_format
+from quire.offload.swap.swap import append_tail, can_split, swap_out
 from quire.policies.eviction import GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered
-from quire.spec.codec_names import CODECS
-from quire.spec.eviction import PREFILL_AND_DECODE
-from quire.spec.kv_format import read_format
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from reference.test_eviction_matrix import Case

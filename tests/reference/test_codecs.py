@@ -12,13 +12,13 @@ import torch
 
 from engines import greedy, load, make_prompts, stored_in
 from exact_products import use_exact_products
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, RequestError, UnknownName, UnsoundCombination
-from quire.kv.config import KVConfig
-from quire.spec.codec_names import CODECS
-from quire.spec.kv_format import fill_plain, read_format
+from quire.layout.codec_names import CODECS
+from quire.layout.kv_format import fill_plain, read_format
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 

@@ -10,8 +10,8 @@ import torch
 import zoo
 from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 from quire.engine.core import Engine
-from quire.engine.sampler import SampledToken
 from quire.models.loader import LoadedModel
+from quire.sampling.sampler import SampledToken
 
 TOLERANCE = 1e-4
 NUM_PROMPTS, LONGEST = 32, 40

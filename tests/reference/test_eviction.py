@@ -5,12 +5,12 @@ import torch
 
 import zoo
 from engines import greedy, load, make_prompts
-from quire.engine.admission.need import Need
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.admission.need import Need
+from quire.scheduler.schedule_config import ScheduleConfig
 
 CAP, EVERY, SINKS = 24, 6, 2
 EVICT = f"recent:cap={CAP},every={EVERY},sinks={SINKS}"

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from engines import greedy, load, make_prompts
-from quire.engine.admission.need import need_of
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, RequestError, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.policies.registry import policy_of, registered
+from quire.scheduler.admission.need import need_of
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 
 CAP, EVERY, NEW_TOKENS = 24, 6, 14

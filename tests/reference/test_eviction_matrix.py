@@ -27,17 +27,17 @@ import torch
 import zoo
 from engines import make_prompts
 from quire.engine.core import Engine
-from quire.engine.eviction import PolicyEvictor
-from quire.engine.eviction_trace import kept_sets
 from quire.errors import UnsoundCombination
+from quire.eviction.eviction import PolicyEvictor
 from quire.hf import QuireCache
 from quire.kv.lane_reader import LaneReader
+from quire.layout.eviction import PRESSURE, SCHEDULES
 from quire.policies.base import ScorePolicy
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
-from quire.spec.eviction import PRESSURE, SCHEDULES
+from quire.scheduler.eviction_trace import kept_sets
 from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
 
 CAP, EVERY, PIECE, PAGE_TOKENS = 36, 5, 3, 4

@@ -44,7 +44,7 @@ def pressed(architecture: str, host_room: float) -> Watched:
 @pytest.mark.parametrize("method", ["save", "load", "wait"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_copies_that_fail_cost_work_and_nothing_else(architecture, method, caplog):
-    caplog.set_level(logging.CRITICAL, "quire.engine.preemption.swapper")
+    caplog.set_level(logging.CRITICAL, "quire.scheduler.preemption.swapper")
     watched = pressed(architecture, host_room=4.0)
     pool = watched.engine.pool.host
     pool.copies = failing = Failing(pool.copies, [method], 3, OSError("the link is gone"))

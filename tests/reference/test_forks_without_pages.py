@@ -7,15 +7,15 @@ import pytest
 
 import zoo
 from engines import load
-from quire.engine.admission.need import Need
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.forks import NO_PAGES
-from quire.engine.residency import Residency
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import NeverFits, OutOfPages
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.admission.need import Need
+from quire.scheduler.forks import NO_PAGES
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import ScheduleConfig
 
 NEW_TOKENS = 10
 LENGTHS = (30, 44, 58)  # of the prompts

@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 
 import zoo
 from engines import greedy, load, make_prompts
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
 from quire.hf.kept import kept_positions
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 
 NEW_TOKENS = 16

@@ -12,12 +12,12 @@ import pytest
 from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.fp8 import Float8
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import registered
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_codec_conformance import RENUMBERS, Encoders, rule_of
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run

@@ -11,15 +11,15 @@ import torch
 
 from engines import greedy, load
 from exact_products import use_exact_products
-from quire.engine.calibration import errors_of, measure, read_vectors
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
+from quire.eviction.calibration import errors_of, measure, read_vectors
 from quire.kv.lane_reader import LaneReader
 from quire.kv.measured import constants_path, read_constants, write_constants
-from quire.spec.codec_names import CODECS, codec_spec
-from quire.spec.kv_format import fill_plain, read_format
+from quire.layout.codec_names import CODECS, codec_spec
+from quire.layout.kv_format import fill_plain, read_format
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference import test_eviction_engine
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run

@@ -16,19 +16,19 @@ import pytest
 
 from engines import greedy, load
 from exact_products import use_exact_products
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.restoring import Restoring
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, UnsoundCombination
-from quire.kv.arriving import ArrivingPages
-from quire.kv.config import KVConfig
-from quire.offload.prefix_store import PrefixStore
+from quire.offload.kv.arriving import ArrivingPages
+from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
 from quire.offload.tiers.wire import What
 from quire.plan.rates import PrefillRates
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 
 MIB = 1 << 20

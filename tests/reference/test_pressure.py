@@ -6,7 +6,7 @@ import pytest
 
 from engines import load
 from pressure import Job, Watched, drive, engine_under, make_jobs, submit
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.models.loader import LoadedModel
 
 TOLERANCE = 1e-4

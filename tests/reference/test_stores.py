@@ -4,9 +4,9 @@ import pytest
 
 import zoo
 from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
 from reference.test_equality import TOLERANCE, Forced, drive
 

@@ -12,13 +12,13 @@ import torch
 
 import zoo
 from engines import greedy, load
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import StorageError, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.models.adapter import TransformersDecoder
-from quire.models.streamed.place import stream_weights
 from quire.models.weights import weight_bytes
+from quire.offload.weights.place import stream_weights
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from streamed import Dawdling, load_streamed, poison
 

@@ -7,15 +7,15 @@ import torch
 
 import zoo
 from engines import greedy, load, make_prompts
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.models.rotary import Rotary
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream

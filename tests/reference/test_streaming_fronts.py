@@ -13,18 +13,18 @@ import pytest
 
 from engines import greedy, load
 from exact_products import use_exact_products
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.front_splits import FrontSplits
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
-from quire.kv.carrier import ThreadCarrier
-from quire.kv.config import KVConfig
-from quire.kv.hosted import HostedFronts
 from quire.models.loader import load_model
+from quire.offload.kv.front_splits import FrontSplits
+from quire.offload.kv.hosted import HostedFronts
 from quire.offload.schedule.work import Speeds
+from quire.offload.swap.carrier import ThreadCarrier
 from quire.plan.rates import CopyRate
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 
 NEW_TOKENS = 24
@@ -591,7 +591,9 @@ def test_rates_decide_and_are_followed(monkeypatch):
     """Said to be slow the link is seen to be fast, so that less and less is made again."""
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
-    monkeypatch.setattr("quire.engine.front_choice.measure_front_speeds", lambda *_, **__: speeds)
+    monkeypatch.setattr(
+        "quire.offload.kv.front_choice.measure_front_speeds", lambda *_, **__: speeds
+    )
     parts, learn = [], FrontSplits.learn
 
     def learn_of_a_fast_link(splits, timed):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from engines import greedy, load
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
-from quire.kv.stream_carrier import StreamCarrier
+from quire.offload.kv.stream_carrier import StreamCarrier
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
 

@@ -4,10 +4,10 @@ import random
 
 import zoo
 from engines import load
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 
 NEW_TOKENS = 15
 

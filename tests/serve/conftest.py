@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from quire.engine.llm import LLM
-from quire.kv.config import KVConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
 

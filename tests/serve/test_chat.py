@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
-from quire.spec.eviction import KEEP_ALL
+from quire.config.sampling_params import SamplingParams
+from quire.layout.eviction import KEEP_ALL
 
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 
 PROMPT = "<|doc|>Once upon a time"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.engine.llm import LLM
-from quire.kv.config import KVConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 
 
 @pytest.fixture(scope="module")

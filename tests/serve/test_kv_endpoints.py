@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
+from quire.scheduler.request import Request
 from quire.serve.tenant_keys import TenantKeys
 
 REQUEST = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(), tenant="red")

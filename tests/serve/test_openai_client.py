@@ -161,8 +161,8 @@ def test_a_port_in_use_is_named():
 
 SERVER = """
 import torch
-from quire.engine.llm import LLM
-from quire.kv.config import KVConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.serve.app import run_server
 from quire.serve.config import ServerConfig
 from quire.serve.listen import bind

@@ -7,13 +7,18 @@ import quire
 
 SOURCE = Path(quire.__file__).parent
 MODULES = (
-    *("engine/sampling_params.py", "engine/option_checks.py", "engine/branch_options.py"),
-    *("engine/validation.py", "engine/eviction_rules.py", "engine/intake.py", "engine/group.py"),
-    *("engine/admission/refusal.py", "engine/tenant_book.py", "models/tokenizer.py"),
+    *("config/sampling_params.py", "config/option_checks.py", "config/branch_options.py"),
+    *(
+        "engine/validation.py",
+        "eviction/eviction_rules.py",
+        "engine/intake.py",
+        "scheduler/group.py",
+    ),
+    *("scheduler/admission/refusal.py", "tenancy/tenant_book.py", "models/tokenizer.py"),
     *sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / "serve").glob("*.py")),
 )
 WITHOUT_A_FIELD = {
-    "engine/tenant_book.py": 2,  # the tenant is the API key's
+    "tenancy/tenant_book.py": 2,  # the tenant is the API key's
     "serve/fields.py": 1,  # too many unknown fields: it is not one of them
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 
 PROMPTS = ["<|doc|>Once upon a time", "<|doc|>The sea"]
 BEST = {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 4}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.spec.eviction import KEEP_ALL
+from quire.layout.eviction import KEEP_ALL
 from quire.version import __version__
 
 

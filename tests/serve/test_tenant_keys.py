@@ -1,9 +1,9 @@
 import pytest
 
-from quire.engine.tenants import parse_tenants
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized
 from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
+from quire.tenancy.tenants import parse_tenants
 
 KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"
 KEYS = {"a": (KEY_A, "sk-a-9b2e4410"), "b": (KEY_B,)}

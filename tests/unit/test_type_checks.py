@@ -8,8 +8,8 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from quire.engine.admission.need import Need, alike
 from quire.kernels.sampling import apply_temperature
+from quire.scheduler.admission.need import Need, alike
 
 WRONG = (BeartypeCallHintViolation, TypeCheckError)
 checked = jaxtyping.jaxtyped(typechecker=beartype)

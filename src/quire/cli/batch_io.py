@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from quire.cli.batch_prompts import read_messages, read_prompt, read_prompts, shown
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
 from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 

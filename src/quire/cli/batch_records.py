@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.batch_io import BatchLine, LineHead
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import Answer, Choice
+    from quire.sampling.outputs import Answer, Choice
 
 Record = dict[str, Any]
 

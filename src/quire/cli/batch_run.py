@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from quire.api.llm import LLM
 from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
 from quire.cli.batch_output import BatchOutput
 from quire.cli.batch_records import BatchTally, Record, answer_record, error_record
 from quire.cli.drive import Driver, Job
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer, merged
 from quire.errors import NeverFits, RequestError
+from quire.sampling.outputs import Answer, merged
 from quire.serve.config import MAX_ANSWERS
 
 GROUP_RECORDS = 32

@@ -11,7 +11,7 @@ from quire.cli.report import envelope
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.engine.calibration import LayerVectors
+    from quire.eviction.calibration import LayerVectors
     from quire.models.loader import LoadedModel
 
 MOST_TOKENS = 1 << 20  # queries, keys and values of all of them are held at once
@@ -48,9 +48,9 @@ def calibrate(
     Scales and ranges of channels and codebooks come from three quarters of the text; shown is what
     each codec does to the other quarter: to products of queries and keys, and to values.
     """
-    from quire.engine.calibration import read_vectors
+    from quire.eviction.calibration import read_vectors
+    from quire.layout.kv_format import fill_plain, read_format
     from quire.models.loader import load_model
-    from quire.spec.kv_format import fill_plain, read_format
 
     refuse_no_name(model)
     use_threads(threads)
@@ -82,9 +82,9 @@ def _one(
     text: str, loaded: "LoadedModel", vectors: "list[LayerVectors]", folder: Path | None
 ) -> dict[str, float]:
     """Measure, store and show one codec; its errors over all layers."""
-    from quire.engine.calibration import errors_of, measure
+    from quire.eviction.calibration import errors_of, measure
     from quire.kv.measured import write_constants
-    from quire.spec.kv_format import fill_plain, read_format
+    from quire.layout.kv_format import fill_plain, read_format
 
     form = read_format(fill_plain(text, "float32"))
     measured = measure(vectors, form)

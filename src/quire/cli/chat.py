@@ -12,8 +12,8 @@ from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
-    from quire.engine.outputs import Delta
+    from quire.api.llm import LLM
+    from quire.sampling.outputs import Delta
 
 _GREETING = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

@@ -11,7 +11,7 @@ from quire.cli.demo_work import demo_prompts
 from quire.cli.options import ModelConfig
 from quire.cli.report import envelope
 from quire.cli.settings import Settings
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 
 _CHECKED = 8  # answers compared with Transformers: seven questions and one checkable prompt
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.api.llm import LLM
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.drive import Driver, Job
 from quire.cli.progress import LiveProgress
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import QuireError
+from quire.sampling.outputs import Answer
 
 
 @dataclass(frozen=True, slots=True)

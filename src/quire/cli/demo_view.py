@@ -9,8 +9,8 @@ from rich.table import Table
 from quire.cli.demo_run import DemoResult
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.exactness import TIE_LOGITS, Exactness
-from quire.engine.outputs import Answer
 from quire.plan.sizes import format_size
+from quire.sampling.outputs import Answer
 
 _SHOWN_CHARACTERS = 60
 

@@ -172,11 +172,11 @@ def _tried(name: str, action: Callable[[], str]) -> Finding:
 
 def _trial_answer(model: "LoadedModel") -> str:
     """Let the packaged model look for a record in its context; compare, and count the pages."""
+    from quire.api.llm import LLM
     from quire.cli.demo_work import fact_prompt
     from quire.cli.exactness import compare_with_generate
-    from quire.engine.llm import LLM
-    from quire.engine.sampling_params import SamplingParams
-    from quire.kv.config import KVConfig
+    from quire.config.kv_config import KVConfig
+    from quire.config.sampling_params import SamplingParams
 
     llm = LLM(model, kv=KVConfig(memory="8MiB"))
     prompt = fact_prompt(0, lambda text: len(llm.encode(text)))

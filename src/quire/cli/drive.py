@@ -6,10 +6,10 @@ Loads torch through the engine: commands import this module when they run.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer, AnswerBuilder
-from quire.engine.sampling_params import SamplingParams
+from quire.api.llm import LLM
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
+from quire.sampling.outputs import Answer, AnswerBuilder
 
 OnStep = Callable[[], None]
 

@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.evals.gate import GATE_CASES, GateCase, GateReport, run_gate
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.api.llm import LLM
 
 QUICK_CASES = (
     GateCase(task="lines", tokens=256, n=5),
@@ -73,7 +73,7 @@ class Judge:
         Raises:
             RequestError: a prompt is longer than the model's context or the KV memory.
         """
-        from quire.engine.sampling_params import SamplingParams
+        from quire.config.sampling_params import SamplingParams
 
         llm = self._llm if evict == "full" else self._llm_with(evict)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -85,7 +85,7 @@ class Judge:
 
     def _llm_with(self, evict: str) -> "LLM":
         # one at a time: each takes a KV memory of its own
-        from quire.engine.llm import LLM
+        from quire.api.llm import LLM
 
         if self._evicting is None or self._evicting[0] != evict:
             self._evicting = None

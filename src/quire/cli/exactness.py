@@ -14,7 +14,7 @@ from quire.errors import InvariantError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quire.engine.outputs import Answer
+    from quire.sampling.outputs import Answer
 
 TIE_LOGITS = 1e-4
 """Two logits nearer than this may change places by rounding alone, in float32."""

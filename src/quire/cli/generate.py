@@ -13,7 +13,7 @@ from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import Answer, Usage
+    from quire.sampling.outputs import Answer, Usage
 
 
 @with_settings(defaults={"max-tokens": 128})
@@ -66,7 +66,7 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
     settings.refuse_other_tenants()
     llm = settings.open_llm()
     watch.follow(llm)
-    from quire.engine.outputs import AnswerBuilder  # with torch, which is loaded by now
+    from quire.sampling.outputs import AnswerBuilder  # with torch, which is loaded by now
 
     token_ids = llm.encode(text)
     builder = AnswerBuilder("generate", tuple(token_ids))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from quire.api.llm import LLM
     from quire.engine.block_publisher import BlockPublisher
     from quire.engine.event_file import EventFile
-    from quire.engine.llm import LLM
 
 KVEventsFile = Annotated[
     Path | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quire.cli.common import AsJson
-from quire.spec.eviction import MOST_DEFAULT_EVERY
+from quire.layout.eviction import MOST_DEFAULT_EVERY
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
@@ -187,7 +187,7 @@ def _first_paragraph(docstring: str | None) -> str:
 
 def codec_rows() -> list[dict[str, object]]:
     """All codecs with their byte arithmetic, scales and all that is beside codes counted."""
-    from quire.spec.codec_names import CODECS
+    from quire.layout.codec_names import CODECS
 
     return [
         {

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, Union, get_args, get_origin
 
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.layout.options import OptionInfo, option
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.traces.options import TraceOptions
-from quire.spec.options import OptionInfo, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

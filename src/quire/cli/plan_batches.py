@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from quire.engine.admission.batches import rows_at_once
-from quire.engine.admission.need import Need
-from quire.engine.admission.peaks import Peaks
-from quire.engine.eviction_rules import EvictionRules
 from quire.errors import ConfigError
+from quire.eviction.eviction_rules import EvictionRules
 from quire.kv.memory import KVMemory
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.kv_format import without_records
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
 from quire.plan.batch_rules import arm_rules
 from quire.plan.batch_verdict import (
     DECODE_ONLY,
@@ -23,10 +24,9 @@ from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.static_run import RunSeconds, row_steps, run_seconds
 from quire.plan.step_rates import StepRates
 from quire.plan.stored_rates import model_key, steps_key
-from quire.spec.eviction import KEEP_ALL, EvictionSpec
-from quire.spec.kv_format import without_records
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
+from quire.scheduler.admission.batches import rows_at_once
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
 
 LABELS = {
     FULL: "full KV",

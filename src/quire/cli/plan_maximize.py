@@ -165,7 +165,7 @@ class Stopwatch:
 
     def __call__(self, evict: str) -> StepRates:
         """Rates under a rule; rules that differ by their numbers are timed once."""
-        from quire.kv.host_store import device_name
+        from quire.offload.swap.host_store import device_name
         from quire.profile import step_rates
 
         if self._model is None:

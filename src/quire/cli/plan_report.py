@@ -5,8 +5,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
+from quire.layout.config import ConfigReader, check_sizes, read_config
+from quire.layout.dtypes import dtype_bytes
+from quire.layout.kv_format import fill_plain, read_format
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout
+from quire.layout.refusals import refuse_model_type
 from quire.plan.capacity import Capacity, bytes_per_value, capacity, token_bytes
 from quire.plan.memory import (
     DEFAULT_HEADROOM_SHARE,
@@ -17,13 +23,7 @@ from quire.plan.memory import (
 from quire.plan.offload.resident import WeightsPlace, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
-from quire.spec.config import ConfigReader, check_sizes, read_config
-from quire.spec.dtypes import dtype_bytes
-from quire.spec.kv_format import fill_plain, read_format
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout
-from quire.spec.refusals import refuse_model_type
+from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["step_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048

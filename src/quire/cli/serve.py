@@ -5,7 +5,7 @@ from pathlib import Path
 from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
 from quire.cli.options import KV, MODEL, SCHEDULE, SERVER
 from quire.cli.settings import Settings, with_settings
-from quire.engine.tenants import parse_tenants
+from quire.tenancy.tenants import parse_tenants
 
 
 @with_settings(MODEL, KV, SCHEDULE, SERVER)

@@ -24,16 +24,16 @@ from quire.cli.options import (
     Section,
     options_of,
 )
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.traces.options import TraceOptions
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.api.llm import LLM
 
 PACKAGED_MODEL = "quire-tiny"
 ABOUT_MODEL = (
@@ -93,7 +93,7 @@ class Settings:
             ConfigError: options that cannot be.
             ModelError: a model that cannot be read.
         """
-        from quire.engine.llm import LLM  # torch and transformers: never for --help
+        from quire.api.llm import LLM  # torch and transformers: never for --help
 
         self.set_threads()
         llm = LLM(
@@ -126,8 +126,8 @@ class Settings:
         Raises:
             ConfigError: `schedule.tenants` names others only.
         """
-        from quire.engine.request import DEFAULT_TENANT
-        from quire.engine.tenants import parse_tenants
+        from quire.scheduler.request import DEFAULT_TENANT
+        from quire.tenancy.tenants import parse_tenants
 
         names = [spec.name for spec in parse_tenants(self.schedule.tenants)]
         if names and DEFAULT_TENANT not in names:

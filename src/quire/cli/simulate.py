@@ -16,19 +16,19 @@ from quire.cli.out_folder import prepare_folder, require_matplotlib, write_files
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
+from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
+from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
+from quire.layout.kv_format import read_format
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.plan.sizes import parse_size
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
-from quire.spec.codec_refusals import Storing, refuse_excluded, stored_codec
-from quire.spec.eviction import KEEP_ALL, EvictionSpec, parse_policy
-from quire.spec.kv_format import read_format
 
 if TYPE_CHECKING:
+    from quire.layout.model import ModelSpec
     from quire.sim.run import SimConfig
     from quire.sim.simulator import SimResult
-    from quire.spec.model import ModelSpec
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
@@ -94,7 +94,7 @@ def sim_config(settings: Settings) -> "SimConfig":
         ConfigError: an option that cannot be; nothing was read yet.
     """
     from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
-    from quire.engine.preemption.swapper import refuse_idle_host_pool
+    from quire.scheduler.preemption.swapper import refuse_idle_host_pool
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
@@ -130,7 +130,7 @@ def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], Evictio
         refuse_excluded(codec, Storing(form=read_format(codec)))
         return lambda tokens: KEEP_ALL
     # loads torch, which `full` does not need
-    from quire.engine.eviction_rules import EvictionRules
+    from quire.eviction.eviction_rules import EvictionRules
 
     page_tokens = settings.kv.page_tokens
     rules = EvictionRules(

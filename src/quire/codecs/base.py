@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.spec.codecs import CodecSpec
+from quire.layout.codecs import CodecSpec
 
 Planes = Sequence[Shaped[Tensor, "*batch record width"]]
 """One tensor for each of `CodecSpec.planes`; `record` is the token, or one for a whole page."""

@@ -9,8 +9,8 @@ from quire import codecs
 from quire.codecs.base import Codec
 from quire.codecs.equalised import equalised
 from quire.errors import ConfigError
-from quire.spec.codec_names import CODECS
-from quire.spec.codecs import CodecSpec
+from quire.layout.codec_names import CODECS
+from quire.layout.codecs import CodecSpec
 
 C = TypeVar("C", bound=Codec)
 _CODECS: dict[str, type[Codec]] = {}
@@ -21,7 +21,7 @@ def register(*names: str) -> Callable[[type[C]], type[C]]:
     """Say which codecs a class implements.
 
     Raises:
-        ConfigError: a name that has no bytes in `quire.spec.codec_names`, or that is taken.
+        ConfigError: a name that has no bytes in `quire.layout.codec_names`, or that is taken.
     """
 
     def put(codec: type[C]) -> type[C]:

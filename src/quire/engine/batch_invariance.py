@@ -13,19 +13,19 @@ is added up chunk by chunk, so its last bits depend on the chunks: rules that ne
 from collections.abc import Callable
 from typing import NoReturn
 
-from quire.engine.schedule_config import INVARIANT_ROWS
+from quire.config.kv_config import KVConfig
 from quire.errors import UnsoundCombination
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.select import BackendChoice
-from quire.kv.config import KVConfig
+from quire.layout.eviction import PRESSURE
+from quire.layout.kv_format import read_format
+from quire.layout.statistics import QueryRing, SignatureBits, SignedUntil, Statistic
 from quire.models.base import FixedShapes
 from quire.models.loader import LoadedModel
 from quire.plan.sizes import parse_size
 from quire.policies.eviction import EvictionRule
-from quire.spec.eviction import PRESSURE
-from quire.spec.kv_format import read_format
-from quire.spec.statistics import QueryRing, SignatureBits, SignedUntil, Statistic
+from quire.scheduler.schedule_config import INVARIANT_ROWS
 
 OPTION = "--batch-invariant"
 _EXACT = (QueryRing, SignatureBits, SignedUntil)  # copies and bits: nothing is added up

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.codecs.registry import make_codec
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.kv.measured import MeasuredConstants, read_constants, sides_of
 from quire.kv.store import plain_codec
+from quire.layout.codec_refusals import stored_codec
+from quire.layout.kv_format import read_format
 from quire.models.loader import LoadedModel
-from quire.spec.codec_refusals import stored_codec
-from quire.spec.kv_format import read_format
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,35 +4,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from quire.engine.choosing import Choosing
-from quire.engine.events import EventLog
-from quire.engine.eviction_trace import KeptSets
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.intake import Asked, Intake
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.make_scheduler import make_scheduler
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
-from quire.engine.outputs import Delta
 from quire.engine.pool import KVPool, build_pool
-from quire.engine.replies import Replies
-from quire.engine.request import DEFAULT_TENANT, Request, RequestState
-from quire.engine.restoring import arriving_bytes, closing
 from quire.engine.runner import Runner
-from quire.engine.sampler import Sampler
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.engine.shared_pool import PoolMember, joining
-from quire.engine.siblings import make_sequences
 from quire.engine.stats import EngineStats, stats_of
-from quire.engine.step_plan import StepPlan
-from quire.engine.stop_rules import OutputText
-from quire.engine.times import StepTimes
-from quire.engine.traces import Traces
 from quire.engine.validation import check_context, checked_prompt
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.eviction.traces import Traces
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
+from quire.offload.prefix_store.restoring import arriving_bytes, closing
+from quire.sampling.choosing import Choosing
+from quire.sampling.outputs import Delta
+from quire.sampling.replies import Replies
+from quire.sampling.sampler import Sampler
+from quire.sampling.stop_rules import OutputText
+from quire.scheduler.events import EventLog
+from quire.scheduler.eviction_trace import KeptSets
+from quire.scheduler.request import DEFAULT_TENANT, Request, RequestState
+from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
+from quire.scheduler.siblings import make_sequences
+from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.times import StepTimes
 
 
 class Engine:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from quire.engine.events import KVEvent
 from quire.errors import ConfigError
+from quire.scheduler.events import KVEvent
 
 MOST_HELD_BYTES = 16 << 20
 """Lines held in memory at most while the disk is full."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.engine.request import Request
 from quire.models.base import AttentionCall, PagedAttention
+from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
-from quire.engine.eviction_rules import EvictionRules, check_blocks
-from quire.engine.request import DEFAULT_TENANT, Request
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.validation import (
     check_context,
     checked_deadline,
@@ -18,13 +16,15 @@ from quire.engine.validation import (
     checked_salt,
 )
 from quire.errors import ConfigError, RequestError
-from quire.kv.config import KVConfig
+from quire.eviction.eviction_rules import EvictionRules, check_blocks
+from quire.layout.eviction import EvictionSpec
+from quire.layout.layout import statistics_used
+from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
-from quire.spec.eviction import EvictionSpec
-from quire.spec.layout import statistics_used
-from quire.spec.pages import CacheLayout
+from quire.scheduler.request import DEFAULT_TENANT, Request
+from quire.scheduler.schedule_config import ScheduleConfig
 
 MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one object
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from quire.engine.request import Request
 from quire.errors import InvariantError
-from quire.kv.host_pool import HostPool
 from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
-from quire.kv.swapped import Swapped
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.swapped import Swapped
+from quire.scheduler.request import Request
 
 Snapshot = dict[str, Any]
 NOBODY = ""

@@ -6,31 +6,31 @@ from functools import cache
 
 import torch
 
-from quire.engine.events import EventLog, PrefixEvents
-from quire.engine.evicting_fronts import FrontEvictor
-from quire.engine.eviction import PolicyEvictor
-from quire.engine.front_room import FrontRoom
-from quire.engine.lane_caps import Evictor
-from quire.engine.open_tier import open_tier
+from quire.config.kv_config import KVConfig
 from quire.engine.pool import KVPool
-from quire.engine.preemption.swapper import Swapper
-from quire.engine.prefix_identities import PrefixIdentities
-from quire.engine.residency import Residency
-from quire.engine.restoring import Restoring
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
-from quire.engine.scheduler_parts import make_parts
-from quire.engine.step_size import StepSize
-from quire.kv.config import KVConfig
-from quire.kv.host_store import device_name
+from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
+from quire.offload.kv.evicting_fronts import FrontEvictor
+from quire.offload.kv.front_room import FrontRoom
+from quire.offload.prefix_store.open_tier import open_tier
+from quire.offload.prefix_store.prefix_identities import PrefixIdentities
+from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
 from quire.plan.sizes import parse_size
+from quire.scheduler.events import EventLog, PrefixEvents
+from quire.scheduler.lane_caps import Evictor
+from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.step_size import StepSize
 
 logger = logging.getLogger(__name__)
 

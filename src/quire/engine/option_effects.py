@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.kv.stores.registry import STORES
 from quire.plan.sizes import parse_size
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.config.kv_config import KVConfig
 from quire.engine.activation import measure_activation_peak
 from quire.engine.batch_invariance import (
     exact_statistics,
@@ -12,22 +13,12 @@ from quire.engine.batch_invariance import (
     refuse_pressure,
 )
 from quire.engine.codec import StoredAs, codec_of
-from quire.engine.device_memory import free_device_bytes
-from quire.engine.eviction_rules import EvictionRules, check_blocks
-from quire.engine.front_choice import FrontChoice
-from quire.engine.front_parts import FrontParts, build_fronts
-from quire.engine.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.engine.option_effects import refuse_without_effect
-from quire.engine.preemption.swapper import refuse_idle_host_pool
-from quire.engine.row_limit import refuse_too_many_rows
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import PoolMember
-from quire.engine.step_size import most_batches, refuse_nothing_shared
 from quire.errors import ConfigError, UnsoundCombination
+from quire.eviction.eviction_rules import EvictionRules, check_blocks
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
-from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore
@@ -42,13 +33,22 @@ from quire.kv.stores.registry import (
     unsound,
 )
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.layout.eviction import EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.pages import CacheLayout, PageClass
+from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
+from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
+from quire.offload.kv.front_choice import FrontChoice
+from quire.offload.kv.front_parts import FrontParts, build_fronts
+from quire.offload.swap.host_pool import HostPool
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
 from quire.policies.eviction import Eviction
-from quire.spec.eviction import EvictionSpec
-from quire.spec.layout import layout_for
-from quire.spec.pages import CacheLayout, PageClass
+from quire.scheduler.preemption.swapper import refuse_idle_host_pool
+from quire.scheduler.row_limit import refuse_too_many_rows
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.step_size import most_batches, refuse_nothing_shared
 
 
 @dataclass(frozen=True, slots=True)

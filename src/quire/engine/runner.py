@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
-from quire.engine.request import Request
-from quire.engine.step_plan import StepPlan
-from quire.engine.step_size import StepSize
-from quire.engine.times import StepTimes
 from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
+from quire.scheduler.request import Request
+from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step_size import StepSize
+from quire.scheduler.times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

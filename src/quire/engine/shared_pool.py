@@ -16,16 +16,16 @@ from functools import partial
 
 import torch
 
-from quire.engine.device_memory import free_device_bytes
-from quire.engine.scheduler import Scheduler
-from quire.engine.tenants import check_tenant_name
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
 from quire.kv.stores.paged import Paged
+from quire.layout.pages import CacheLayout
+from quire.models.device_memory import free_device_bytes
 from quire.plan.sizes import parse_size
-from quire.spec.pages import CacheLayout
+from quire.scheduler.scheduler import Scheduler
+from quire.tenancy.tenants import check_tenant_name
 
 
 class SharedPool:

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from quire.engine.pool import KVPool
-from quire.engine.prefix_tier import TierStats
-from quire.engine.request import Request
-from quire.engine.scheduler import Scheduler
-from quire.engine.tenant_meter import TenantStats
-from quire.engine.times import StepTimes
 from quire.kv.memory import KVMemory
 from quire.models.loader import LoadedModel
+from quire.offload.prefix_store.prefix_tier import TierStats
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.times import StepTimes
+from quire.tenancy.tenant_meter import TenantStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

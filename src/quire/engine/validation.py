@@ -5,10 +5,10 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
+from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
-from quire.spec.model import ModelSpec
 
 MOST_SALT_CHARACTERS = 128
 

@@ -22,6 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.errors import ConfigError, UnsupportedModel
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
 from quire.models.observing import Observing
@@ -29,8 +31,6 @@ from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import Statistic
 
 _ATTRIBUTE = "quire_borrowed"
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from quire.engine.eviction_rules import EvictionRules
-from quire.engine.served_rules import NONE
 from quire.errors import ConfigError, RequestError
+from quire.eviction.eviction_rules import EvictionRules
+from quire.eviction.served_rules import NONE
 from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
 from quire.hf.borrowed import Answering, borrow
 from quire.hf.evicting import Evicting
@@ -40,7 +40,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         budget: what a lane (one KV head of one layer) may hold: tokens, "25%" of the prompt, or
             bytes of a sequence such as "2MiB".
         when: prefill_and_decode (the default), prefill_end, decode or pressure; see
-            `quire.spec.eviction`.
+            `quire.layout.eviction`.
         every: tokens that leave at a time; None: an eighth of the budget, at most 64.
         compression_ratio: in place of `budget`, the fraction of the prompt's tokens to remove, as
             in kvpress: 0.75 is the budget "25%". 0 keeps everything. kvpress evicts once, after the

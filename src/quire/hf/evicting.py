@@ -10,9 +10,13 @@ from functools import cache
 
 import numpy as np
 
-from quire.engine.eviction import PolicyEvictor
-from quire.engine.eviction_rules import EvictionRules
-from quire.engine.lane_room import (
+from quire.eviction.eviction import PolicyEvictor
+from quire.eviction.eviction_rules import EvictionRules
+from quire.hf.memory import SCRATCH_BYTES
+from quire.kv.step import PagedKV
+from quire.layout.eviction import PREFILL_END, PRESSURE
+from quire.models.base import Decoder
+from quire.scheduler.lane_room import (
     Slots,
     evicting_table,
     held_slots,
@@ -22,12 +26,8 @@ from quire.engine.lane_room import (
     room_tokens,
     slots_to_keep,
 )
-from quire.engine.request import Request
-from quire.engine.schedule_config import ScheduleConfig
-from quire.hf.memory import SCRATCH_BYTES
-from quire.kv.step import PagedKV
-from quire.models.base import Decoder
-from quire.spec.eviction import PREFILL_END, PRESSURE
+from quire.scheduler.request import Request
+from quire.scheduler.schedule_config import ScheduleConfig
 
 BLOCK_TOKENS = ScheduleConfig().chunk_tokens  # bounds activations, as in the engine
 

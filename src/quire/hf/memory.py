@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.engine.device_memory import free_device_bytes
-from quire.engine.eviction_rules import EvictionRules
 from quire.engine.pool import most_kv_bytes
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
+from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore, plain_codec
+from quire.layout.eviction import EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout
 from quire.models.base import Decoder
+from quire.models.device_memory import free_device_bytes
 from quire.plan.sizes import parse_size
-from quire.spec.eviction import EvictionSpec
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout
+from quire.scheduler.schedule_config import ScheduleConfig
 
 SCRATCH_BYTES = 64 << 20  # gathered pages at a time, outside the KV memory
 _FREE_SHARE = 0.9  # of free memory, where nobody says how much

@@ -1,9 +1,9 @@
 """What a researcher writes beside a model, as the one text that the engine reads too."""
 
 from quire.errors import ConfigError, UnsoundCombination
+from quire.layout.eviction import parse_policy
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
-from quire.spec.eviction import parse_policy
 
 
 def make_rule(

@@ -9,18 +9,18 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.request import Request
+from quire.config.sampling_params import SamplingParams
 from quire.engine.runner import StepBridge
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import OutOfPages
 from quire.hf.evicting import Evicting
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.kv.step import PagedKV, StepAttention
+from quire.layout.eviction import PRESSURE, UNLIMITED
+from quire.layout.layout import statistics_used
 from quire.models.base import Decoder
 from quire.policies.eviction import Eviction, EvictionRule
-from quire.spec.eviction import PRESSURE, UNLIMITED
-from quire.spec.layout import statistics_used
+from quire.scheduler.request import Request
 
 Counts = NDArray[np.int32]
 

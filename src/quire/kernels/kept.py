@@ -1,6 +1,6 @@
 """Tokens that are attended as the model made them, although their pages hold codes.
 
-Which those are depends on the query: see `quire.spec.kept_tokens`. A query that decodes has them
+Which those are depends on the query: see `quire.layout.kept_tokens`. A query that decodes has them
 written over what their codes decode to. Of a prompt's chunk some queries want a token as it was
 made and later ones want its code, so these tokens get a column of their own behind the others:
 
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.spec.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from quire.kernels.backend import LookCount, LookRows, LookTally
-from quire.spec.statistics import MAX, MEAN
+from quire.layout.statistics import MAX, MEAN
 
 
 def over_group(weights: Float[Tensor, "*shape group slot"], heads: str) -> Tensor:

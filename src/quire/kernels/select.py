@@ -13,7 +13,7 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.unrotated import UnrotatedAttention
-from quire.spec.kv_format import read_format
+from quire.layout.kv_format import read_format
 
 BACKENDS = ("native", "gathered", "reference")
 

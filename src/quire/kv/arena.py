@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from quire.errors import ConfigError, InvariantError
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLABS_OF_A_SMALL_ARENA = 64

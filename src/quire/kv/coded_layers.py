@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kv.measured import KEY, VALUE, MeasuredConstants
 from quire.kv.store import PageStore
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 class CodedLayers:

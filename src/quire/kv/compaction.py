@@ -32,7 +32,7 @@ from quire.kv.slot_moves import (
     prove_one_to_one,
 )
 from quire.kv.tables import LaneTable
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 Pages = Mapping[PageClass, int]
 

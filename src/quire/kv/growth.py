@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 from quire.kv.pages import CountedPages
 from quire.kv.stores.base import Demand, Placement
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout
+from quire.layout.pages import CacheLayout
 
 
 def grow_demand(

@@ -16,7 +16,7 @@ from quire.kv.kept import KeptPlace
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
-from quire.spec.important_tokens import ImportantTokens
+from quire.layout.important_tokens import ImportantTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
-from quire.spec.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from quire.kv.kept import KeptPlace
 from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
-from quire.spec.pages import LaneGroup
-from quire.spec.statistics import Statistic
+from quire.layout.pages import LaneGroup
+from quire.layout.statistics import Statistic
 
 
 @dataclass(frozen=True, slots=True)

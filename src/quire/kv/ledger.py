@@ -22,7 +22,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import CountedPages
 from quire.kv.stores.base import Placement
 from quire.kv.tables import NO_PAGE, LaneTable
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 NO_ROW = -1
 """The row of extents that belong to the prefix cache."""

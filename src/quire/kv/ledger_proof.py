@@ -9,7 +9,7 @@ import numpy as np
 from quire.errors import InvariantError
 from quire.kv.ledger import NO_ROW, Extent
 from quire.kv.memory import KVMemory
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 _Key = tuple[int, str, int, int]  # row, group, references, sequences
 

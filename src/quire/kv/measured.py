@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.spec.codecs import CodecSpec
-from quire.spec.kv_format import KVFormat
-from quire.spec.model import ModelSpec
+from quire.layout.codecs import CodecSpec
+from quire.layout.kv_format import KVFormat
+from quire.layout.model import ModelSpec
 
 KEY, VALUE = "key", "value"
 FOLDER = "quire-kv"

@@ -24,7 +24,7 @@ from quire.kv.slot_moves import SlotMoves
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout, PageClass
+from quire.layout.pages import CacheLayout, PageClass
 
 Counts = NDArray[np.int32]
 Unpublish = Callable[[PageClass, PageNumbers], NDArray[np.bool_]]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError, OutOfPages
 from quire.kv.arena import Arena, pages_per_slab
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 PageNumbers = NDArray[np.int32]
 

@@ -30,7 +30,7 @@ from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
 from quire.kv.sharing import borrow, lend_blocks, lent_statistics_pages, return_loans
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 class PrefixIndex:

@@ -6,7 +6,7 @@ from itertools import islice
 
 from quire.kv.memory import KVMemory
 from quire.kv.prefix_node import PrefixNode
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 class IdleNodes:

@@ -7,7 +7,7 @@ import numpy as np
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_node import PrefixNode
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 def holders(

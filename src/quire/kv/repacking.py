@@ -14,7 +14,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable, Rows
 from quire.kv.whole_rows import repack_runs
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 @dataclass(frozen=True, slots=True)

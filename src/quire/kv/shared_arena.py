@@ -14,7 +14,7 @@ from typing import final
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import HUGE_PAGE_BYTES, SLABS_OF_A_SMALL_ARENA, Arena
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 
 HEADROOM_SHARE = 8
 """While a member holds slabs, one in so many of its guarantee is not lent: it would be wanted back

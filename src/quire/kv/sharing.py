@@ -14,7 +14,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
 from quire.kv.whole_rows import copy_row
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 @dataclass(frozen=True, slots=True)

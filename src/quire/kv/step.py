@@ -23,7 +23,6 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.group_step import GroupStep
-from quire.kv.hosting import Hosting
 from quire.kv.important import important_places
 from quire.kv.kept import KeptStep, kept_places
 from quire.kv.measured import MeasuredConstants
@@ -31,7 +30,8 @@ from quire.kv.memory import KVMemory
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
+from quire.offload.kv.hosting import Hosting
 
 
 @runtime_checkable  # for the shape checks in tests

@@ -18,7 +18,7 @@ from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.paging import move_slots
 from quire.kv.arena import HUGE_PAGE_BYTES
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES, PageClass, PlacedPlane
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES, PageClass, PlacedPlane
 
 PLAIN_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

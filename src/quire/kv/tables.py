@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 
 Rows = NDArray[np.int64]
 INITIAL_PAGES_PER_LANE = 16

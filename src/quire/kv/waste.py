@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from quire.kv.memory import KVMemory
 from quire.kv.stores.base import Demand
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 ENTRY_BYTES = 4  # of a page number, a first position or a count, as tables keep them
 Slots = NDArray[np.int64]

@@ -12,8 +12,8 @@ from quire.errors import OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.stores.base import Demand
-from quire.kv.swapped import Swapped
 from quire.kv.tables import Rows
+from quire.offload.swap.swapped import Swapped
 
 
 def add_pages(

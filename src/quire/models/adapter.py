@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
 from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.observing import Observing
 from quire.models.packing import pack_linears
-from quire.models.recompute import KeysAndValues
 from quire.models.rope import RopeRegimes
 from quire.models.rotations import Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
-from quire.models.streamed.layer_major import LayerMajor
-from quire.models.streamed.stream import WeightStream
 from quire.models.support import refuse_class, refuse_config
 from quire.models.widening import widen_linears
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import Statistic
+from quire.offload.recompute.recompute import KeysAndValues
+from quire.offload.weights.layer_major import LayerMajor
+from quire.offload.weights.stream import WeightStream
 
 
 class TransformersDecoder:

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import Statistic
 
 
 @dataclass(frozen=True, slots=True)

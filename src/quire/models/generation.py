@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ModelError
-from quire.spec.config import LARGEST_INTEGER, read_json_object, shown
+from quire.layout.config import LARGEST_INTEGER, read_json_object, shown
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers import __version__ as transformers_version
 
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
+from quire.layout.config import check_sizes, read_config
+from quire.layout.model import ModelSpec
+from quire.layout.refusals import refuse_model_type
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
@@ -22,17 +25,14 @@ from quire.models.matching import check_finite
 from quire.models.shapes import check_shapes
 from quire.models.source import find_model
 from quire.models.stored import read_headers
-from quire.models.streamed.place import check_budget, stream_weights
-from quire.models.streamed.stream import WeightStream
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import read_model, weight_bytes
+from quire.offload.weights.place import check_budget, stream_weights
+from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import WeightsPlace
 from quire.plan.sizes import parse_size
-from quire.spec.config import check_sizes, read_config
-from quire.spec.model import ModelSpec
-from quire.spec.refusals import refuse_model_type
 
 ALL_WEIGHTS = "all"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,7 +85,7 @@ def load_model(
         verify: check that weights are finite, and compare a short prompt with Transformers' own
             attention (one more forward).
         weights_memory: bytes of the device for weights, or a size such as "4GiB": layers beyond it
-            are brought in every pass (see `quire.models.streamed`); "all" keeps all there.
+            are brought in every pass (see `quire.offload.weights`); "all" keeps all there.
 
     Raises:
         ConfigError: a wrong dtype or device, code that nobody trusted, or too small a memory for

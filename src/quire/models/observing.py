@@ -8,13 +8,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import AttentionShift, QueryMoments, Statistic
 from quire.models.bridge import Bridge
-from quire.models.recompute import Recomputation, watch_inputs
 from quire.models.rotary import Rotary
 from quire.models.rotations import Probe, Rotations, find_rotaries
 from quire.models.shift import watch_shift
-from quire.spec.model import ModelSpec
-from quire.spec.statistics import AttentionShift, QueryMoments, Statistic
+from quire.offload.recompute.recompute import Recomputation, watch_inputs
 
 
 class Observing:

@@ -16,11 +16,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelError
+from quire.layout.config import shown
+from quire.layout.model import ModelSpec
 from quire.models.foreign import foreign_code
 from quire.models.stored import StoredTensor
 from quire.models.support import model_class
-from quire.spec.config import shown
-from quire.spec.model import ModelSpec
 
 # The first number of a tensor's name is that of its layer, behind one of these words.
 _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?(?:layers|layer|blocks|block|h))\.(\d+)\.")

@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from quire.errors import ModelError
-from quire.spec.config import shown
+from quire.layout.config import shown
 
 PACKAGED = "quire-tiny"
 _PACKAGED_FOLDER = Path(__file__).parents[1] / "assets" / PACKAGED

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
-from quire.spec.config import read_json_object
+from quire.layout.config import read_json_object
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

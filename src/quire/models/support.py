@@ -1,4 +1,4 @@
-"""What cannot be right in pages by what a config or a class says; `spec.refusals` knows names.
+"""What cannot be right in pages by what a config or a class says; `layout.refusals` knows names.
 
 Models that pass all of this are still compared with Transformers when they are loaded (`verify`).
 """
@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quire.errors import UnsupportedModel
-from quire.models.rope import refuse_dynamic
-from quire.spec.refusals import (
+from quire.layout.refusals import (
     ALIBI,
     CHUNKED,
     ENCODER,
@@ -28,6 +27,7 @@ from quire.spec.refusals import (
     refuse_model_type,
     refused,
 )
+from quire.models.rope import refuse_dynamic
 
 
 def _truthy(*names: str) -> Callable[[PreTrainedConfig], bool]:

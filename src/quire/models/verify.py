@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError, UnsupportedModel
+from quire.layout.model import ModelSpec
 from quire.models.base import AttentionCall, Comparable, PagedAttention
 from quire.models.dense import DenseAttention
-from quire.spec.model import ModelSpec
 
 PROMPT_TOKENS = 24  # of the longer of the two sequences
 SHORTER_TOKENS = 17

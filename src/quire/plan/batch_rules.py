@@ -10,9 +10,9 @@ Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (t
 """
 
 from quire.errors import ConfigError
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, parse_policy
 from quire.plan.batch_verdict import DECODE_ONLY, EXTREME, FULL
 from quire.plan.batch_verdict import PREFILL_AND_DECODE as BLOCKS
-from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, parse_policy
 
 DEFAULT_RULE = "average"
 EXTREME_RULE = f"recent:cap=2,every=1,when={DECODE}"

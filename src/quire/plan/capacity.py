@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout
 
 Limit = Literal["memory", "context", "none"]
 
@@ -78,7 +78,7 @@ def capacity(
     Args:
         model: the shape.
         kv_bytes: size of the pool.
-        layout: of `quire.spec.layout.layout_for`.
+        layout: of `quire.layout.layout.layout_for`.
         sequence_tokens: length of the sequences asked about.
         batch: how many of them are wanted at once.
 

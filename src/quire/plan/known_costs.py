@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.plan.stored_rates import model_key
-from quire.spec.model import ModelSpec
 
 # below what any machine of the last ten years does; samples of the run soon take their place
 ASSUMED_COPY = CopyRate(bytes_per_s=2e9, call_s=1e-4, piece_s=2e-5)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.roofline import weights_read_bytes
-from quire.spec.model import ModelSpec
 
 PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 

@@ -7,7 +7,7 @@ and every sequence's KV. Rates are arguments, to be measured on the machine at h
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

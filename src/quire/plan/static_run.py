@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from quire.errors import ConfigError
+from quire.layout.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
 from quire.plan.rates import PrefillRates
 from quire.plan.step_rates import DecodeRates, StepRates
-from quire.spec.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

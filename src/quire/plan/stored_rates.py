@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from quire.layout.eviction import parse_policy
+from quire.layout.model import ModelSpec
 from quire.plan.rates import CopyRate, CopyRates, PrefillRates
 from quire.plan.step_rates import DecodeRates, StepRates
-from quire.spec.eviction import parse_policy
-from quire.spec.model import ModelSpec
 
 _NUMBERS = ("cap", "every", "when")
 

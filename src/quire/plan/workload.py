@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.errors import ConfigError
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout
 from quire.plan.capacity import bytes_per_value, sequence_bytes
 from quire.plan.memory import MemoryLayout
 from quire.plan.roofline import decode_step
 from quire.plan.sizes import format_size
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout
 
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]
 

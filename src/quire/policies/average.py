@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.layout.statistics import MEAN, AttentionSum, Statistic
 from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.spec.statistics import MEAN, AttentionSum, Statistic
 
 
 @register("average")

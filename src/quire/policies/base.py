@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.layout.statistics import Statistic
 from quire.policies.choose import choose_pieces, choose_slots
 from quire.policies.options import check_at_least
 from quire.policies.view import KVView
-from quire.spec.statistics import Statistic
 
 LANE, LAYER = "lane", "layer"
 
@@ -51,7 +51,7 @@ class EvictionPolicy(ABC):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What it has remembered; see `quire.spec.statistics`."""
+        """What it has remembered; see `quire.layout.statistics`."""
         return ()
 
     @property

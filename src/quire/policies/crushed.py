@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.layout.statistics import Statistic
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.best import Floats, best_slots
 from quire.policies.h2o import H2O
@@ -26,7 +27,6 @@ from quire.policies.signatures.anchors import Signatures
 from quire.policies.signatures.query_heads import apart, by_query_head, first_heads
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
-from quire.spec.statistics import Statistic
 
 _MOST_ASKED = 1 << 20
 """Where a lane must hold so many tokens, no cap will do: what else is protected is not asked."""

@@ -11,16 +11,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
-from quire.policies.budgets.base import Budget, Shape, Uniform
-from quire.policies.choose import in_whole_pieces
-from quire.policies.lane_shape import LaneShape
-from quire.policies.options import without_parentheses
-from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
-from quire.policies.unsound import Parts, refuse_unsound
-from quire.policies.view import KVView
-from quire.spec.cap import MOST, Cap
-from quire.spec.eviction import (
+from quire.layout.cap import MOST, Cap
+from quire.layout.eviction import (
     MOST_DEFAULT_EVERY,
     PREFILL_AND_DECODE,
     PREFILL_END,
@@ -29,7 +21,15 @@ from quire.spec.eviction import (
     default_every,
     parse_policy,
 )
-from quire.spec.statistics import Statistic
+from quire.layout.statistics import Statistic
+from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
+from quire.policies.budgets.base import Budget, Shape, Uniform
+from quire.policies.choose import in_whole_pieces
+from quire.policies.lane_shape import LaneShape
+from quire.policies.options import without_parentheses
+from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
+from quire.policies.unsound import Parts, refuse_unsound
+from quire.policies.view import KVView
 
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"
 GRANULARITIES = (TOKEN, CHUNK, PAGE)
@@ -111,7 +111,7 @@ class EvictionRule:
         budget: how the cap is divided.
         cap: None where everything is kept.
         every: tokens that leave at a time; None: `default_every` of the cap in tokens.
-        when: see `quire.spec.eviction`.
+        when: see `quire.layout.eviction`.
         granularity: one of GRANULARITIES.
         chunk_tokens: of a chunk.
     """

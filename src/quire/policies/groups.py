@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.spec.statistics import MAX, MEAN
+from quire.layout.statistics import MAX, MEAN
 
 
 def reduce_group(

@@ -14,11 +14,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.layout.statistics import MEAN, AttentionSum, SquareSum, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.spec.statistics import MEAN, AttentionSum, SquareSum, Statistic
 
 HALF = -1
 """`recent` is half of what is kept."""

@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
+from quire.layout.statistics import Statistic
 from quire.policies.base import Decision
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed import Asked
@@ -60,7 +61,6 @@ from quire.policies.signatures.representatives import (
 from quire.policies.signatures.stored import BITS, UNTIL, notes_of, stored_bits
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
-from quire.spec.statistics import Statistic
 
 RECOMPUTED, KEPT = "recomputed", "kept"
 SIGNATURES = (RECOMPUTED, KEPT)

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from quire import policies
 from quire.errors import ConfigError, UnknownName
+from quire.layout.eviction import parse_policy
 from quire.policies import budgets
 from quire.policies.base import EvictionPolicy
 from quire.policies.budgets.base import Budget, Uniform
 from quire.policies.options import Nested, check_options, make_with_options
-from quire.spec.eviction import parse_policy
 
 FULL = "full"
 SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")

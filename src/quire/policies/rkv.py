@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.layout.statistics import QueryRing, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.pooling import MAXIMUM, check_pooling, pool
@@ -26,7 +27,6 @@ from quire.policies.registry import register
 from quire.policies.scratch import slices
 from quire.policies.view import KVView
 from quire.policies.windows import recorded, softmax_over, visible
-from quire.spec.statistics import QueryRing, Statistic
 
 
 @register("rkv")

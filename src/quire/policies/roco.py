@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from quire.layout.statistics import MEAN, AttentionSum, SquareSum, Statistic
 from quire.policies.base import ScorePolicy, SinksAndRecent
 from quire.policies.choose import choose_slots
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.spec.statistics import MEAN, AttentionSum, SquareSum, Statistic
 
 
 @register("roco")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from quire.layout.statistics import MEAN, QueryRing, Statistic, check_reduction
 from quire.policies.base import ScorePolicy
 from quire.policies.groups import reduce_group
 from quire.policies.options import check_at_least
@@ -21,7 +22,6 @@ from quire.policies.pooling import AVERAGE, check_pooling, pool
 from quire.policies.registry import register
 from quire.policies.view import KVView
 from quire.policies.windows import column_sums
-from quire.spec.statistics import MEAN, QueryRing, Statistic, check_reduction
 
 
 @register("snapkv")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import UnsoundCombination
+from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
+from quire.layout.statistics import QueryMoments, QueryRing
 from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget
-from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE
-from quire.spec.statistics import QueryMoments, QueryRing
 
 
 @dataclass(frozen=True, slots=True)

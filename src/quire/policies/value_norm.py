@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError
+from quire.layout.statistics import Statistic
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.h2o import H2O
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.spec.statistics import Statistic
 
 
 @register("value_norm")

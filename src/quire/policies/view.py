@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
-from quire.spec.statistics import Statistic
+from quire.layout.statistics import Statistic
 
 Rows = TypeVar("Rows", Tensor, NDArray[Any])
 

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.layout.statistics import QueryRing
 from quire.policies.scratch import slices
 from quire.policies.view import KVView
-from quire.spec.statistics import QueryRing
 
 
 def recorded(

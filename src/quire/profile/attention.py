@@ -19,8 +19,8 @@ from quire.kernels.coded import CodedPlanes
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.select import select_backend, usable_library
 from quire.kv.store import PageStore, PageViews
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
 
 PLAIN = "bfloat16"
 

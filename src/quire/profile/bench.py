@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.engine.llm import LLM
-from quire.engine.outputs import Answer
-from quire.engine.sampling_params import SamplingParams
+from quire.api.llm import LLM
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
+from quire.sampling.outputs import Answer
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

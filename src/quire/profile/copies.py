@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kv.host_pool import HostPool
-from quire.kv.host_store import device_name, host_copies
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.kv.swap import swap_in, swap_out
-from quire.kv.swapped import Swapped
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.host_store import device_name, host_copies
+from quire.offload.swap.swap import swap_in, swap_out
+from quire.offload.swap.swapped import Swapped
 from quire.plan.fit import fit_seconds
 from quire.plan.rates import CopyRate, CopyRates
 from quire.profile.timing import seconds
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
 
 MIB = 1 << 20
 SWAP_BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
-from quire.kv.host_store import device_name
 from quire.models.loader import LoadedModel
+from quire.offload.swap.host_store import device_name
 from quire.plan.fit import fit_seconds
 from quire.plan.rates import PrefillRates
 from quire.plan.stored_rates import model_key
 from quire.profile.timing import seconds
+from quire.scheduler.schedule_config import ScheduleConfig
 
 CHUNKS = (64, 128, 256, 512)
 _LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may find none

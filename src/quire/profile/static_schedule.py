@@ -1,6 +1,6 @@
 """How a static batch is run by an engine: its rows are read together and decode together."""
 
-from quire.engine.schedule_config import ScheduleConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:

@@ -8,10 +8,11 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.kv.config import KVConfig
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
 from quire.models.loader import LoadedModel
 from quire.plan.batch_rules import with_numbers
 from quire.plan.fit import fit_seconds
@@ -24,7 +25,6 @@ from quire.policies.registry import FULL
 from quire.profile.prefill_rates import random_prompt
 from quire.profile.static_schedule import static_schedule
 from quire.profile.timing import seconds
-from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
 
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))

@@ -10,7 +10,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
-from quire.engine.llm import LLM
+from quire.api.llm import LLM
 from quire.serve.body_limit import BodyLimit
 from quire.serve.config import ServerConfig
 from quire.serve.connection import TimedConnection

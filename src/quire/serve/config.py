@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from quire.errors import ConfigError
+from quire.layout.options import option, require_types
 from quire.plan.sizes import parse_size
-from quire.spec.options import option, require_types
 
 UnknownFields = Literal["refuse", "warn"]
 MAX_ANSWERS = 2048

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
 from quire.serve.field_names import naming_fields_of
 from quire.serve.fields import listed, refusal

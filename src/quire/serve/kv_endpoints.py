@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from quire.engine.events import KEPT_EVENTS, KINDS
+from quire.scheduler.events import KEPT_EVENTS, KINDS
 from quire.serve.errors import FieldError, bounded
 from quire.serve.fields import nearest, shown_name
 from quire.serve.key_guard import tenant_of

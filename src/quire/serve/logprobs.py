@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from quire.engine.sampler import SampledToken, ScoredToken
+from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.serve.pieces import TokenPieces
 
 LEAST_LOGPROB = -9999.0

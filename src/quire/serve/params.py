@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
 from quire.serve.fields import temperature_of
 from quire.serve.protocol import ChatBody, CompletionBody, GenerationBody

@@ -4,7 +4,7 @@ from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.engine.detokenizer import REPLACEMENT
+from quire.sampling.detokenizer import REPLACEMENT
 
 
 class TokenPieces:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from quire.engine.option_checks import MAX_CHOICES
+from quire.config.option_checks import MAX_CHOICES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
 

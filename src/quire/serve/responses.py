@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.engine.outputs import Usage, summed
+from quire.sampling.outputs import Usage, summed
 from quire.serve.writers import Choice
 
 

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.answer_stream import AnswerStream, Submission
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.events import KVEvent
+from quire.api.async_llm import AsyncLLM
+from quire.api.llm import LLM
+from quire.config.sampling_params import SamplingParams
 from quire.engine.ledger import Snapshot
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import EngineDead
+from quire.sampling.answer_stream import AnswerStream, Submission
+from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.pieces import TokenPieces

@@ -9,9 +9,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.engine.answer_stream import AnswerStream
-from quire.engine.outputs import Delta, Usage
 from quire.errors import QuireError
+from quire.sampling.answer_stream import AnswerStream
+from quire.sampling.outputs import Delta, Usage
 from quire.serve.errors import AnswerFailed, error_body
 from quire.serve.protocol import StreamOptions
 from quire.serve.responses import Envelope, token_counts, usage_body

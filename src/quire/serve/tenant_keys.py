@@ -10,10 +10,10 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire.engine.request import DEFAULT_TENANT
-from quire.engine.tenants import TenantSpec, check_tenant_name
 from quire.errors import ConfigError, UnknownName
+from quire.scheduler.request import DEFAULT_TENANT
 from quire.serve.errors import Unauthorized
+from quire.tenancy.tenants import TenantSpec, check_tenant_name
 
 LEAST_KEY_CHARACTERS = 8
 

@@ -6,9 +6,9 @@ A delta that has nothing to show yet makes no chunk; its log-probabilities wait 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import outputs
-from quire.engine.outputs import Answer, Delta
-from quire.engine.sampler import SampledToken
+from quire.sampling import outputs
+from quire.sampling.outputs import Answer, Delta
+from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
 from quire.serve.pieces import TokenPieces
 

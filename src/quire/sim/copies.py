@@ -1,7 +1,7 @@
 """Copies between device and host that move no bytes and take their time all the same."""
 
 from quire.kv.pages import PageNumbers
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 
 class TimedCopies:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from quire.engine.request import Request
+from quire.scheduler.request import Request
 
 LEAST_ENTRIES = 10
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from quire.engine.eviction_trace import EvictionEntry
-from quire.engine.lane_caps import Evicted
-from quire.engine.lane_room import Slots, evicting_table
-from quire.engine.request import Request
 from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.lane_caps import Evicted
+from quire.scheduler.lane_room import Slots, evicting_table
+from quire.scheduler.request import Request
 
 
 class OldestLeave:

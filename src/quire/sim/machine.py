@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import no_type_check
 
 from quire.errors import ConfigError, UnknownName
+from quire.layout.options import option, require_types
 from quire.plan.ceilings import Ceilings
 from quire.sim.rates import Rates
-from quire.spec.options import option, require_types
 
 PROFILE = "profile"
 REACHED_OF_PEAKS = 0.6

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.arena import choose_slab_bytes
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup
 from quire.plan.sizes import parse_size
-from quire.spec.layout import layout_for
-from quire.spec.model import ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup
 
 AUTO = "auto"
 

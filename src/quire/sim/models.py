@@ -5,8 +5,8 @@ from importlib import resources
 from pathlib import Path
 
 from quire.errors import UnknownName
-from quire.spec.config import read_config
-from quire.spec.model import ModelSpec
+from quire.layout.config import read_config
+from quire.layout.model import ModelSpec
 
 PACKAGED = "quire-tiny"
 _LLAMA3 = {

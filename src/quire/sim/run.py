@@ -4,23 +4,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from quire.engine.events import EventLog
-from quire.engine.preemption.swapper import Swapper, refuse_idle_host_pool
-from quire.engine.prefix_identities import PrefixIdentities
-from quire.engine.residency import Residency
-from quire.engine.row_limit import refuse_too_many_rows
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
-from quire.engine.scheduler_parts import make_parts
-from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool, refuse_too_small
+from quire.config.kv_config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.layout.codec_refusals import stored_codec
+from quire.layout.dtypes import dtype_bytes
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.model import ModelSpec
+from quire.offload.prefix_store.prefix_identities import PrefixIdentities
+from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.plan.known_costs import assumed_prefill
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.plan.sizes import parse_size
+from quire.scheduler.events import EventLog
+from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
+from quire.scheduler.residency import Residency
+from quire.scheduler.row_limit import refuse_too_many_rows
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler_parts import make_parts
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
 from quire.sim.forgetting import OldestLeave
@@ -30,10 +34,6 @@ from quire.sim.simulator import Progress, SimResult, Simulator
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
 from quire.sim.unsimulated import refuse_unsimulated
-from quire.spec.codec_refusals import stored_codec
-from quire.spec.dtypes import dtype_bytes
-from quire.spec.eviction import KEEP_ALL, EvictionSpec
-from quire.spec.model import ModelSpec
 
 _SECRET = bytes(32)  # nobody to hide salts from, and every run the same
 

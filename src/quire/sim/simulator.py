@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import Scheduler
-from quire.engine.tenants import parse_tenants
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, NeverFits
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.layout import statistics_used
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
 from quire.sim.fairness import ServedTokens
@@ -29,8 +30,7 @@ from quire.sim.tally import EventTally
 from quire.sim.timing import StepTimer
 from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Trace, TraceRequest
-from quire.spec.eviction import KEEP_ALL, EvictionSpec
-from quire.spec.layout import statistics_used
+from quire.tenancy.tenants import parse_tenants
 
 Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
 _PROGRESS_STEPS = 1000

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.engine.events import KVEvent
+from quire.scheduler.events import KVEvent
 
 _SWAPS = ("swapped_out", "swapped_in")
 

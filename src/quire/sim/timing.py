@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.layout.model import ModelSpec
 from quire.plan.parts import RowTokens, step_parts
 from quire.sim.rates import Rates
-from quire.spec.model import ModelSpec
 
 _ATTENTION = "attention"
 Counts = NDArray[np.int64]

@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 
 _OFFLOAD = ("stream_memory", "stream_recompute", "stream_input_codec", "stream_host_attention")
 _TIERS = ("disk_memory", "disk_path", "remote")

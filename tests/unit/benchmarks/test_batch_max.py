@@ -27,10 +27,10 @@ from benchmarks.batch_max.speed import claims, ratio, run_speed
 from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
 from benchmarks.common.asked import Asked
 from benchmarks.common.models import llama_tiny, random_model
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
 from quire.evals.tasks import names
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import make_eviction
 

@@ -11,8 +11,8 @@ from benchmarks.batch_max.paper import PaperConfig, PaperProtocol, PaperRow
 from benchmarks.batch_max.paper_result import claims, paper_result, smallest_cap
 from benchmarks.common.asked import Asked
 from benchmarks.common.models import llama_tiny, random_model
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
 
 CONFIG = PaperConfig(

@@ -13,7 +13,7 @@ import command_line
 import engines
 from benchmarks.__main__ import app
 from benchmarks.soak.bench import ARMS, SoakConfig, SoakResult, run_arm, summarise
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 
 CONFIG = SoakConfig(tokens=1_000, max_running=16, prompt_tokens=24, new_tokens=32)
 TESTS = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ import gc, json, tracemalloc
 from collections import deque
 import torch, engines
 from benchmarks.soak.bench import Soak, SoakConfig
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 
 torch.set_num_threads(1)
 config = SoakConfig(max_running=16, prompt_tokens=24, new_tokens=32)

@@ -20,8 +20,8 @@ from benchmarks.throughput.bench import (
     summarise,
 )
 from quire.errors import ConfigError, InvariantError, UnknownName
+from quire.layout.model import ModelSpec
 from quire.profile.attention import AttentionShape
-from quire.spec.model import ModelSpec
 
 
 def result(arm: str, total_s: float, decode_step_s: float = 0.1) -> ArmResult:

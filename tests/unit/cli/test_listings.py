@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from quire.cli.doctor import cpu_features
 from quire.cli.listings import budget_rows, codec_rows, policy_rows
 from quire.cli.main import app
+from quire.layout.codec_names import CODECS
 from quire.policies.registry import registered, registered_budgets
-from quire.spec.codec_names import CODECS
 
 
 def output_of(*arguments: str) -> str:

@@ -13,9 +13,9 @@ from quire.cli.options import (
     documented_attributes,
     options_of,
 )
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @pytest.mark.parametrize("found", options_of(SECTIONS), ids=lambda found: found.flag)

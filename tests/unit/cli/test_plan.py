@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from quire.cli.plan import PlanOptions, parse_workload, plan, plan_report
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, ModelError
 from quire.plan.workload import Workload
+from quire.scheduler.schedule_config import ScheduleConfig
 
 TINY: dict[str, Any] = {
     "model_type": "llama",

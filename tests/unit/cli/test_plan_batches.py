@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from quire.cli.plan import plan
 from quire.cli.plan_maximize import parse_lengths
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
@@ -24,7 +25,6 @@ from quire.plan.step_rates import DecodeRates, StepRates
 from quire.plan.stored_rates import model_key, steps_key
 from quire.profile import step_rates
 from quire.profile.step_rates import RunShape
-from quire.spec.model import ModelSpec
 
 LLAMA_125M: dict[str, Any] = {
     "model_type": "llama",

@@ -9,9 +9,9 @@ import pytest
 import engines
 from quire.cli import progress as module
 from quire.cli.progress import LiveProgress
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.stats import EngineStats
-from quire.kv.config import KVConfig
 
 
 @pytest.fixture(scope="module")

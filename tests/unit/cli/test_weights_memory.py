@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from quire.api.llm import LLM
 from quire.cli.main import app
 from quire.cli.options import ModelConfig
 from quire.cli.plan import PlanOptions, plan_report
 from quire.cli.settings import Settings
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.models.loader import load_model
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0)

@@ -14,7 +14,7 @@ from quire.codecs.half import LARGEST, half_above, half_below
 from quire.codecs.outliers import largest
 from quire.codecs.packing import unpack
 from quire.codecs.registry import make_codec
-from quire.spec.codec_names import codec_spec
+from quire.layout.codec_names import codec_spec
 
 HEAD_DIM, TOKENS = 16, 8
 ROUNDING = 2**-21  # of float32 arithmetic with a few steps, of the largest number in it

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.codecs.base import DTYPES, Codec
 from quire.codecs.registry import make_codec, register, registered
 from quire.errors import ConfigError
-from quire.spec.codec_names import CODECS, codec_spec
+from quire.layout.codec_names import CODECS, codec_spec
 
 HEADS, TOKENS = 3, 32
 HEAD_DIMS = (8, 64, 80, 128)

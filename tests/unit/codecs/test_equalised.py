@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.codecs.registry import make_codec
-from quire.spec.codec_names import codec_spec
+from quire.layout.codec_names import codec_spec
 
 HEADS, TOKENS, HEAD_DIM = 2, 64, 32
 

@@ -12,43 +12,37 @@ from functools import partial
 import numpy as np
 import pytest
 
-from quire.engine.admission.need import need_of
-from quire.engine.batchers.registry import parse_batcher
-from quire.engine.events import EventLog
-from quire.engine.eviction_trace import EvictionEntry
-from quire.engine.front_room import FrontRoom
-from quire.engine.group import distinct_bytes, have_moved_on
-from quire.engine.lane_caps import Evicted
-from quire.engine.lane_room import Slots
-from quire.engine.limits import SCALED_DOWN
-from quire.engine.preemption.swapper import Swapper
-from quire.engine.request import Request, RequestGroup, RequestState
-from quire.engine.residency import Residency
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
-from quire.engine.scheduler_parts import make_parts
-from quire.engine.step_plan import StepPlan
-from quire.engine.tenants import PUBLIC
+from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, PolicyError, RequestError
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.host_pool import HostPool, NoCopies
-from quire.kv.hosted import HostedFronts
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.layout.codec_names import codec_spec
+from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, PRESSURE, SCHEDULES, EvictionSpec
+from quire.layout.layout import statistics_name, statistics_used
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.statistics import AttentionSum, QueryRing
+from quire.offload.kv.front_room import FrontRoom
+from quire.offload.kv.hosted import HostedFronts
+from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
-from quire.spec.codec_names import codec_spec
-from quire.spec.eviction import (
-    KEEP_ALL,
-    PREFILL_AND_DECODE,
-    PRESSURE,
-    SCHEDULES,
-    EvictionSpec,
-)
-from quire.spec.layout import statistics_name, statistics_used
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
-from quire.spec.statistics import AttentionSum, QueryRing
+from quire.scheduler.admission.need import need_of
+from quire.scheduler.batchers.registry import parse_batcher
+from quire.scheduler.events import EventLog
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.group import distinct_bytes, have_moved_on
+from quire.scheduler.lane_caps import Evicted
+from quire.scheduler.lane_room import Slots
+from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.request import Request, RequestGroup, RequestState
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.step_plan import StepPlan
+from quire.tenancy.tenants import PUBLIC
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
 COSTS = Costs(
@@ -208,7 +202,7 @@ class SchedulerLoad:
         self.scheduler = self._scheduler(setting)
         self.requests: dict[str, Request] = {}
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
-        logging.getLogger("quire.engine.preemption.swapper").disabled = True  # faults are ours
+        logging.getLogger("quire.scheduler.preemption.swapper").disabled = True  # faults are ours
 
     def _make_memory(self, setting: Setting, *, remembers: bool) -> KVMemory:
         layout = make_layout(

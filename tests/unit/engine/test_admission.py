@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.admission.estimated import Estimated, highest_point
-from quire.engine.admission.peaks import Peaks
-from quire.engine.admission.registry import RULES, make_admission
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
+from quire.scheduler.admission.estimated import Estimated, highest_point
+from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.admission.registry import RULES, make_admission
+from quire.scheduler.request import Request
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
 from unit.engine.scheduler_load import make_layout
 
 

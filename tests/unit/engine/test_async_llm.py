@@ -8,13 +8,13 @@ from contextlib import aclosing
 import pytest
 
 import engines
-from quire.engine.answer_stream import Submission
-from quire.engine.async_llm import AsyncLLM
+from quire.api.async_llm import AsyncLLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import EngineDead, InvariantError, NeverFits, RequestError, StorageError
-from quire.kv.config import KVConfig
+from quire.sampling.answer_stream import Submission
+from quire.scheduler.schedule_config import ScheduleConfig
 
 LONG = engines.greedy(max_tokens=200)
 PATIENCE_S = 20.0

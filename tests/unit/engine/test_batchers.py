@@ -2,11 +2,11 @@
 
 import pytest
 
-from quire.engine.batchers.registry import BATCHERS, parse_batcher
-from quire.engine.batchers.units import is_prefilled, unit_of
-from quire.engine.request import RequestState
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
+from quire.scheduler.batchers.registry import BATCHERS, parse_batcher
+from quire.scheduler.batchers.units import is_prefilled, unit_of
+from quire.scheduler.request import RequestState
+from quire.scheduler.schedule_config import ScheduleConfig
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 ROWS = 3

@@ -6,19 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import load
-from quire.engine.admission.batches import rows_at_once
-from quire.engine.admission.need import Need
-from quire.engine.admission.peaks import Peaks
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import NeverFits, OutOfPages
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
-from quire.spec.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
-from quire.spec.layout import layout_for, statistics_used
-from quire.spec.model import LayerSpec, ModelSpec
-from quire.spec.statistics import AttentionSum, QueryMoments, QueryRing
+from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
+from quire.scheduler.admission.batches import rows_at_once
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.schedule_config import ScheduleConfig
 
 MOST_ROWS = 64
 

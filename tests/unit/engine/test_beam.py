@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import engines
-from quire.engine.beam import BeamSearch, Candidate
-from quire.engine.outputs import AnswerBuilder
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
+from quire.sampling.beam import BeamSearch, Candidate
+from quire.sampling.outputs import AnswerBuilder
 
 END = 9
 PROMPT = list(range(20, 41))  # 21 tokens

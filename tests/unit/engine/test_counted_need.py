@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quire.engine.admission.need import need_of
-from quire.engine.group import num_rows
 from quire.errors import ConfigError, NeverFits
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.spec.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
-from quire.spec.layout import layout_for, statistics_used
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.scheduler.admission.need import need_of
+from quire.scheduler.group import num_rows
 from unit.engine.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
 
 MAX_TOKENS, AMPLE_BYTES = 80, 1 << 24

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import quire
-from quire.engine.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopChecker
+from quire.sampling.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopChecker
 
 TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
 

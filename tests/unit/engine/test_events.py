@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from command_line import read_records
+from quire.config.sampling_params import SamplingParams
 from quire.engine import event_file
 from quire.engine.event_file import EventFile
-from quire.engine.events import KINDS, EventLog, KVEvent
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
+from quire.scheduler.events import KINDS, EventLog, KVEvent
+from quire.scheduler.request import Request
 
 REQUEST = Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
 

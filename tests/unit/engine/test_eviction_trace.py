@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.eviction_trace import EvictionEntry, kept_sets
+from quire.scheduler.eviction_trace import EvictionEntry, kept_sets
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.randoms())

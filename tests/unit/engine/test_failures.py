@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import engines
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import PolicyError
-from quire.kv.config import KVConfig
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.engine.fair_queue import IDLE_KEPT, FairQueue, TokenPrices, _Entry
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
+from quire.scheduler.request import Request
+from quire.tenancy.fair_queue import IDLE_KEPT, FairQueue, TokenPrices, _Entry
 
 TENANTS = ("a", "b", "c")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}

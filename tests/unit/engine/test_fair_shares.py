@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.engine.request import Request, RequestState
+from quire.scheduler.request import Request, RequestState
 from quire.sim.fairness import jain_index
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 

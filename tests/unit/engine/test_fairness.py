@@ -1,18 +1,18 @@
 """What tenants are charged and credited with when their requests leave and come again."""
 
-from quire.engine import tenant_meter
-from quire.engine.fairness import FORGET_FROM
-from quire.engine.request import Request
-from quire.engine.residency import Residency
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
-from quire.engine.scheduler_parts import make_parts
-from quire.engine.step_plan import StepPlan
-from quire.engine.tenant_meter import OTHERS
+from quire.config.sampling_params import SamplingParams
 from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.scheduler.request import Request
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.step_plan import StepPlan
+from quire.tenancy import tenant_meter
+from quire.tenancy.fairness import FORGET_FROM
+from quire.tenancy.tenant_meter import OTHERS
 from unit.engine.scheduler_load import make_layout
 
 PAGE_TOKENS = 2

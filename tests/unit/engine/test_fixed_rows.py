@@ -2,10 +2,10 @@
 
 import torch
 
+from quire.config.sampling_params import SamplingParams
 from quire.engine.fixed_rows import PaddedBridge, in_parts, padded
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
 from quire.models.base import AttentionCall
+from quire.scheduler.request import Request
 
 CALL = AttentionCall(layer=0, scale=1.0, window=None, softcap=None, sinks=None)
 

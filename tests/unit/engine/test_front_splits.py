@@ -5,9 +5,9 @@ No clock: a machine of link and device says what each step would have taken.
 
 import pytest
 
-from quire.engine.front_splits import AskedParts, FrontSplits, timeline_of
-from quire.kv.front_shares import Front
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
+from quire.offload.kv.front_shares import Front
+from quire.offload.kv.front_splits import AskedParts, FrontSplits, timeline_of
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.work import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.spec.eviction import PRESSURE, EvictionSpec
+from quire.layout.eviction import PRESSURE, EvictionSpec
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 

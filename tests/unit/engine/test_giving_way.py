@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.request import RequestState
+from quire.scheduler.request import RequestState
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 

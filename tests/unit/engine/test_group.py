@@ -5,8 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.eviction_trace import EvictionEntry
-from quire.engine.group import (
+from quire.config.sampling_params import SamplingParams
+from quire.errors import RequestError
+from quire.kv.memory import KVMemory
+from quire.layout.codec_names import codec_spec
+from quire.layout.eviction import PRESSURE, EvictionSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.group import (
     branch,
     dissolve,
     distinct_bytes,
@@ -19,15 +25,9 @@ from quire.engine.group import (
     reserved_rows,
     whole_groups,
 )
-from quire.engine.request import Request, RequestGroup, RequestState
-from quire.engine.residency import Residency
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.errors import RequestError
-from quire.kv.memory import KVMemory
-from quire.spec.codec_names import codec_spec
-from quire.spec.eviction import PRESSURE, EvictionSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.scheduler.request import Request, RequestGroup, RequestState
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPT = [7] * 5
 PAGE_TOKENS = 4

@@ -5,11 +5,11 @@ import random
 import pytest
 
 import engines
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.outputs import AnswerBuilder
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.sampling.outputs import AnswerBuilder
+from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPT = list(range(20, 41))
 PAGE_TOKENS = 4

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.request import RequestGroup
 from quire.errors import NeverFits
-from quire.spec.eviction import PREFILL_AND_DECODE, PRESSURE, EvictionSpec
+from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE, EvictionSpec
+from quire.scheduler.request import RequestGroup
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 THREE_PAGES = Setting(

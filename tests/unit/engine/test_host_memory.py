@@ -53,7 +53,7 @@ import sys
 import torch, engines
 import quire.engine.core
 from quire.engine.core import Engine
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
 
 called = []
 quire.engine.core.keep_freed_memory = lambda: called.append(1)

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 import engines
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Ledger
-from quire.engine.request import Request, RequestState
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import SharedPool
 from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.config import KVConfig
-from quire.kv.host_pool import HostPool
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.swap import swap_in, swap_out
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.swap import swap_in, swap_out
+from quire.scheduler.request import Request, RequestState
+from quire.scheduler.schedule_config import ScheduleConfig
 
 FLOAT = codec_spec("float32")
 PAGE = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import engines
-from quire.engine.inputs import as_options, as_places, as_policies, as_prompts, as_token_ids
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
+from quire.api.inputs import as_options, as_places, as_policies, as_prompts, as_token_ids
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead, RequestError, StorageError
-from quire.kv.config import KVConfig
-from quire.spec.options import require_type
+from quire.layout.options import require_type
+from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 GREEDY = engines.greedy()

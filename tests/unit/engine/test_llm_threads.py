@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import engines
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.llm import LLM
+from quire.api.async_llm import AsyncLLM
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, RequestError
-from quire.kv.config import KVConfig
 
 THREADS, PATIENCE_S = 8, 120.0
 GREEDY = engines.greedy(4)

@@ -5,14 +5,14 @@ import re
 import pytest
 
 from engines import load
-from quire.engine.admission.need import Need
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.request import RequestState
-from quire.engine.residency import Residency
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.unblocking import NEVER
 from quire.errors import NeverFits, OutOfPages
-from quire.kv.config import KVConfig
+from quire.scheduler.admission.need import Need
+from quire.scheduler.request import RequestState
+from quire.scheduler.residency import Residency
+from quire.scheduler.unblocking import NEVER
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 RULE = "h2o:cap=300,every=8"

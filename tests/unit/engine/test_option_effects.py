@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import engines
-from quire.engine.llm import LLM
-from quire.engine.row_limit import refuse_too_many_rows
-from quire.engine.schedule_config import ScheduleConfig
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.kv.tables import LaneTable, table_bytes
-from quire.spec.layout import layout_for
+from quire.layout.layout import layout_for
+from quire.scheduler.row_limit import refuse_too_many_rows
+from quire.scheduler.schedule_config import ScheduleConfig
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):
     for group in layout.groups:
         arrays = [a for a in vars(LaneTable(group, 7)).values() if isinstance(a, np.ndarray)]
         assert sum(array.nbytes for array in arrays) == table_bytes(group, 7)
-    monkeypatch.setattr("quire.engine.row_limit.free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("quire.scheduler.row_limit.free_host_bytes", lambda: 1 << 20)
 
     refuse_too_many_rows(layout, 100)
     with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-running"):

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.admission.need import Need
-from quire.engine.admission.peaks import Peaks
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
-from quire.spec.statistics import AttentionSum, QueryRing
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.statistics import AttentionSum, QueryRing
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
 
 PAGE_TOKENS, WINDOW, CHUNK = 4, 10, 8
 SUMS, RING = AttentionSum(), QueryRing(window=6)

@@ -9,13 +9,13 @@ import torch
 import engines
 import quire.engine.pool
 import quire.plan.container
-from quire.engine.admission.need import Need
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.pool import build_pool
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.kv.store import PageStore
+from quire.scheduler.admission.need import Need
+from quire.scheduler.schedule_config import ScheduleConfig
 
 MIB, GIB = 2**20, 2**30
 

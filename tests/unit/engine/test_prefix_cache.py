@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import engines
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import RequestError
-from quire.kv.config import KVConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 
 PAGE = 4
 PROMPT = [5, 9, 13, 2, 7, 21, 3, 3, 8, 30, 11, 6, 19]  # 13 tokens: three whole pages and one more

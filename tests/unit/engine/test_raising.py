@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from quire.engine.raising import leaving_window
+from quire.eviction.raising import leaving_window
+from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
+from quire.layout.kept_tokens import KeptTokens
 from quire.policies.eviction import Eviction
-from quire.spec.eviction import DECODE, PREFILL_END, EvictionSpec
-from quire.spec.kept_tokens import KeptTokens
 
 POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as reference
 
-from quire.engine.sampler import NO_TOKEN, Sampler, prompt_logprobs
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
+from quire.sampling.sampler import NO_TOKEN, Sampler, prompt_logprobs
 
 VOCAB = 120
 EOS = (1, 2)
@@ -82,7 +82,7 @@ def test_greedy_in_one_pass_is_greedy_step_by_step(sampler):
 
 def test_the_greedy_pass_never_looks_further_than_the_largest_logit(sampler, monkeypatch):
     monkeypatch.setattr(Sampler, "_choose", None)
-    monkeypatch.setattr("quire.engine.sampler._score", None)
+    monkeypatch.setattr("quire.sampling.sampler._score", None)
 
     (token,) = sampler.sample(random_logits(1), [Row(SamplingParams(top_k=3, top_p=0.5))])
 
@@ -286,7 +286,7 @@ def test_rows_that_do_not_fit_the_logits_are_a_bug(sampler):
 
 
 def test_a_prompt_is_scored_in_parts_as_in_one(monkeypatch):
-    monkeypatch.setattr("quire.engine.sampler.PROMPT_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("quire.sampling.sampler.PROMPT_ROWS_AT_ONCE", 3)
     logits = random_logits(8)
     next_token_ids = list(range(20, 28))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from engines import greedy, load
-from quire.engine.batchers.registry import BATCHERS
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.limits import SCALED_DOWN
-from quire.engine.schedule_config import ScheduleConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
+from quire.scheduler.batchers.registry import BATCHERS
+from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.schedule_config import ScheduleConfig
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 MARK, ROWS, COUNT = 0.6, 6, 14

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from quire.engine.admission.need import Need
-from quire.engine.chunks import SCORED_TOKENS
-from quire.engine.request import Request, RequestState
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.scheduler import Scheduler
-from quire.engine.step_plan import StepPlan
+from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
-from quire.spec.eviction import EvictionSpec
+from quire.layout.eviction import EvictionSpec
+from quire.scheduler.admission.need import Need
+from quire.scheduler.chunks import SCORED_TOKENS
+from quire.scheduler.request import Request, RequestState
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step_plan import StepPlan
 from unit.engine.scheduler_load import Newest, make_layout
 
 

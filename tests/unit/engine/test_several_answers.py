@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import engines
+from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.outputs import AnswerBuilder
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
+from quire.sampling.outputs import AnswerBuilder
 
 PROMPT = list(range(5, 26))  # 21 tokens
 PAGE_TOKENS = 4

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import engines
-from quire.engine.async_llm import AsyncLLM
+from quire.api.async_llm import AsyncLLM
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.schedule_config import ScheduleConfig
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
-from quire.kv.config import KVConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 
 KIB = 1024
 KV = KVConfig(page_tokens=4)

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.engine.schedule_config import ScheduleConfig
-from quire.engine.step_size import StepSize, most_batches
 from quire.errors import ConfigError
 from quire.plan.offload.resident import MOST_BATCHES, WeightsPlace
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.step_size import StepSize, most_batches
 
 
 @dataclass

@@ -12,9 +12,9 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.store import PageStore
+from quire.layout.layout import layout_for
+from quire.layout.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
-from quire.spec.layout import layout_for
-from quire.spec.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
 
 CPU = torch.device("cpu")
 STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), AttentionShift())

@@ -6,8 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import quire
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.stop_rules import Ending, OutputText, ending_token
+from quire.config.sampling_params import SamplingParams
+from quire.sampling.stop_rules import Ending, OutputText, ending_token
 
 TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
 EOS = (1, 2)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quire.engine.tenant_book import Right, TenantBook, checked_tenant
-from quire.engine.tenants import PUBLIC, TenantSpec, parse_tenants
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
+from quire.tenancy.tenant_book import Right, TenantBook, checked_tenant
+from quire.tenancy.tenants import PUBLIC, TenantSpec, parse_tenants
 
 POOL = 1000
 

@@ -2,13 +2,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.tenant_bytes import bytes_by_tenant
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, lend
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.spec.eviction import EvictionSpec
-from quire.spec.pages import CacheLayout, LaneGroup
+from quire.layout.eviction import EvictionSpec
+from quire.layout.pages import CacheLayout, LaneGroup
+from quire.tenancy.tenant_bytes import bytes_by_tenant
 from unit.kv.small_memory import grow, one_group, plain_class, started, with_groups
 
 PAGE_BYTES = 128  # four tokens

@@ -1,6 +1,6 @@
-from quire.engine.tenant_book import TenantBook
-from quire.engine.tenant_meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
-from quire.engine.tenants import parse_tenants
+from quire.tenancy.tenant_book import TenantBook
+from quire.tenancy.tenant_meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
+from quire.tenancy.tenants import parse_tenants
 
 
 def test_a_meter_counts_each_tenant_alone():

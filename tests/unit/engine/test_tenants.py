@@ -1,7 +1,7 @@
 import pytest
 
-from quire.engine.tenants import TenantSpec, parse_tenants
 from quire.errors import ConfigError, UnknownName
+from quire.tenancy.tenants import TenantSpec, parse_tenants
 
 MIB = 2**20
 

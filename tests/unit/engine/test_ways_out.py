@@ -2,15 +2,15 @@
 
 import pytest
 
-from quire.engine.admission.need import Need
-from quire.engine.admission.peaks import Peaks
-from quire.engine.admission.ways_out import ways_out
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
-from quire.spec.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.admission.ways_out import ways_out
 
 FULL, WINDOW = None, 24
 PAGE_TOKENS, CHUNK = 4, 64

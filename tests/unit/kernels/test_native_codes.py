@@ -15,7 +15,7 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.coding import why_not
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.spec.codec_names import codec_pair, codec_spec
+from quire.layout.codec_names import codec_pair, codec_spec
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()

@@ -12,7 +12,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.spec.statistics import MAX, MEAN, REDUCTIONS
+from quire.layout.statistics import MAX, MEAN, REDUCTIONS
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.spec.codecs import CodecSpec
+from quire.layout.codecs import CodecSpec
 
 POISON = 0xFF
 
@@ -14,7 +14,7 @@ def vector_bytes(codec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 
 class HostBytes:
-    """Pages in host memory, planes as `quire.spec.pages` draws them, all poison at first.
+    """Pages in host memory, planes as `quire.layout.pages` draws them, all poison at first.
 
     A slot is addressed as (pages, offsets), two arrays; its key and value are raw bytes
     [slots, heads, codes + metadata].

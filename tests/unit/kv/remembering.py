@@ -9,9 +9,9 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.store import PageStore
-from quire.spec.layout import layout_for, statistics_used
-from quire.spec.model import LayerSpec, ModelSpec
-from quire.spec.statistics import AttentionSum, LowLooks, SquareSum
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.statistics import AttentionSum, LowLooks, SquareSum
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW = 6, 2, 8, 5

@@ -4,8 +4,8 @@ import numpy as np
 
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from unit.kv.host_bytes import HostBytes
 
 PLAIN = codec_spec("float16")

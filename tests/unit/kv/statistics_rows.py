@@ -1,6 +1,6 @@
 """Lane groups of rows that remember things about slots, and of others that have fixed records."""
 
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import grow, plain_class, write_lane
 
 KV = LaneGroup(name="kv", page_class=plain_class(positions=True), layers=(0, 1), ordered=False)

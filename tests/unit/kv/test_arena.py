@@ -9,7 +9,7 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import HUGE_PAGE_BYTES, Arena, choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PagePool
-from quire.spec.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup
 from unit.kv.small_memory import plain_class
 
 MIB = 1024 * 1024

@@ -5,7 +5,7 @@ import torch
 
 from quire.kv.device_tables import DeviceTable
 from quire.kv.tables import LaneTable
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import plain_class
 
 ROWS = np.array([0, 1])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.front_shares import Front, Share, share_fronts
+from quire.offload.kv.front_shares import Front, Share, share_fronts
 
 PAGE = 4
 

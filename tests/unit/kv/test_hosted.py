@@ -18,21 +18,21 @@ from quire.errors import ConfigError, HostPoolFull, OutOfPages
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kv.carrier import ThreadCarrier
 from quire.kv.compaction import plan_compaction
-from quire.kv.host_pool import HostPool
-from quire.kv.host_store import host_copies
-from quire.kv.hosted import HostedFronts
-from quire.kv.hosting import Hosting
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, lend, return_loan
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
-from quire.kv.swap import swap_out
 from quire.kv.tables import SLOTS
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.offload.kv.hosted import HostedFronts
+from quire.offload.kv.hosting import Hosting
+from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.host_store import host_copies
+from quire.offload.swap.swap import swap_out
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4

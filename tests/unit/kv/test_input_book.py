@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv.input_book import InputBook
+from quire.offload.recompute.input_book import InputBook
 
 PAGE, BLOCK = 4, 8
 

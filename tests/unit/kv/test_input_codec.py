@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from quire.codecs.registry import make_codec
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
-from quire.kv.config import KVConfig
-from quire.kv.input_codec import InputCodec
-from quire.spec.codec_names import CODECS, codec_spec
+from quire.layout.codec_names import CODECS, codec_spec
+from quire.offload.recompute.input_codec import InputCodec
 
 ONE_BY_ONE = [n for n, spec in CODECS.items() if not spec.per_page and not spec.constants]
 HIDDEN = 192  # three vectors of 64

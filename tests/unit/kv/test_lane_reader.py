@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from quire.errors import PolicyError
 from quire.kv.lane_reader import LaneReader
+from quire.layout.statistics import AttentionSum, QueryRing
 from quire.policies.view import SlotReader
-from quire.spec.statistics import AttentionSum, QueryRing
 from unit.kv.remembering import FULL_LAYERS, HEAD_DIM, Sequence, evict, make_kv, start, step
 
 STATISTICS = (AttentionSum(), QueryRing(4))

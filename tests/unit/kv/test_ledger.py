@@ -11,8 +11,8 @@ from quire.kv.ledger import NO_ROW, codec_name, exact_rows, extents_of, is_plain
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 PAGE_TOKENS = 4
 

@@ -25,10 +25,10 @@ from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
-from quire.kv.swap import swap_in, swap_out
-from quire.kv.swapped import Swapped
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.offload.swap.swap import swap_in, swap_out
+from quire.offload.swap.swapped import Swapped
 from unit.kv.host_bytes import HostBytes, vector_bytes
 from unit.kv.small_memory import drop_pages
 

@@ -5,7 +5,7 @@ import pytest
 from quire.kv import prefix as prefix_module
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import Block, PrefixIdentity, private_salt, root_key
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import grow, keys, one_group, plain_class, with_groups, write_lane
 
 EVERYBODY = PrefixIdentity(root_key("a model"))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import PrefixIdentity, private_salt, root_key
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import places, plain_class, with_groups
 
 PAGE = 2

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv.carrier import ThreadCarrier
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.front_shares import share_fronts
-from quire.kv.host_attention import HostAttention, can_attend_in_parts
-from quire.kv.input_book import InputBook
-from quire.kv.input_codec import InputCodec
-from quire.kv.input_store import InputStore
-from quire.kv.remaking import Remaking, can_make_again
 from quire.kv.step import StepAttention
+from quire.offload.kv.front_shares import share_fronts
+from quire.offload.kv.host_attention import HostAttention, can_attend_in_parts
+from quire.offload.recompute.input_book import InputBook
+from quire.offload.recompute.input_codec import InputCodec
+from quire.offload.recompute.input_store import InputStore
+from quire.offload.recompute.remaking import Remaking, can_make_again
+from quire.offload.swap.carrier import ThreadCarrier
 from unit.kv.test_hosted import (
     CPU,
     FULL_LAYERS,

@@ -3,7 +3,7 @@ import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.sharing import borrow, fork, lend, return_loan
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import (
     drop_pages,
     grow,

@@ -15,8 +15,8 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.store import PageStore
-from quire.spec.codec_names import codec_spec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CPU = torch.device("cpu")

@@ -24,9 +24,9 @@ from quire.kv.stores.ring import ring_pages
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.kv.stores.runs import RunPool
 from quire.kv.waste import measure_waste, sequences_that_fit
-from quire.spec.codec_names import codec_spec
-from quire.spec.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import codec_spec
+from quire.layout.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from unit.kv.small_memory import drop_pages, grow, plain_class
 from unit.kv.stored_tokens import (
     EVICTING,

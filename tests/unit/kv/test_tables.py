@@ -4,7 +4,7 @@ import pytest
 from quire.errors import ConfigError, InvariantError
 from quire.kv.sharing import fork
 from quire.kv.tables import INITIAL_PAGES_PER_LANE, NO_PAGE, LaneTable
-from quire.spec.pages import LaneGroup
+from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import drop_pages, grow, one_group, plain_class, started, used_pages
 
 GROUP = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1))  # 4 tokens a page

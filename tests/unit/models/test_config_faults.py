@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 import zoo
+from quire.api.llm import LLM
 from quire.cli.plan_report import plan_report
-from quire.engine.llm import LLM
-from quire.engine.sampling_params import SamplingParams
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ModelError, QuireError, UnsupportedModel
-from quire.kv.config import KVConfig
 from quire.models import shapes
 from quire.models.loader import load_model
 

@@ -6,10 +6,10 @@ from transformers import CohereConfig, CohereForCausalLM
 
 import zoo
 from flat import sequences
+from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import MeanRotations
 from quire.models.rotary import Rotary
-from quire.spec.statistics import AttentionSum, QueryMoments, QueryRing
 
 POSITIONS = torch.tensor([3, 0, 40, 7, 8])
 

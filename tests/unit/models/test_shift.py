@@ -6,10 +6,10 @@ from torch.nn import functional as F
 
 import zoo
 from flat import sequences
+from quire.layout.statistics import AttentionShift
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseAttention
 from quire.models.loader import load_model
-from quire.spec.statistics import AttentionShift
 
 # the part of a layer that is given the stream after attention, by the architecture's own code
 NEXT_PART = {

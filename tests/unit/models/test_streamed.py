@@ -8,12 +8,12 @@ from torch import nn
 
 import zoo
 from quire.errors import ConfigError, StorageError, UnsupportedModel
-from quire.models.streamed.layer_major import LayerMajor
-from quire.models.streamed.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
-from quire.models.streamed.links import CudaLink, FileLink
-from quire.models.streamed.place import check_budget, stream_weights
-from quire.models.streamed.stream import WeightStream
 from quire.models.weights import weight_bytes
+from quire.offload.weights.layer_major import LayerMajor
+from quire.offload.weights.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
+from quire.offload.weights.links import CudaLink, FileLink
+from quire.offload.weights.place import check_budget, stream_weights
+from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
 from streamed import Dawdling, least_bytes, load_streamed, poison
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import zoo
 from quire.errors import ModelError, UnsupportedModel
+from quire.layout.model import LayerSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseBatch
 from quire.models.verify import compare_with_transformers
-from quire.spec.model import LayerSpec
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)

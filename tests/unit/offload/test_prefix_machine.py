@@ -15,17 +15,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.engine.prefix_tier import PrefixTier
 from quire.errors import OutOfPages
-from quire.kv.arriving import ArrivingPages
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import PrefixIdentity, blocks_of, private_salt, root_key
-from quire.offload.prefix_load import PrefixLoad
-from quire.offload.prefix_store import PrefixStore
+from quire.layout.pages import LaneGroup
+from quire.offload.kv.arriving import ArrivingPages
+from quire.offload.prefix_store.prefix_load import PrefixLoad
+from quire.offload.prefix_store.prefix_tier import PrefixTier
+from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.plan.estimator import RateEstimator
-from quire.spec.pages import LaneGroup
 from unit.kv.small_memory import places, plain_class, with_groups
 
 PAGE = 2

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.capacity import capacity, sequence_bytes
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
 
 
 def model_of(*windows: int | None, **changes: Any) -> ModelSpec:

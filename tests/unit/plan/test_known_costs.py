@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.layout.model import ModelSpec
 from quire.plan.ceilings import (
     Ceilings,
     Machine,
@@ -21,7 +22,6 @@ from quire.plan.known_costs import (
 )
 from quire.plan.rates import CopyRate, CopyRates, PrefillRates
 from quire.plan.stored_rates import model_key
-from quire.spec.model import ModelSpec
 
 MODEL = ModelSpec.from_config(
     {

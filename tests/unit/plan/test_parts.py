@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.layout.mixture import MixtureSpec
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts, total_cost
 from quire.plan.roofline import decode_step, weights_read_bytes
-from quire.spec.mixture import MixtureSpec
-from quire.spec.model import LayerSpec, ModelSpec
 
 
 def model_of(**changes: Any) -> ModelSpec:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.offload.resident import SLOTS, best_pass, place_weights, planned_weights
-from quire.spec.model import ModelSpec
 
 MODEL = ModelSpec.from_config(
     {

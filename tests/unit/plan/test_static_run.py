@@ -5,11 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.floor_rates import floor_rates
-from quire.plan.rates import PrefillRates
-from quire.plan.static_run import RowStep, row_steps, run_seconds
-from quire.plan.step_rates import DecodeRates, StepRates
-from quire.spec.eviction import (
+from quire.layout.eviction import (
     DECODE,
     KEEP_ALL,
     PREFILL_AND_DECODE,
@@ -17,7 +13,11 @@ from quire.spec.eviction import (
     SCHEDULES,
     EvictionSpec,
 )
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
+from quire.plan.floor_rates import floor_rates
+from quire.plan.rates import PrefillRates
+from quire.plan.static_run import RowStep, row_steps, run_seconds
+from quire.plan.step_rates import DecodeRates, StepRates
 
 EXTREME = EvictionSpec(cap=2, every=1, when=DECODE)
 READ_BYTES_PER_S = 23.8e9

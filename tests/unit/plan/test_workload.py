@@ -3,11 +3,11 @@
 import pytest
 
 from quire.errors import ConfigError
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.capacity import sequence_bytes
 from quire.plan.memory import MemoryLayout
 from quire.plan.workload import Verdict, Workload, assess, decode_share
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec, ModelSpec
 
 MODEL = ModelSpec(
     architecture="llama",

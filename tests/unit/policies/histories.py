@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from quire.layout import statistics as remembered
+from quire.layout.statistics import Statistic
 from quire.policies.view import KVView
-from quire.spec import statistics as remembered
-from quire.spec.statistics import Statistic
 
 REDUCE = {"mean": np.mean, "max": np.max, "sum": np.sum}
 
@@ -57,7 +57,7 @@ class History:
         return rotation(position, self.dim) @ self.raw[lane, head, position]
 
     def record(self, statistic: Statistic) -> np.ndarray:
-        """What a statistic has remembered, as `quire.spec.statistics` describes it."""
+        """What a statistic has remembered, as `quire.layout.statistics` describes it."""
         lanes = range(len(self.cached))
         if isinstance(statistic, remembered.QueryRing):
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])

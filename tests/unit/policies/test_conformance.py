@@ -10,11 +10,11 @@ import torch
 
 from quire.cli.options import documented_attributes
 from quire.errors import ConfigError, PolicyError
+from quire.layout.statistics import QueryMoments, QueryRing
 from quire.policies.base import LANE, LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import policy_of, registered
 from quire.policies.view import KVView
-from quire.spec.statistics import QueryMoments, QueryRing
 from unit.policies.histories import (
     History,
     Slots,

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
+from quire.layout.cap import MOST, Cap
+from quire.layout.eviction import MOST_CHARACTERS, EvictionSpec
+from quire.layout.statistics import AttentionShift, AttentionSum
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.ada import Ada
@@ -18,9 +21,6 @@ from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
-from quire.spec.cap import MOST, Cap
-from quire.spec.eviction import MOST_CHARACTERS, EvictionSpec
-from quire.spec.statistics import AttentionShift, AttentionSum
 
 LANES = LaneShape(num_layers=4, heads=2, page_tokens=16, page_bytes=16 * 1024)
 

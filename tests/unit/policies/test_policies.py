@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import engines
-from quire.engine.async_llm import AsyncLLM
+from quire.api.async_llm import AsyncLLM
+from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, PolicyError
-from quire.kv.config import KVConfig
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.eviction import Eviction, make_eviction

@@ -6,6 +6,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 from quire.plan.rates import PrefillRates
 from quire.plan.static_run import decode_step_seconds, reading_step_seconds, row_steps
 from quire.plan.step_rates import DecodeRates, StepRates
@@ -19,7 +20,6 @@ from quire.profile.step_rates import (
     timed_steps,
     usual_shapes,
 )
-from quire.spec.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 
 RULES = ("full", "recent:cap=2,every=1,when=decode", "average:cap=12,every=4")
 

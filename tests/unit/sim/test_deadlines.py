@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.schedule_config import ScheduleConfig
-from quire.kv.config import KVConfig
+from quire.config.kv_config import KVConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.metrics import summarise
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig, make_simulator, simulate

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from quire.engine.events import KVEvent
-from quire.engine.request import Request
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
+from quire.scheduler.events import KVEvent
+from quire.scheduler.request import Request
 from quire.sim.fairness import ServedTokens, jain_index
 from quire.sim.gauges import Gauges, Reading
 from quire.sim.metrics import latencies, percentiles

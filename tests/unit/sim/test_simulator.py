@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.schedule_config import ScheduleConfig
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.config import KVConfig
 from quire.kv.memory import KVMemory
+from quire.layout.eviction import EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.clock import VirtualClock
 from quire.sim.contiguous import longest_tokens, request_waste, run_contiguous
 from quire.sim.copies import TimedCopies
@@ -25,9 +28,6 @@ from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Segment
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.options import TraceOptions
-from quire.spec.eviction import EvictionSpec
-from quire.spec.layout import layout_for
-from quire.spec.model import LayerSpec
 from unit.sim.test_timing import RATES
 from unit.sim.traces import recorded, request, trace
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
+from quire.layout.model import LayerSpec
 from quire.plan.parts import RowTokens, step_parts
 from quire.sim.copies import TimedCopies
 from quire.sim.machine import MachineConfig
@@ -15,7 +16,6 @@ from quire.sim.memory import folded_layout
 from quire.sim.models import CONFIGS, model_shape
 from quire.sim.rates import Rates
 from quire.sim.timing import StepTimer
-from quire.spec.model import LayerSpec
 
 RATES = Rates(read_bytes_per_s=1e11, flops_per_s=1e13, copy_bytes_per_s=1e10, overhead_s=0.001)
 TINY = model_shape("quire-tiny")

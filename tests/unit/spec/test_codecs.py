@@ -3,8 +3,8 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.spec.codec_names import CODECS, PAIRS, codec_pair, codec_spec
-from quire.spec.pages import PageClass
+from quire.layout.codec_names import CODECS, PAIRS, codec_pair, codec_spec
+from quire.layout.pages import PageClass
 
 FLOAT16_BYTES = 2 * 128  # of a vector of 128 numbers
 

@@ -3,10 +3,10 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.spec.codec_refusals import EXCLUDED, Storing, refuse_excluded, stored_codec
-from quire.spec.kv_format import fill_plain, read_format, without_records
-from quire.spec.layout import layout_for, page_and_fixed_bytes, statistics_used
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.codec_refusals import EXCLUDED, Storing, refuse_excluded, stored_codec
+from quire.layout.kv_format import fill_plain, read_format, without_records
+from quire.layout.layout import layout_for, page_and_fixed_bytes, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
 
 MODEL = ModelSpec(
     architecture="llama",

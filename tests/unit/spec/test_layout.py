@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from quire.errors import ConfigError
-from quire.spec.codec_names import codec_spec
-from quire.spec.layout import layout_for, statistics_used
-from quire.spec.model import LayerSpec, ModelSpec
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
-from quire.spec.statistics import (
+from quire.layout.codec_names import codec_spec
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.statistics import (
     AttentionShift,
     AttentionSum,
     QueryMoments,

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import zoo
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.spec.config import read_config
-from quire.spec.dtypes import dtype_bytes
-from quire.spec.model import LayerSpec, ModelSpec
+from quire.layout.config import read_config
+from quire.layout.dtypes import dtype_bytes
+from quire.layout.model import LayerSpec, ModelSpec
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

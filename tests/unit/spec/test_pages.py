@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
-from quire.spec.codec_names import CODECS, codec_spec
-from quire.spec.codecs import ELEMENT_BYTES
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.codec_names import CODECS, codec_spec
+from quire.layout.codecs import ELEMENT_BYTES
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 
 def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128, **options):

@@ -6,7 +6,7 @@ from random import Random
 
 from transformers import PreTrainedModel
 
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError, SlabFull
 from quire.hf.dynamic.checks import check_query, read_params
 from quire.hf.dynamic.choosing import Choosing

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from math import isnan
 
-from quire.engine.inputs import as_places
-from quire.engine.sampling_params import SamplingParams
+from quire.api.inputs import as_places
+from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.hf.dynamic.query import Query
 from quire.models.generation import GenerationDefaults

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.engine.sampler import Sampler
-from quire.engine.stop_rules import ending_token
 from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.record import NewToken
+from quire.sampling.sampler import Sampler
+from quire.sampling.stop_rules import ending_token
 
 
 class Choosing:

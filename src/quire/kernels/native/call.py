@@ -26,7 +26,7 @@ from quire.kernels.native.arguments import (
 from quire.kernels.native.coding import DTYPES, coding_of
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.parts import Parts
-from quire.spec.statistics import REDUCTIONS
+from quire.layout.statistics import REDUCTIONS
 
 WALKS_A_THREAD = 4  # below, heads are walked one by one, to share the work out evenly
 SERIAL_WORK = 2048  # slots times tokens below which waking a second thread costs more than it wins

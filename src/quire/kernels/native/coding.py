@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.backend import LayerPages
 from quire.kernels.coded import CodedPages, CodedPlanes
-from quire.spec.codecs import CodecSpec
+from quire.layout.codecs import CodecSpec
 
 PLAIN_NUMBERS, INT8_CODES, BIT_CODES, FP8_CODES = range(4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -30,7 +30,7 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
 from quire.kernels.native.self_test_codes import codes_right
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.spec.statistics import REDUCTIONS
+from quire.layout.statistics import REDUCTIONS
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk

@@ -13,7 +13,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.spec.codec_names import codec_spec
+from quire.layout.codec_names import codec_spec
 
 _CODECS = ("int8", "int4", "int4_outliers", "int2", "fp8")
 _NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 101, 37)  # walks over pages, and a chunk

@@ -1,4 +1,4 @@
-"""What a step writes into the pages of statistics: `quire.spec.statistics` says what each means.
+"""What a step writes into the pages of statistics: `quire.layout.statistics` says what each means.
 
 slot_looks      attention sums, sums of squares, low looks: one number a slot
 query_ring      the newest queries

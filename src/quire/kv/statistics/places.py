@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.tables import LaneTable
-from quire.spec.pages import LaneGroup
-from quire.spec.statistics import Statistic
+from quire.layout.pages import LaneGroup
+from quire.layout.statistics import Statistic
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.places import Queries, Records, StatisticPages
-from quire.spec.statistics import QueryMoments
+from quire.layout.statistics import QueryMoments
 
 
 def moments(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.places import Queries, Records, StatisticPages
-from quire.spec.statistics import QueryRing
+from quire.layout.statistics import QueryRing
 
 
 def ring_records(

@@ -24,7 +24,7 @@ from quire.kernels.looks import count_looks, over_group, put
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.chunk_weights import chunk_weights
 from quire.kv.statistics.places import StatisticPages
-from quire.spec.statistics import (
+from quire.layout.statistics import (
     APART,
     MAX,
     MEAN,

@@ -16,7 +16,7 @@ from quire.kv.statistics.places import Queries, StatisticPages, positions_of
 from quire.kv.statistics.query_moments import MomentsStep
 from quire.kv.statistics.query_ring import RingStep
 from quire.kv.statistics.slot_looks import LooksStep
-from quire.spec.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
+from quire.layout.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
 
 QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
     QueryRing: RingStep,

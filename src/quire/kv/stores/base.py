@@ -16,7 +16,7 @@ from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import CountedPages, PageNumbers
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 

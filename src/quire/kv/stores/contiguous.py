@@ -27,7 +27,7 @@ from quire.kv.stores.base import Demand, Placement
 from quire.kv.stores.run_lengths import RunLengths
 from quire.kv.stores.runs import RunPool
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.stores.base import NO_PAGES, Demand, Placement, pages_by_class
 from quire.kv.tables import LaneTable, Rows
-from quire.spec.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup
 
 
 @final

@@ -28,7 +28,7 @@ from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.stores.base import NO_PAGES, Demand, Placement, pages_by_class
 from quire.kv.stores.paged import bounded_pages, require_pages
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
-from quire.spec.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup
 
 
 @final

@@ -7,8 +7,8 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.spec.eviction import PRESSURE, EvictionSpec
-from quire.spec.pages import LaneGroup
+from quire.layout.eviction import PRESSURE, EvictionSpec
+from quire.layout.pages import LaneGroup
 
 Counts = NDArray[np.int64]
 GROWTH_FACTOR = 2

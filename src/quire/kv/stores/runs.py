@@ -16,7 +16,7 @@ from quire.errors import InvariantError
 from quire.kv.arena import Arena
 from quire.kv.pages import CountedPages, PageNumbers
 from quire.kv.spans import offsets, spans
-from quire.spec.pages import PageClass
+from quire.layout.pages import PageClass
 
 Counts = NDArray[np.int64]
 

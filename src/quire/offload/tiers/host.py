@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quire.errors import ConfigError, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
-from quire.kv.pinned import pin_memory
 from quire.kv.store import zero_bytes
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES
+from quire.offload.swap.pinned import pin_memory
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.plan.container import free_host_bytes
-from quire.spec.pages import PAGE_ALIGNMENT_BYTES
 
 
 class HostTier:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.spec.model import ModelSpec
+from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

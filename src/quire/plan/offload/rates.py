@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.rates import CopyRate
-from quire.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.weights import Pass, faster_pass, run_pass
 from quire.plan.sizes import format_size
-from quire.spec.model import ModelSpec
 
 SLOTS = 2
 """One layer computes, one is on its way."""

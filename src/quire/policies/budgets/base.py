@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from quire.spec.statistics import Statistic
+from quire.layout.statistics import Statistic
 
 if TYPE_CHECKING:
     from quire.policies.base import ScorePolicy

@@ -19,11 +19,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.layout.statistics import AttentionSum, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.budgets.base import UNBOUNDED, Budget, Shape
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum, Statistic
 
 _LOOKS = AttentionSum()
 

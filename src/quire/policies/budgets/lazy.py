@@ -13,12 +13,12 @@ tokens a lazy layer keeps is the rule's choice, and how many is the cap.
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.layout.statistics import QueryRing, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.budgets.base import UNBOUNDED, Budget, Shape
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
 from quire.policies.windows import column_sums
-from quire.spec.statistics import QueryRing, Statistic
 
 
 @register_budget("lazy")

@@ -20,13 +20,13 @@ from fractions import Fraction
 from math import ceil
 
 from quire.errors import ConfigError, PolicyError
+from quire.layout.statistics import AttentionShift, Statistic
 from quire.policies.base import ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.clusters import highest_cluster
 from quire.policies.budgets.shares import decimal_fraction, share_out
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionShift, Statistic
 
 
 @register_budget("squeeze")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.layout.statistics import OfWeights, QueryMoments, QueryRing, Statistic
 from quire.policies.view import KVView, SlotReader
-from quire.spec.statistics import OfWeights, QueryMoments, QueryRing, Statistic
 
 
 def apart(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:

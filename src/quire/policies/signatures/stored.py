@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.view import KVView
-from quire.spec.statistics import SignatureBits, SignedUntil, Statistic
 
 BITS, UNTIL = SignatureBits(), SignedUntil()
 

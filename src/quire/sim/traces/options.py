@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 from quire.errors import ConfigError
-from quire.spec.options import option, require_types
+from quire.layout.options import option, require_types
 
 AUTO = "auto"
 

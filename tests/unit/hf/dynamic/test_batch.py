@@ -6,7 +6,7 @@ import torch
 import zoo
 from dynamic import CHANGING, RULES, build, check_empty, run
 from engines import make_prompts
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import (
     ConfigError,
     NeverFits,

@@ -6,7 +6,7 @@ import pytest
 
 from dynamic import RULES, build, check_empty, run, run_at_random
 from engines import make_prompts
-from quire.engine.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.query import Query, QueryState

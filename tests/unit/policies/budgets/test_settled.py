@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError
+from quire.layout.statistics import AttentionShift, AttentionSum, QueryRing
 from quire.policies.base import SinksAndRecent
 from quire.policies.budgets.base import UNBOUNDED, Shape
 from quire.policies.budgets.clusters import highest_cluster
@@ -17,7 +18,6 @@ from quire.policies.budgets.lazy import Lazy
 from quire.policies.budgets.squeeze import Squeeze
 from quire.policies.registry import make_budget
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionShift, AttentionSum, QueryRing
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.layout.statistics import AttentionSum
 from quire.policies.h2o import H2O
 from quire.policies.kmeans import KMeans
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum
 from unit.policies.histories import Slots, best, kept_positions
 from unit.policies.plain_kvcrush import history_of, of_layers, plain_count
 

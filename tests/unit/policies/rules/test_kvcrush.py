@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.layout.statistics import AttentionSum, LowLooks
 from quire.policies.average import Average
 from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
@@ -22,7 +23,6 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum, LowLooks
 from unit.policies.histories import best, changed, kept_positions, make_history
 from unit.policies.plain_kvcrush import (
     history_of,

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, PolicyError
+from quire.layout.statistics import AttentionSum
 from quire.policies.base import LANE, LAYER, EvictionPolicy
 from quire.policies.h2o import H2O
 from quire.policies.registry import make_policy
 from quire.policies.tova import TOVA
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from quire.spec.statistics import AttentionSum
 from unit.policies.histories import Slots, make_history
 
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from quire.errors import PolicyError
+from quire.layout.statistics import QueryRing
 from quire.policies import scratch
 from quire.policies.redundancy import mean_similarity
 from quire.policies.rkv import RKV
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.windows import column_sums
-from quire.spec.statistics import QueryRing
 from unit.policies.histories import (
     REDUCE,
     best,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.layout.statistics import QueryRing
 from quire.policies.average import Average
 from quire.policies.h2o import H2O
 from quire.policies.keydiff import KeyDiff
@@ -13,7 +14,6 @@ from quire.policies.scissorhands import Scissorhands
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
-from quire.spec.statistics import QueryRing
 from unit.policies.histories import Slots, history_of_rows, kept_positions
 
 ROWS = [[1.0], [0.6, 0.4], [0.5, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]]

@@ -1,0 +1,1 @@
+"""The public entry points: LLM, AsyncLLM, and the inputs that they take."""

@@ -1,0 +1,297 @@
+"""Many callers, one engine: the step loop in a thread, answers through asyncio queues."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from quire.api.commands import Command
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.engine.ledger import Snapshot
+from quire.engine.stats import EngineStats
+from quire.errors import ConfigError, EngineDead, QuireError
+from quire.sampling.answer_stream import AnswerStream, Submission
+from quire.sampling.outputs import Answer, Delta
+from quire.scheduler.events import KINDS, KVEvent
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """Runs an engine in its own thread. Only that thread touches the engine.
+
+    Args:
+        engine: idle, and left to this object until it is closed.
+
+    Raises:
+        ConfigError: the engine shares its pool with others, or another `AsyncLLM` has it.
+
+    Use as an async context manager, or call `close`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.shares_pool:
+            raise ConfigError(
+                "an engine of a shared pool is stepped in one thread with the others of the pool; "
+                "give an engine with a thread of its own a KV memory of its own"
+            )
+        if engine.runs_in_thread:
+            raise ConfigError(
+                "the engine runs in the thread of another AsyncLLM: submit there, or close it first"
+            )
+        self.engine = engine
+        engine.runs_in_thread = True
+        self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
+        self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
+        self._state = threading.Lock()  # guards the three below against a last command
+        self._closing = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._leaving = threading.Lock()
+        self._has_left = False
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still taken and steps still run."""
+        return not self._closing and not self._ended
+
+    async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
+        """Submit requests, all of them or none; return once the engine has accepted them.
+
+        Raises:
+            RequestError: the engine refused one of the requests; none runs.
+            EngineDead: the engine has stopped.
+        """
+        answers = AnswerStream(submissions, self._cancel)
+        try:
+            await self._call(partial(self._submit, answers))
+        except asyncio.CancelledError:
+            self._cancel(answers)  # comes after the submission, whether or not that has run
+            raise
+        return answers
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        evict: str | None = None,
+    ) -> AsyncIterator[Delta]:
+        """Submit a request and yield its deltas. Closing the iterator cancels the request.
+
+        Leaving the loop early closes it as soon as nothing refers to it any more; wrap it in
+        `contextlib.aclosing` where that must not wait.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineDead: the engine has stopped.
+        """
+        submission = Submission(
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            evict=evict,
+        )
+        answers = await self.submit([submission])
+        try:
+            async for delta in answers:
+                yield delta
+        finally:
+            answers.cancel()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        evict: str | None = None,
+    ) -> Answer:
+        """Submit a request and wait for its whole answer; see `stream`."""
+        submission = Submission(
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            request_id=request_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            evict=evict,
+        )
+        answers = await self.submit([submission])
+        try:
+            return (await answers.collect())[0]
+        finally:
+            answers.cancel()
+
+    async def stats(self) -> EngineStats:
+        """The engine's numbers, read between two steps.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(self.engine.stats)
+
+    async def ledger(self) -> Snapshot:
+        """Who holds every byte of KV, read between two steps; see `LLM.ledger`.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(self.engine.ledger)
+
+    async def events(
+        self, kinds: Iterable[str] = KINDS, *, since: int = 0, most: int | None = None
+    ) -> list[KVEvent]:
+        """The newest KV events, read between two steps; see `EventLog.newest`.
+
+        Raises:
+            UnknownName: there is no such kind.
+            EngineDead: the engine has stopped.
+        """
+        return await self._call(partial(self.engine.events.newest, kinds, since=since, most=most))
+
+    def close(self) -> None:
+        """Stop after the current step, and leave the engine idle. Open requests end as dead.
+
+        Cached prefixes go to their tier, where there is one. Every call that needs the engine
+        raises `EngineDead` from then on; a second `close` changes nothing.
+        """
+        with self._state:
+            self._closing = True
+            self._commands.put(Command(lambda: None, Future()))  # wakes an idle loop
+        self._thread.join()
+        with self._leaving:  # a second call waits for the first, and changes nothing
+            if self._has_left:
+                return
+            self._has_left = True
+            try:
+                self.engine.close()
+            finally:
+                self.engine.runs_in_thread = False
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ---- from the callers' threads -------------------------------------------------------------
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps."""
+        command = Command(work, Future())
+        with self._state:
+            if not self.is_alive:
+                raise self._dead()
+            self._commands.put(command)  # type: ignore[arg-type]
+        return await asyncio.wrap_future(command.future)
+
+    def _cancel(self, answers: AnswerStream) -> None:
+        with self._state:
+            if self.is_alive:
+                self._commands.put(Command(partial(self._withdraw, answers), Future()))
+
+    def _dead(self) -> EngineDead:
+        if self._error is None:
+            return EngineDead("the engine was closed")
+        dead = EngineDead(
+            f"the engine has stopped after {type(self._error).__name__}: {self._error}; its log "
+            "says where, and only a new start brings it back"
+        )
+        dead.__cause__ = self._error
+        return dead
+
+    # ---- the engine's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._obey(wait=not self.engine.has_work)
+                if self.engine.has_work:
+                    self._publish(self.engine.step())
+            self._leave_idle()
+        except BaseException as error:  # open requests get it; nobody waits for this thread
+            self._error = error
+            logger.critical("the engine has stopped", exc_info=True)
+        finally:
+            self._end()
+
+    def _obey(self, *, wait: bool) -> None:
+        """Run the commands that are there; `wait` for one when there is none."""
+        try:
+            self._commands.get(block=wait).run()
+            while True:
+                self._commands.get_nowait().run()
+        except queue.Empty:
+            return
+
+    def _submit(self, answers: AnswerStream) -> None:
+        request_ids: list[str] = []
+        try:
+            for submission in answers.submissions:
+                self._submit_one(submission, request_ids)
+        except QuireError:
+            for request_id in request_ids:  # those before the refused one
+                self.engine.cancel(request_id)
+            raise
+        answers.accept(request_ids)
+        self._streams.update(dict.fromkeys(request_ids, answers))
+
+    def _submit_one(self, submission: Submission, request_ids: list[str]) -> None:
+        request_id = self.engine.submit(
+            submission.prompt_token_ids,
+            submission.params,
+            request_id=submission.request_id,
+            priority=submission.priority,
+            deadline_s=submission.deadline_s,
+            tenant=submission.tenant,
+            cache_salt=submission.cache_salt,
+            evict=submission.evict,
+            record_evictions=submission.record_evictions,
+        )
+        request_ids.append(request_id)
+
+    def _withdraw(self, answers: AnswerStream) -> None:
+        for request_id in answers.request_ids:
+            if self._streams.get(request_id) is answers:  # else finished, and the id may be reused
+                self.engine.cancel(request_id)
+
+    def _publish(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            answers = self._streams.get(delta.request_id)
+            if answers is None:
+                continue  # refused together with another
+            if delta.is_last:
+                del self._streams[delta.request_id]
+            if not answers.put(delta):
+                self.engine.cancel(delta.request_id)
+
+    def _leave_idle(self) -> None:
+        for request_id in self._streams:
+            self.engine.cancel(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+
+    def _end(self) -> None:
+        with self._state:
+            self._ended = True
+        for answers in set(self._streams.values()):
+            answers.put(self._dead())
+        self._streams.clear()
+        while not self._commands.empty():
+            self._commands.get_nowait().refuse(self._dead())

@@ -1,0 +1,1 @@
+"""Options: frozen dataclasses that are parsed and checked once."""

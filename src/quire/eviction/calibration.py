@@ -1,0 +1,172 @@
+"""Measures what some codecs need of a model, and what codecs do to its attention.
+
+A text is read without any KV memory; the keys and values of its first three quarters give the
+constants, those of the last quarter the errors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.codecs.base import Codec
+from quire.codecs.registry import make_codec
+from quire.errors import ConfigError
+from quire.kernels.backend import AttentionMath
+from quire.kernels.dense import attend_dense
+from quire.kv.measured import KEY, VALUE, Constants, MeasuredConstants, sides_of
+from quire.layout.codecs import CodecSpec
+from quire.layout.kv_format import KVFormat
+from quire.models.base import AttentionCall, Decoder
+
+MEASURED_SHARE = 0.75  # of the tokens; the others tell the error
+LEAST_TOKENS = 64
+LONGEST_SEQUENCE_TOKENS = 2048
+ERROR_QUERIES = 256  # a layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVectors:
+    """What a layer made of the tokens of a text, float32 on the host.
+
+    Attributes:
+        query: [num_heads, token, head_dim], after RoPE.
+        key, value: [num_kv_heads, token, head_dim], likewise.
+    """
+
+    query: Float[Tensor, "head token head_dim"]
+    key: Float[Tensor, "kv_head token head_dim"]
+    value: Float[Tensor, "kv_head token head_dim"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """What codecs do to a layer, on tokens that gave no constants.
+
+    Attributes:
+        product: root mean square of what is wrong with the products of queries and keys, over that
+            of how these vary from key to key.
+        value: length of what is wrong with the values, over their own.
+    """
+
+    product: float
+    value: float
+
+
+@dataclass(slots=True)
+class _Listening:
+    """Attention of a text by itself, which keeps what it is given."""
+
+    heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        by_head = [x.transpose(0, 1) for x in (query, key, value)]
+        self.heard.append((by_head[0], by_head[1], by_head[2]))
+        math = AttentionMath(call.scale, call.softcap, call.sinks)
+        q, k, v = (x[None] for x in by_head)
+        seen = None if call.window is None else _window(len(query), call.window, query.device)
+        out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
+        return out[0].transpose(0, 1)
+
+
+def _window(tokens: int, window: int, device: torch.device) -> Tensor:
+    position = torch.arange(tokens, device=device)
+    behind = position[:, None] - position
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
+@torch.inference_mode()
+def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVectors]:
+    """Queries, keys and values of a text, layer by layer.
+
+    Args:
+        decoder: the model.
+        token_ids: of the text; read in sequences of the model's context or 2,048 tokens.
+
+    Raises:
+        ConfigError: there are too few of them.
+    """
+    if len(token_ids) < LEAST_TOKENS:
+        raise ConfigError(
+            f"expected a text of at least {LEAST_TOKENS} tokens, got {len(token_ids)}"
+        )
+    longest = min(LONGEST_SEQUENCE_TOKENS, decoder.spec.max_positions)
+    parts: list[list[tuple[Tensor, ...]]] = []
+    for start in range(0, len(token_ids), longest):
+        ids = torch.tensor(token_ids[start : start + longest], device=decoder.device)
+        positions, listening = torch.arange(len(ids), device=decoder.device), _Listening()
+        decoder.forward(ids, positions, positions[-1:], listening)
+        parts.append([tuple(x.float().cpu() for x in layer) for layer in listening.heard])
+    return [
+        LayerVectors(*(torch.cat(side, dim=1) for side in zip(*layer, strict=True)))
+        for layer in zip(*parts, strict=True)
+    ]
+
+
+def measure(vectors: Sequence[LayerVectors], form: KVFormat) -> MeasuredConstants:
+    """The constants that the codecs of a format need."""
+    found: dict[tuple[int, str], Constants] = {}
+    for layer, made in enumerate(vectors):
+        for side, spec in sides_of(form).items():
+            numbers = made.key if side == KEY else made.value
+            first = numbers[:, : int(MEASURED_SHARE * numbers.shape[1])]
+            found[layer, side] = make_codec(spec, numbers.shape[2]).measure(first)
+    return MeasuredConstants(found)
+
+
+def errors_of(
+    vectors: Sequence[LayerVectors],
+    form: KVFormat,
+    measured: MeasuredConstants,
+    page_tokens: int = 32,
+) -> list[LayerError]:
+    """What is wrong in each layer with what is decoded, on tokens that gave no constants.
+
+    Args:
+        vectors: of the text.
+        form: codecs of keys and values.
+        measured: constants for them.
+        page_tokens: of the pages that some codecs encode as a whole.
+    """
+    found = []
+    for layer, made in enumerate(vectors):
+        start = int(MEASURED_SHARE * made.key.shape[1]) // page_tokens * page_tokens
+        pages = (made.key.shape[1] - start) // page_tokens
+        part = slice(start, start + pages * page_tokens)
+        query, key, value = (x[:, part] for x in (made.query, made.key, made.value))
+        decoded_key = _there_and_back(_codec(form.key, measured, layer, KEY, key), key, page_tokens)
+        codec = _codec(form.value, measured, layer, VALUE, value)
+        decoded_value = _there_and_back(codec, value, page_tokens)
+        wrong = (decoded_value - value).norm() / value.norm()
+        found.append(LayerError(_product_error(query, key, decoded_key), float(wrong)))
+    return found
+
+
+def _codec(
+    spec: CodecSpec, measured: MeasuredConstants, layer: int, side: str, vectors: Tensor
+) -> Codec:
+    codec = make_codec(spec, vectors.shape[2])
+    if not spec.constants:
+        return codec
+    return replace(codec, constants=measured.of(layer, side, vectors.device))
+
+
+def _there_and_back(codec: Codec, vectors: Tensor, page_tokens: int) -> Tensor:
+    heads, _, head_dim = vectors.shape
+    by_page = vectors.reshape(heads, -1, page_tokens, head_dim)
+    pages = by_page.transpose(0, 1)  # [page, head, token, head_dim]
+    decoded = codec.decode(codec.encode(pages))
+    return decoded.transpose(0, 1).flatten(1, 2)
+
+
+def _product_error(query: Tensor, key: Tensor, decoded: Tensor) -> float:
+    """Over the newest queries and all keys."""
+    group = len(query) // len(key)
+    newest = query[:, -ERROR_QUERIES:]
+    newest = newest.reshape(len(key), group * newest.shape[1], -1)
+    products, wrong = newest @ key.transpose(1, 2), newest @ (decoded - key).transpose(1, 2)
+    varies = products - products.mean(dim=-1, keepdim=True)
+    wrong = wrong - wrong.mean(dim=-1, keepdim=True)  # the same for all keys changes no weight
+    return float((wrong.square().mean() / varies.square().mean()).sqrt())

@@ -1,0 +1,275 @@
+"""Carries evictions out: ask the policy which slots stay, then compact the lanes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import PolicyError
+from quire.eviction.eviction_rules import EvictionRules
+from quire.eviction.raising import Raising, raised_entry
+from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.lane_reader import LaneReader
+from quire.kv.step import PagedKV
+from quire.layout.statistics import Statistic
+from quire.policies.eviction import Eviction
+from quire.policies.view import KVView, Rotation
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.lane_caps import Evicted
+from quire.scheduler.lane_room import Slots, evicting_table
+from quire.scheduler.request import Request
+
+FLOAT_BYTES = 4
+_TENSORS_OF_A_VIEW = 4  # keys, values, and what a rule makes of them
+
+
+class PolicyEvictor:
+    """Applies the policies of requests to the lanes of a KV memory.
+
+    Args:
+        kv: bookkeeping and bytes.
+        rules: that requests may have.
+        scratch_bytes: keys and values that a policy looks at, gathered at a time: so many layers
+            are shown together, one at least.
+        rotations: by rotary regime, what RoPE does to queries; None for models that do not say.
+    """
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        rules: EvictionRules,
+        scratch_bytes: int,
+        rotations: Callable[[int], Rotation | None],
+    ) -> None:
+        table = evicting_table(kv.memory)
+        assert table is not None, "made for pools whose lanes lose tokens"
+        self._kv, self._rules, self._table = kv, rules, table
+        self._scratch_bytes, self._rotations = scratch_bytes, rotations
+        self._raising = _raising_of(kv, table.group.name)
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Bring the lanes of a request down; see `quire.scheduler.lane_caps.Evictor`.
+
+        Raises:
+            PolicyError: the policy broke its contract.
+            OutOfPages: no room for private copies of shared pages; nothing was changed.
+        """
+        eviction, done = _eviction_of(request), request.num_computed
+        parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
+        mask = _stacked([part.lying for part in parts])
+        memory, group = self._kv.memory, self._table.group
+        plan = plan_compaction(memory, group.name, request.row, mask, _kind_of(eviction))
+        if least_gain is not None and plan.gain_bytes < least_gain:
+            return None
+        entry = EvictionEntry.joined(done, [part.left for part in parts])
+        if _takes_notes(eviction):
+            entry = replace(entry, wanted=keep.astype(np.int32))
+        for part in parts:
+            part.take_notes()
+        commit_compaction(memory, plan)
+        self._give_records(request.row, parts)
+        return Evicted(entry.num_slots, group.num_lanes, entry)
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Let the tokens of an entry leave again."""
+        self._repeat_notes(request, entry)
+        reader = self._reader(request, range(len(self._table.group.layers)))
+        heads = self._table.group.page_class.heads
+        stays = entry.stays(reader.lane_positions)
+        mask = reader.unsort(torch.from_numpy(stays).repeat_interleave(heads, dim=0))
+        memory, name, kind = (
+            self._kv.memory,
+            self._table.group.name,
+            _kind_of(_eviction_of(request)),
+        )
+        commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
+        if entry.raised is not None:
+            assert self._raising is not None, "raised in a memory with records"
+            raised = (reader.lane_positions >= 0) & ~entry.raised.stays(reader.lane_positions)
+            self._raising.put(reader, request.row, stays, raised)
+
+    def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
+        """Write again what was written down when these tokens left: the rule is asked again."""
+        if entry.wanted is None:
+            return
+        eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
+        for part in self._parts(request):
+            self._choose(request, eviction, keep, part).take_notes()
+
+    def settle(self, request: Request) -> None:
+        """Divide the cap of a request whose whole prompt has been read."""
+        eviction = _eviction_of(request)
+        reader = self._reader(request, range(len(self._table.group.layers)))
+        view = self._view(request, reader)
+        rule = self._rules.rule(request.evict)
+        with _named(eviction):
+            settled = rule.settle(eviction, view, self._rules.lanes_of(rule))
+        request.selection, request.eviction = settled, settled.spec
+
+    # ---- views ---------------------------------------------------------------------------------
+
+    def _parts(self, request: Request) -> Iterator[range]:
+        """Layers to look at together."""
+        group, page_class = self._table.group, self._table.group.page_class
+        slots = int(self._table.num_slots[request.row].max())
+        numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
+        layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
+        together = max(1, self._scratch_bytes // max(1, layer_bytes))
+        for start in range(0, len(group.layers), together):
+            yield range(start, min(start + together, len(group.layers)))
+
+    def _reader(self, request: Request, layers: range) -> LaneReader:
+        return LaneReader(self._kv, self._table.group.name, request.row, layers)
+
+    def _view(self, request: Request, reader: LaneReader) -> KVView:
+        return KVView(
+            reader.positions,
+            request.num_computed,
+            heads_per_layer=reader.heads_per_layer,
+            layers=reader.layers,
+            prompt_tokens=len(request.prompt_token_ids),
+            statistics=reader.statistics,
+            slots=reader,
+            head_dim=self._table.group.page_class.head_dim,
+            scale=self._kv.scale,
+            rotation=self._rotations(request.rope_regime),
+            group=self._rules.query_group,
+        )
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def _choose(
+        self, request: Request, eviction: Eviction, keep: Slots, layers: range
+    ) -> "_Chosen":
+        """Which slots of some layers stay."""
+        reader = self._reader(request, layers)
+        view, group = self._view(request, reader), self._table.group
+        per_layer, heads = group.lanes_per_layer, group.page_class.heads
+        of_part = keep[layers.start * per_layer : layers.stop * per_layer]
+        wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
+        with _named(eviction):
+            decision = eviction.decide(view, wanted)
+            mask = _checked(decision.stays, eviction, view, wanted) & view.live
+        lying = reader.unsort(mask)
+        kept = mask[::heads].cpu().numpy()
+        # not the view's, which a rule may have written into
+        done, positions = request.num_computed, reader.lane_positions
+        left = EvictionEntry.of(done, positions, kept)
+        raised = None
+        if self._raising is not None:
+            with _named(eviction):
+                raised = self._raising.choose(eviction, view, reader, kept, done)
+            left = replace(left, raised=raised_entry(done, positions, raised))
+        return _Chosen(lying, left, reader, decision.notes, kept, raised)
+
+    def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
+        """Let important tokens have the records that were found for them."""
+        for part in parts:
+            if self._raising is not None and part.raised is not None:
+                self._raising.put(part.reader, row, part.kept, part.raised)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is to become of some layers.
+
+    Attributes:
+        lying: True where a slot stays, as they lie.
+        left: what leaves.
+        reader: of the layers.
+        notes: to write down before slots move.
+        kept: [lanes, slots] what stays, in the order of positions.
+        raised: likewise what gets a record in a finer codec; None where there are none.
+    """
+
+    lying: NDArray[np.bool_]
+    left: EvictionEntry
+    reader: LaneReader
+    notes: Mapping[Statistic, Tensor]
+    kept: NDArray[np.bool_]
+    raised: NDArray[np.bool_] | None
+
+    def take_notes(self) -> None:
+        """Write down what the policy wants remembered."""
+        for statistic, numbers in self.notes.items():
+            self.reader.note(statistic, numbers)
+
+
+def _raising_of(kv: PagedKV, group: str) -> Raising | None:
+    place = kv.important.get(group)
+    return None if place is None else Raising(place, kv.kept[group])
+
+
+def _eviction_of(request: Request) -> Eviction:
+    eviction = request.selection
+    assert isinstance(eviction, Eviction), "requests that evict say how"
+    return eviction
+
+
+def _takes_notes(eviction: Eviction) -> bool:
+    return eviction.policy is not None and eviction.policy.takes_notes
+
+
+def _kind_of(eviction: Eviction) -> Kind:
+    if eviction.by_page:
+        return Kind.DROP_PAGES
+    return Kind.KEEP_ORDER if eviction.keeps_order else Kind.FILL_HOLES
+
+
+@contextmanager
+def _named(eviction: Eviction) -> Iterator[None]:
+    """Whatever a policy raises is its request's business and nobody else's; say whose it was."""
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(f"{eviction.text!r}: {error}") from error
+    except Exception as error:
+        name = type(eviction.policy).__name__
+        said = f"policy {name} raised {type(error).__name__}: {error}"
+        raise PolicyError(f"{eviction.text!r}: {said}") from error
+
+
+def _checked(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
+    """A mask, proved to be one.
+
+    Raises:
+        PolicyError: another type or shape, or other numbers of slots than were asked for.
+    """
+    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
+    if not isinstance(mask, Tensor):
+        raise PolicyError(
+            f"policy {name} must give a mask, a tensor of type torch.bool {shape}, got a "
+            f"{type(mask).__name__}"
+        )
+    if mask.dtype != torch.bool or list(mask.shape) != shape:
+        raise PolicyError(
+            f"policy {name} must give a mask of type torch.bool {shape}, got {mask.dtype} "
+            f"{list(mask.shape)}"
+        )
+    kept = (mask & view.live).sum(dim=1)
+    if eviction.spec.ragged:  # heads of a layer share what may stay
+        kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
+    wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
+    if bool(wrong.any()):
+        lane = int(wrong.int().argmax())
+        what = "layer" if eviction.spec.ragged else "lane"
+        most = "at most " if eviction.piece_tokens > 1 else ""
+        raise PolicyError(
+            f"policy {name} must keep {most}{int(keep[lane])} live slots in {what} {lane}, it kept "
+            f"{int(kept[lane])}"
+        )
+    return mask
+
+
+def _stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """Masks of the parts' lanes under each other, as wide as the widest."""
+    slots = max(part.shape[1] for part in parts)
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.pad(part, ((0, 0), (0, slots - part.shape[1]))) for part in parts])

@@ -1,0 +1,182 @@
+"""The codecs there are, and how they are written.
+
+Like a policy, `name:option=value`; codecs of keys and of values are parted by a slash, and some
+pairs have a name of their own:
+
+    int8                        both
+    int8/int4:group=32          keys in int8, values in int4
+    kivi4                       int4_page/int4:group=32
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from quire.errors import ConfigError, UnknownName
+from quire.layout.codecs import GROUP, PAGE, VECTOR, CodecSpec
+from quire.layout.eviction import parse_policy
+
+AS_COMPUTED = "none"  # which codec that is, only the model knows
+
+
+def _plain(name: str, bits: int) -> CodecSpec:
+    summary = "Numbers as they are."
+    return CodecSpec(name=name, rule=name, summary=summary, code_bits=bits, codes=name)
+
+
+def _grouped(rule: str, bits: int, summary: str) -> CodecSpec:
+    return CodecSpec(
+        name=rule,
+        rule=rule,
+        summary=summary,
+        code_bits=bits,
+        scaled=GROUP,
+        has_zeros=True,
+        options=("group", "equalise"),
+    )
+
+
+def _per_page(rule: str, bits: int) -> CodecSpec:
+    summary = f"Codes of {bits} bits, scale and zero for each channel of a page."
+    return CodecSpec(
+        name=rule, rule=rule, summary=summary, code_bits=bits, scaled=PAGE, has_zeros=True
+    )
+
+
+def _kvquant(bits: int) -> CodecSpec:
+    return CodecSpec(
+        name=f"kvquant{bits}",
+        rule=f"kvquant{bits}",
+        summary=f"Places in a measured codebook of {bits} bits, a measured range for each channel, "
+        "outliers as they are.",
+        code_bits=bits,
+        percent=1.0,
+        constants=("low", "high", "codebook"),
+        options=("percent",),
+    )
+
+
+CODECS: Mapping[str, CodecSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            _plain("float32", 32),
+            _plain("bfloat16", 16),
+            _plain("float16", 16),
+            CodecSpec(
+                name="int8",
+                rule="int8",
+                summary="Whole numbers from -127 to 127, one scale a vector.",
+                code_bits=8,
+                codes="int8",
+                scaled=VECTOR,
+                options=("equalise",),
+            ),
+            CodecSpec(
+                name="fp8",
+                rule="fp8",
+                summary="Floats of 8 bits (e4m3), one scale a vector.",
+                code_bits=8,
+                scaled=VECTOR,
+            ),
+            CodecSpec(
+                name="int8_channel",
+                rule="int8_channel",
+                summary="Whole numbers from -127 to 127, a measured scale for each channel.",
+                code_bits=8,
+                codes="int8",
+                constants=("scale",),
+            ),
+            _grouped("int4", 4, "Codes of 4 bits, scale and zero for each group of channels."),
+            _grouped("int3", 3, "Codes of 3 bits, scale and zero for each group of channels."),
+            _grouped("int2", 2, "Codes of 2 bits, scale and zero for each group of channels."),
+            replace(
+                _grouped("int4_outliers", 4, "int4, the largest numbers of a vector as they are."),
+                percent=1.0,
+                options=("group", "percent", "equalise"),
+            ),
+            _grouped("int4_hadamard", 4, "int4 of the rotated vector, its length kept."),
+            _grouped("int3_hadamard", 3, "int3 of the rotated vector, its length kept."),
+            _per_page("int4_page", 4),
+            _per_page("int2_page", 2),
+            _kvquant(4),
+            _kvquant(3),
+        )
+    }
+)
+"""All codecs by name, with their default options."""
+
+OPTIONS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(
+    {"group": (int, 1, 1 << 16), "percent": (float, 0.0, 50.0), "equalise": (int, 1, 1)}
+)
+"""What can be written behind a name: type, least and largest value, of which none is 0."""
+
+PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"kivi4": ("int4_page", "int4:group=32"), "kivi2": ("int2_page", "int2:group=32")}
+)
+"""Codecs of keys and values that have a name together."""
+
+
+def codec_spec(text: str) -> CodecSpec:
+    """The byte arithmetic of a codec.
+
+    Raises:
+        UnknownName: no codec has this name, or it has no such option.
+        ConfigError: an option's value cannot be, or nothing can stand behind this name.
+    """
+    if text in CODECS:
+        return CODECS[text]
+    name, _, rest = text.partition(":")
+    if name in PAIRS:
+        raise ConfigError(
+            f"codec {text!r}: {name} stands for {'/'.join(PAIRS[name])}, keys and values together; "
+            "write these two out to change one of them"
+        )
+    if name not in CODECS and (name != AS_COMPUTED or not rest):
+        raise UnknownName("codec", name, (AS_COMPUTED, *CODECS, *PAIRS))
+    found = CODECS.get(name)
+    if found is None or (rest and not found.options):
+        raise ConfigError(f"codec {text!r}: {name} has no options, got {rest!r}; write {name}")
+    given = parse_policy(text, "codec").options if rest else {}
+    values: dict[str, int | float] = {}
+    for option, value in given.items():
+        if option not in found.options:
+            raise UnknownName(f"option of codec {name!r}", option, found.options)
+        values[option] = _number(text, option, value)
+    written = ",".join(f"{option}={value:g}" for option, value in values.items())
+    constants = (*found.constants, *(("equal",) if values.get("equalise") else ()))
+    return replace(found, name=f"{name}:{written}", constants=constants, **values)  # type: ignore[arg-type]
+
+
+def codec_pair(text: str) -> tuple[CodecSpec, CodecSpec]:
+    """The codecs of keys and of values.
+
+    Args:
+        text: a codec for both, or `keys/values`, or the name of a pair.
+
+    Raises:
+        UnknownName: one of them is not known.
+        ConfigError: an option's value cannot be, or there are more than two.
+    """
+    if text in PAIRS:
+        key, value = PAIRS[text]
+        return codec_spec(key), codec_spec(value)
+    parts = text.split("/")
+    if len(parts) > 2:
+        raise ConfigError(f"expected one codec, or keys/values such as int8/int4, got {text!r}")
+    return codec_spec(parts[0].strip()), codec_spec(parts[-1].strip())
+
+
+def _number(text: str, option: str, value: str) -> int | float:
+    kind, low, high = OPTIONS[option]
+    try:
+        number = kind(value)
+    except ValueError:
+        raise ConfigError(
+            f"option {option} of codec {text!r} needs a number, got {value}"
+        ) from None
+    if not low <= number <= high or not number:
+        raise ConfigError(
+            f"option {option} of codec {text!r}: expected above 0 and at most {high:g}, got {value}"
+        )
+    return number

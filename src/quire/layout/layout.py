@@ -1,0 +1,211 @@
+"""From a model's shape, and what is to be remembered of it, to the lane groups of its sequences."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from quire.layout.codec_names import codec_spec
+from quire.layout.codecs import CodecSpec
+from quire.layout.important_tokens import ImportantTokens, Records
+from quire.layout.kept_tokens import KeptTokens
+from quire.layout.kv_format import KVFormat, read_format
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.statistics import Statistic
+
+STATISTICS_CODEC = "float32"
+
+
+def layout_for(
+    model: ModelSpec,
+    *,
+    codec: str,
+    page_tokens: int,
+    evicting: bool = False,
+    heads_apart: bool = False,
+    rotated: bool = True,
+    statistics: Collection[Statistic] = (),
+) -> CacheLayout:
+    """One group for all layers with full attention, one for each sliding window, and statistics.
+
+    Args:
+        model: heads, dims and windows.
+        codec: how keys and values are stored, as `read_format` reads it.
+        page_tokens: slots in a page.
+        evicting: lanes of full attention will lose tokens one by one: they give up slot order and
+            carry positions. Window lanes stay ordered; they are bounded by their window already.
+        heads_apart: the KV heads of an evicting layer keep sets of tokens of their own, so each
+            gets a lane of one-head pages.
+        rotated: whether keys are stored after RoPE; all layers alike.
+        statistics: what is remembered of layers with full attention, for the sequences whose
+            policy asks for it; a private group each.
+    """
+    groups: list[LaneGroup] = []
+    form = read_format(codec)
+    for part in _parts(model, form):
+        loses_order = evicting and part.window is None
+        lanes_per_layer = model.num_kv_heads if heads_apart and loses_order else 1
+        key, value = part.codecs
+        group = LaneGroup(
+            name=part.name,
+            page_class=PageClass(
+                key=key,
+                value=value,
+                head_dim=model.head_dim,
+                heads=model.num_kv_heads // lanes_per_layer,
+                tokens=page_tokens,
+                positions=loses_order,
+                rotated=rotated,
+            ),
+            layers=part.layers,
+            lanes_per_layer=lanes_per_layer,
+            window=part.window,
+            ordered=not loses_order,
+        )
+        groups.append(group)
+        if part.window is None:
+            groups.extend(_statistics_groups(model, group, statistics))
+        if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
+            groups.append(_kept_group(group, form))
+        if loses_order and form.important is not None:
+            groups.append(_important_group(group, form.important))
+    return CacheLayout(tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Layers that share a lane group: they look back equally far, and store alike."""
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None
+    codecs: tuple[CodecSpec, CodecSpec]
+
+
+def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
+    last = len(model.layers) - form.plain_layers
+    plain = {i for i in range(len(model.layers)) if i < form.plain_layers or i >= last}
+    for window in (None, *sorted({x.window for x in model.layers if x.window is not None})):
+        name = "full" if window is None else f"window_{window}"
+        layers = [i for i, layer in enumerate(model.layers) if layer.window == window]
+        coded = tuple(i for i in layers if i not in plain)
+        if coded:
+            yield _Part(name, coded, window, (form.key, form.value))
+        if len(coded) < len(layers):
+            kept = tuple(i for i in layers if i in plain)
+            yield _Part(f"{name}.plain", kept, window, (form.required_plain,) * 2)
+
+
+def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
+    """Tokens of a group as the model made them, beside their codes: one page a lane."""
+    page_tokens = group.page_class.tokens
+    if group.window is not None:  # what is behind it, no query sees
+        form = replace(form, residual=min(form.residual, group.window))
+    kept = KeptTokens(
+        of=group.name,
+        sinks=form.sinks,
+        residual=form.residual,
+        recent=form.recent(page_tokens),
+        page_tokens=page_tokens if form.per_page else 1,
+    )
+    return LaneGroup(
+        name=f"{group.name}.kept",
+        page_class=PageClass(
+            key=form.required_plain,
+            value=form.required_plain,
+            head_dim=group.page_class.head_dim,
+            heads=group.page_class.heads,
+            tokens=kept.records,
+            rotated=group.page_class.rotated,
+        ),
+        layers=group.layers,
+        lanes_per_layer=group.lanes_per_layer,
+        fixed_slots=kept.records,
+        kept=kept,
+    )
+
+
+def _important_group(group: LaneGroup, records: Records) -> LaneGroup:
+    """Tokens of a group in a finer codec, each with its position: one page a lane."""
+    return LaneGroup(
+        name=f"{group.name}.important",
+        page_class=PageClass(
+            key=records.key,
+            value=records.value,
+            head_dim=group.page_class.head_dim,
+            heads=group.page_class.heads,
+            tokens=records.count,
+            positions=True,
+            rotated=group.page_class.rotated,
+        ),
+        layers=group.layers,
+        lanes_per_layer=group.lanes_per_layer,
+        fixed_slots=records.count,
+        important=ImportantTokens(of=group.name, count=records.count),
+    )
+
+
+def _statistics_groups(
+    model: ModelSpec, group: LaneGroup, statistics: Collection[Statistic]
+) -> Iterator[LaneGroup]:
+    for statistic in dict.fromkeys(statistics):
+        slots = None if statistic.per_slot else statistic.num_slots(model)
+        yield LaneGroup(
+            name=statistics_name(group.name, statistic),
+            page_class=PageClass(
+                key=codec_spec(STATISTICS_CODEC),
+                value=None,
+                head_dim=statistic.width(model),
+                heads=group.page_class.heads * statistic.heads_each(model),
+                tokens=group.page_class.tokens if slots is None else slots,
+            ),
+            layers=group.layers,
+            lanes_per_layer=group.lanes_per_layer,
+            mirrors=group.name if slots is None else None,
+            fixed_slots=slots,
+            statistic=statistic,
+        )
+
+
+def statistics_name(group: str, statistic: Statistic) -> str:
+    """Name of the lane group that holds a statistic of a group of KV."""
+    return f"{group}.{statistic.name}"
+
+
+def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
+    """Bytes of one page in every lane that can lose tokens, and of what is there at any length.
+
+    Args:
+        layout: of sequences with these statistics and no others.
+
+    Returns:
+        of pages, those of statistics of their slots included; of statistics with fixed slots, and
+        of tokens that are kept, or in a finer codec, beside the codes of these lanes.
+    """
+    page_bytes = fixed_bytes = 0
+    in_order = {group.name for group in layout.groups if group.ordered}
+    for group in layout.groups:
+        lanes_bytes = group.num_lanes * group.page_class.page_bytes
+        if group.kept is not None and group.kept.of in in_order:
+            continue  # of a window, which loses no tokens to a rule
+        if group.fixed_slots is not None:
+            fixed_bytes += lanes_bytes
+        elif not group.ordered:
+            page_bytes += lanes_bytes
+    return page_bytes, fixed_bytes
+
+
+def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
+    """Names of the private groups of a sequence for which these are remembered.
+
+    What `KVMemory.start` is told. A layout without layers to evict from has none; tokens that are
+    kept as the model made them, or in a finer codec, are among them whatever is asked.
+    """
+    wanted = {
+        statistics_name(group.name, statistic)
+        for group in layout.groups
+        if not group.private
+        for statistic in statistics
+    }
+    private = {group.name for group in layout.groups if group.private}
+    beside = {g.name for g in layout.groups if g.kept is not None or g.important is not None}
+    return frozenset(wanted & private | beside)

@@ -1,0 +1,281 @@
+"""ModelSpec: the shape of a decoder, read from its config.json, and the bytes that follow from it.
+
+No weights are read and no tensor library is loaded: the same arithmetic serves planning, admission
+and the tests of both.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.errors import ConfigError, ModelError, UnsupportedModel
+from quire.layout.config import ConfigReader
+from quire.layout.families import LEARNED_POSITIONS, REFUSED, TIED_BY_DEFAULT, UNGATED
+from quire.layout.mixture import MixtureSpec, read_mixture
+from quire.layout.vectors import PLAIN, VectorSpec, read_vectors
+from quire.layout.windows import read_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer's attention.
+
+    Attributes:
+        window: sliding window W in tokens: a query at position p sees positions > p - W.
+            None: it sees everything before it.
+    """
+
+    window: int | None = None
+
+    def held_tokens(self, tokens: int) -> int:
+        """How many of a sequence's tokens this layer still needs."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder-only transformer.
+
+    Attributes:
+        architecture: `model_type` of config.json.
+        num_layers: attention layers, each with its own keys and values.
+        num_heads: query heads.
+        num_kv_heads: key and value heads (GQA: fewer than query heads; MQA: one).
+        head_dim: values per head.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the dense MLP.
+        vocab_size: rows of the embedding.
+        max_positions: the context, in tokens.
+        tied_embeddings: input and output embeddings are one matrix.
+        gated_mlp: the MLP has a gate (three matrices instead of two).
+        layers: one LayerSpec per layer.
+        learned_positions: rows of a table of position embeddings; 0 where positions are rotary.
+        embedding_size: width of the embeddings where it is not the hidden size (OPT-350M).
+        mixture: the expert layers of a mixture of experts; None for a dense model.
+        vectors: biases, norms and sinks of a layer.
+
+    Raises:
+        ConfigError: head counts do not divide, or the layers are not `num_layers` many.
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool
+    gated_mlp: bool
+    layers: tuple[LayerSpec, ...]
+    learned_positions: int = 0
+    embedding_size: int | None = None
+    mixture: MixtureSpec | None = None
+    vectors: VectorSpec = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of"
+                f" num_kv_heads={self.num_kv_heads}: every KV head serves equally many query heads"
+            )
+        if len(self.layers) != self.num_layers:
+            raise ConfigError(f"expected {self.num_layers} layers, got {len(self.layers)}")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> "ModelSpec":
+        """Read a config.json of any decoder whose KV is layers x heads x tokens.
+
+        Args:
+            config: the parsed file; a nested `text_config` is followed.
+
+        Raises:
+            ModelError: a key is missing or has a value that cannot be; the message names it.
+            UnsupportedModel: the KV of this architecture cannot be held in pages; says why.
+        """
+        reader = ConfigReader(config)
+        _refuse(reader)
+        hidden_size = reader.integer("hidden_size", "n_embd", "n_embed", "d_model")
+        num_layers = reader.num_layers()
+        if num_layers is None:
+            raise reader.missing("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        num_heads = reader.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
+        max_positions = _max_positions(reader)
+        kind = reader.model_type
+        extra_rows = LEARNED_POSITIONS.get(kind)
+        return cls(
+            architecture=kind,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(reader, num_heads),
+            head_dim=_head_dim(reader, hidden_size, num_heads),
+            hidden_size=hidden_size,
+            intermediate_size=_intermediate_size(reader, hidden_size),
+            vocab_size=reader.integer("vocab_size"),
+            max_positions=max_positions,
+            tied_embeddings=reader.flag("tie_word_embeddings", default=kind in TIED_BY_DEFAULT),
+            gated_mlp=kind not in UNGATED,
+            layers=tuple(LayerSpec(window=window) for window in read_windows(reader, num_layers)),
+            learned_positions=0 if extra_rows is None else max_positions + extra_rows,
+            embedding_size=reader.positive_integer("word_embed_proj_dim"),
+            mixture=read_mixture(reader, num_layers),
+            vectors=read_vectors(reader),
+        )
+
+    @property
+    def kv_values_per_layer_token(self) -> int:
+        """Numbers one layer stores for one token: a key and a value per KV head."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers all layers store for one token: 2 * layers * kv_heads * head_dim."""
+        return self.num_layers * self.kv_values_per_layer_token
+
+    def kv_bytes_per_token(self, bytes_per_value: int | float) -> int:
+        """Bytes one more token adds while no window is full."""
+        return math.ceil(self.kv_values_per_token * bytes_per_value)
+
+    def kv_bytes(self, tokens: int, bytes_per_value: int | float) -> int:
+        """Bytes of one sequence's KV, with window layers holding at most their window.
+
+        Args:
+            tokens: length of the sequence.
+            bytes_per_value: 2 for fp16 and bf16, 0.5 for a 4-bit codec without its metadata.
+
+        Raises:
+            ConfigError: a negative length.
+        """
+        if tokens < 0:
+            raise ConfigError(f"tokens={tokens}: a sequence has 0 tokens or more")
+        slots = sum(layer.held_tokens(tokens) for layer in self.layers)
+        return math.ceil(slots * self.kv_values_per_layer_token * bytes_per_value)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, experts, biases and norms included."""
+        experts = self.mixture.num_experts if self.mixture else 0
+        return self._parameters(experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that one token goes through: of the routed experts only its own."""
+        experts = self.mixture.experts_per_token if self.mixture else 0
+        return self._parameters(experts)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all decoder layers, experts included."""
+        return self.num_parameters - self._other_parameters
+
+    def weight_bytes(self, bytes_per_value: int | float) -> int:
+        """Bytes of all weights in one number format."""
+        return math.ceil(self.num_parameters * bytes_per_value)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Numbers of one embedding matrix, vocabulary x width."""
+        return self.vocab_size * (self.embedding_size or self.hidden_size)
+
+    @property
+    def lookup_parameters(self) -> int:
+        """Weights of which a step reads a few rows only: tables that multiply nothing."""
+        table = 0 if self.tied_embeddings else self.embedding_parameters
+        return table + self.learned_positions * self.hidden_size
+
+    def _parameters(self, experts: int) -> int:
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        attention += self.vectors.attention_parameters(
+            self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        attention += self.hidden_size if self.vectors.output_bias else 0
+        norms = self.vectors.layer_norms * self.vectors.norm_parameters(self.hidden_size)
+        layers = self.num_layers * (attention + norms) + self._mlp_parameters(experts)
+        return layers + self._other_parameters
+
+    @property
+    def _other_parameters(self) -> int:
+        """Of no layer: embeddings, positions, projections, head, the last norm."""
+        embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        projections = 2 * (self.embedding_size or 0) * self.hidden_size
+        if self.embedding_size == self.hidden_size:
+            projections = 0
+        positions = self.learned_positions * self.hidden_size
+        head_bias = self.vocab_size if self.vectors.head_bias else 0
+        norm = self.vectors.norm_parameters(self.hidden_size)
+        return embeddings + projections + positions + norm + head_bias
+
+    def _mlp_parameters(self, experts: int) -> int:
+        if self.mixture is None:
+            return self.num_layers * self._one_mlp(self.intermediate_size)
+        shared = self._one_mlp(self.mixture.shared_size) if self.mixture.shared_size else 0
+        router = (self.hidden_size + self.vectors.router_bias) * self.mixture.num_experts
+        wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router
+        dense = self.num_layers - self.mixture.num_layers
+        return self.mixture.num_layers * wide + dense * self._one_mlp(self.intermediate_size)
+
+    def _one_mlp(self, width: int) -> int:
+        matrices = 3 if self.gated_mlp else 2
+        biases = (matrices - 1) * width + self.hidden_size if self.vectors.mlp_bias else 0
+        return matrices * self.hidden_size * width + biases
+
+
+def _refuse(reader: ConfigReader) -> None:
+    for key, why in REFUSED.items():
+        if reader.find(key):
+            raise UnsupportedModel(
+                f"{reader.model_type} models are not supported: {why} ({key!r} in config.json)"
+            )
+
+
+def _max_positions(reader: ConfigReader) -> int:
+    return reader.integer(
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "max_seq_len",
+        "seq_length",
+        "n_ctx",
+    )
+
+
+def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
+    # Falcon writes num_kv_heads always, but its older architecture takes no notice of it
+    regular = not reader.flag("multi_query", default=False)
+    if regular or reader.flag("new_decoder_architecture", default=False):
+        given = reader.positive_integer(
+            "num_key_value_heads", "num_kv_heads", "attn_config.kv_n_heads"
+        )
+        num_kv_heads = given or num_heads
+    else:
+        num_kv_heads = 1
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads={num_heads} is not a multiple of"
+            f" num_key_value_heads={num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
+    head_dim = reader.positive_integer("head_dim")
+    if head_dim is not None:
+        return head_dim
+    if hidden_size % num_heads:
+        raise ModelError(
+            f"config.json has no 'head_dim', and hidden_size={hidden_size} is not a multiple of"
+            f" num_attention_heads={num_heads}: add 'head_dim'"
+        )
+    return hidden_size // num_heads
+
+
+def _intermediate_size(reader: ConfigReader, hidden_size: int) -> int:
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size")
+    given = reader.positive_integer(*names, "ffn_config.ffn_hidden_size")
+    if given is not None:
+        return given
+    if reader.model_type in UNGATED:
+        return 4 * hidden_size
+    raise reader.missing(*names)

@@ -1,0 +1,85 @@
+"""Host memory beside the KV memory: for sequences that wait, and first pages of those that run."""
+
+import torch
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError, UnsoundCombination
+from quire.kv.store import PageStore
+from quire.layout.pages import CacheLayout
+from quire.models.device_memory import free_device_bytes
+from quire.offload.kv.staging import can_have_front
+from quire.offload.swap.host_pool import HostPool, refuse_too_small
+from quire.offload.swap.host_store import host_copies
+from quire.plan.sizes import parse_size
+
+
+def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
+    """Host memory for preempted sequences.
+
+    Raises:
+        ConfigError: more than is free, or too little for any sequence.
+    """
+    asked_bytes = parse_size(config.host_memory)
+    refuse_too_small(asked_bytes, layout)
+    free_bytes = free_device_bytes(torch.device("cpu"))
+    if asked_bytes > free_bytes:
+        raise ConfigError(
+            f"a host pool of {asked_bytes:,} B is more than the {free_bytes:,} B that are free on "
+            "this machine or in its container; lower --host-kv-memory"
+        )
+    return asked_bytes
+
+
+def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
+    """Host memory for fronts.
+
+    Raises:
+        ConfigError: more than is free beside the host pool, no layers that could have a front, or
+            a part of what is not there at all.
+        UnsoundCombination: a store whose lanes lie in one piece.
+    """
+    asked_bytes = parse_size(config.stream_memory)
+    if not asked_bytes:
+        _refuse_parts_of_nothing(config)
+        return 0
+    if config.store != "paged":
+        raise UnsoundCombination(
+            f"store {config.store!r} keeps a lane's pages in a row, of which the first cannot be "
+            "elsewhere; use --kv-store paged or leave out --stream-kv-memory"
+        )
+    if not any(map(can_have_front, layout.groups)):
+        raise ConfigError(
+            "--stream-kv-memory keeps two layers of what it moves in the KV memory, and this model "
+            "has no more than two that look back at all tokens; leave it out"
+        )
+    free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.host_memory)
+    if asked_bytes > free_bytes:
+        raise ConfigError(
+            f"{asked_bytes:,} B for sequences that run are more than the {max(0, free_bytes):,} B "
+            "that are free beside the host pool; lower --stream-kv-memory"
+        )
+    return asked_bytes
+
+
+def _refuse_parts_of_nothing(config: KVConfig) -> None:
+    asked = {
+        "--stream-recompute": config.recompute_part,
+        "--stream-host-attention": config.host_attention_part,
+    }
+    for flag, part in asked.items():
+        if part:
+            raise ConfigError(
+                f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
+                f"--stream-kv-memory SIZE too, or leave out {flag}"
+            )
+    if config.input_codec is not None:
+        raise ConfigError(
+            f"--stream-input-codec {config.stream_input_codec} is for activations of the first "
+            "pages on the host, and none go there: say --stream-kv-memory SIZE too, or leave it out"
+        )
+
+
+def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
+    """A pool of so many bytes beside an arena."""
+    largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
+    return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))

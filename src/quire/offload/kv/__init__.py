@@ -1,0 +1,1 @@
+"""KV offload: pages of running sequences in CPU memory, prefetched layer by layer."""

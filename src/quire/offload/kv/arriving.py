@@ -1,0 +1,154 @@
+"""Pages whose bytes are on their way: taken from the arena before anybody reads them.
+
+    [0 ........ at)          a row that is being read
+             [first ... end) pages that arrive from elsewhere, nobody's yet
+    [0 ........ at ... end)  attached: the row names those behind what it has read; the rest goes
+
+Until then the memory counts them as lent, so that every page has a holder.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from quire.errors import InvariantError
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.layout.pages import LaneGroup, PageClass
+
+
+class ArrivingPages:
+    """Pages for whole blocks of tokens of one sequence, in every lane that sequences share.
+
+    Args:
+        memory: whose pages.
+        first: position of the first token.
+        end: behind the last one.
+        block_tokens: whole pages of every lane; both are multiples of it.
+
+    Attributes:
+        first, end, block_tokens: see above.
+        pages: of each shared group, [lanes, pages of a lane].
+
+    Raises:
+        OutOfPages: there are not as many; nothing was changed.
+    """
+
+    def __init__(self, memory: KVMemory, first: int, end: int, block_tokens: int) -> None:
+        self._memory, self.block_tokens = memory, block_tokens
+        self.first, self.end = end, end
+        self.pages: Mapping[str, PageNumbers] = {
+            group.name: np.empty((group.num_lanes, 0), dtype=np.int32)
+            for group in shared_groups(memory)
+        }
+        self._key = next(memory.loan_keys)
+        memory.loans[self._key] = self.pages
+        try:
+            self.reach_down(first)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pages."""
+        tables = self._memory.tables
+        return sum(
+            numbers.size * tables[name].group.page_class.page_bytes
+            for name, numbers in self.pages.items()
+        )
+
+    def reach_down(self, first: int) -> None:
+        """Take pages for tokens ahead of those there are too.
+
+        Raises:
+            OutOfPages: there are not as many; nothing was changed.
+        """
+        taken: dict[str, PageNumbers] = {}
+        try:
+            for group in shared_groups(self._memory):
+                columns = (self.first - first) // group.page_class.tokens
+                pool = self._memory.pools[group.page_class]
+                numbers = pool.allocate(columns * group.num_lanes)
+                taken[group.name] = numbers.reshape(group.num_lanes, columns)
+        except BaseException:
+            self._give_back(taken)
+            raise
+        self._set({n: np.concatenate([taken[n], old], axis=1) for n, old in self.pages.items()})
+        self.first = first
+
+    def block_pages(self, start: int, end: int) -> dict[str, PageNumbers]:
+        """Pages [lanes, pages of a lane] of some blocks of tokens, by group."""
+        found = {}
+        for group in shared_groups(self._memory):
+            tokens = group.page_class.tokens
+            columns = slice((start - self.first) // tokens, (end - self.first) // tokens)
+            found[group.name] = self.pages[group.name][:, columns]
+        return found
+
+    def attach(self, row: int) -> bool:
+        """Put what lies behind a row's last token behind it, and let the rest go.
+
+        Returns:
+            False where the row cannot take it: it has lost tokens, or some are on the host.
+
+        Raises:
+            InvariantError: the row does not end at a border of blocks within these pages.
+        """
+        at = int(self._memory.lengths[row])
+        if not self.first <= at < self.end or at % self.block_tokens:
+            raise InvariantError(f"tokens {self.first} to {self.end} do not follow the first {at}")
+        tables = [self._memory.tables[name] for name in self.pages]
+        if any(t.staged[row] or not _is_dense(t.group, t.num_slots[row], at) for t in tables):
+            return False
+        kept, passed = self.block_pages(at, self.end), self.block_pages(self.first, at)
+        for table in tables:
+            numbers, held = kept[table.group.name], int(table.num_pages[row, 0])
+            lanes, columns = numbers.shape
+            counts = np.full((1, lanes), columns, dtype=np.int32)
+            table.append(np.array([row]), counts, numbers.reshape(-1))
+            positions = at + np.arange(columns) * table.group.page_class.tokens
+            table.page_positions[row, :, held : held + columns] = positions
+            table.num_slots[row] += self.end - at
+        del self._memory.loans[self._key]
+        self._give_back(passed)
+        self._memory.lengths[row] = self.end
+        self._memory.note_peaks(np.array([row]))
+        return True
+
+    def release(self) -> None:
+        """Let all pages go; those of a row that took them are its own."""
+        if self._memory.loans.pop(self._key, None) is not None:
+            self._give_back(self.pages)
+
+    def _set(self, pages: Mapping[str, PageNumbers]) -> None:
+        self.pages = pages
+        self._memory.loans[self._key] = pages
+
+    def _give_back(self, pages: Mapping[str, PageNumbers]) -> None:
+        for name, numbers in pages.items():
+            page_class = self._memory.tables[name].group.page_class
+            self._memory.pools[page_class].release(numbers.reshape(-1))
+
+
+def shared_groups(memory: KVMemory) -> list[LaneGroup]:
+    """The groups whose pages sequences can share, in the order of records."""
+    return [group for group in memory.layout.groups if not group.private]
+
+
+def pages_needed(memory: KVMemory, tokens: int) -> dict[PageClass, int]:
+    """Pages of each class that so many tokens take, whole blocks of them."""
+    needed: dict[PageClass, int] = {}
+    for group in shared_groups(memory):
+        page_class = group.page_class
+        count = tokens // page_class.tokens * group.num_lanes
+        needed[page_class] = needed.get(page_class, 0) + count
+    return needed
+
+
+def _is_dense(group: LaneGroup, num_slots: PageNumbers, length: int) -> bool:
+    """Whether every lane ends with its last token, all pages full."""
+    least = 0 if group.window is not None else length
+    held = int(num_slots[0])
+    alike = bool((num_slots == held).all())
+    return alike and held >= least and held % group.page_class.tokens == 0

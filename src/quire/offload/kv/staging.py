@@ -1,0 +1,62 @@
+"""Staging: pages that the table entries of all layers of an offloaded prefix name in turns."""
+
+import numpy as np
+
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.tables import SLOTS, LaneTable
+from quire.layout.pages import CacheLayout, LaneGroup
+
+
+def staged_pages(table: LaneTable, columns: int) -> int:
+    """Pages of a staging for so many pages of each lane."""
+    return SLOTS * table.group.lanes_per_layer * columns
+
+
+def stage(
+    memory: KVMemory, table: LaneTable, row: int, first: int, columns: int, slots: int
+) -> PageNumbers:
+    """Allocate a staging, and let the entries of all layers name it in turns.
+
+    Args:
+        memory: of the table.
+        table: whose entries are replaced, without a release.
+        row: of the sequence.
+        first: column of the first page.
+        columns: pages of each lane.
+        slots: layers whose pages the staging holds at a time.
+
+    Returns:
+        Its pages [slots, lanes of a layer, columns].
+
+    Raises:
+        OutOfPages: the arena does not hold it.
+    """
+    group, pool = table.group, memory.pools[table.group.page_class]
+    pages = pool.allocate(slots * group.lanes_per_layer * columns)
+    staging = pages.reshape(slots, group.lanes_per_layer, columns)
+    num_layers = len(group.layers)
+    for further in range(1, -(-num_layers // slots)):
+        for again in staging[: num_layers - slots * further]:
+            pool.retain(again.reshape(-1))
+    slot = np.arange(num_layers) % slots
+    name_pages(table, row, first, staging[slot].reshape(group.num_lanes, columns))
+    return staging
+
+
+def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> None:
+    """Let lanes name these pages [lanes, columns] from a column on."""
+    lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
+    table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
+
+
+def offloaded_token_bytes(layout: CacheLayout) -> int:
+    """Bytes that one token of an offloaded prefix takes, in all lanes that can have one."""
+    groups = [group for group in layout.groups if can_have_front(group)]
+    per_page = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
+    return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
+
+
+def can_have_front(group: LaneGroup) -> bool:
+    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
+    return not group.private and group.window is None and len(group.layers) > SLOTS

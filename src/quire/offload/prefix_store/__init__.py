@@ -1,0 +1,1 @@
+"""The prefix cache's second tier: disk and network."""

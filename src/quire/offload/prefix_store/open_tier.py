@@ -1,0 +1,200 @@
+"""Opens the tier that an engine keeps its prefixes in, from what the user said."""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.kv_config import KVConfig
+from quire.engine.pool import KVPool
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
+from quire.kv.block_records import BlockRecords
+from quire.kv.prefix import PrefixIndex
+from quire.layout.layout import statistics_used
+from quire.models.fingerprint import fingerprint_decoder, fingerprint_folder
+from quire.models.loader import LoadedModel
+from quire.offload.prefix_store.prefix_identities import SECRET_BYTES
+from quire.offload.prefix_store.prefix_tier import PrefixTier
+from quire.offload.prefix_store.store import PrefixStore
+from quire.offload.tiers.base import Tier
+from quire.offload.tiers.block_file import BLOCK_BYTES
+from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.network import NetworkTier
+from quire.plan.estimator import RateEstimator
+from quire.plan.sizes import parse_size
+
+_FORMAT = "quire prefixes 1"
+_CALL_S = 1e-4
+_SLOW_BYTES_PER_S = 1e8  # where nothing could be measured
+_PROBE, _PROBE_BYTES = "probe", 2 * BLOCK_BYTES
+_TIMEOUT_S, _TRIES = 5.0, 2
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTier:
+    """A tier, and what may be read from it.
+
+    Attributes:
+        tier: bytes under keys.
+        nature: of what may be read: model, precision, codec, layout.
+        secret: that salts are derived from; None where tenants' prefixes end with the engine.
+        makes_room: drop what was used longest ago where it is full; else its owner does.
+    """
+
+    tier: Tier
+    nature: str
+    secret: bytes | None
+    makes_room: bool
+
+    def attach(self, index: PrefixIndex) -> PrefixTier:
+        """Keep the blocks of an index here.
+
+        Raises:
+            ConfigError: the tier does not hold one block, or cannot be reached.
+        """
+        try:
+            byte_s = _seconds_per_byte(self.tier)
+            record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
+            store = PrefixStore(self.tier, self.nature, record_bytes, makes_room=self.makes_room)
+        except StorageError as error:
+            self.tier.close()
+            raise ConfigError(f"prefixes cannot be kept: {error}") from error
+        return PrefixTier(index, store, RateEstimator((_CALL_S, byte_s)))
+
+
+def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier | None:
+    """The tier a config asks for; None where it asks for none.
+
+    Raises:
+        ConfigError: options that do not go together, a folder that cannot be written or is in use,
+            a disk without room, an address that is none.
+        UnsoundCombination: prompts share no KV here, so there is nothing to keep.
+    """
+    disk_bytes = parse_size(config.disk_memory)
+    _check(config, pool, disk_bytes)
+    if not (disk_bytes or config.remote):
+        return None
+    nature = _nature(pool, model)
+    if config.remote:
+        host, port = _address(config.remote)
+        tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
+        _require_answer(tier)
+        return OpenedTier(tier, nature, None, makes_room=False)
+    folder = Path(config.disk_path).expanduser()
+    disk = DiskTier(folder, disk_bytes)
+    return OpenedTier(disk, nature, _secret(folder / "secret"), makes_room=True)
+
+
+def _check(config: KVConfig, pool: KVPool, disk_bytes: int) -> None:
+    if disk_bytes and config.remote:
+        raise ConfigError(
+            "prefixes are kept on disk or in a store, not in both: leave out --disk-kv-memory or "
+            "--remote-kv"
+        )
+    if bool(disk_bytes) != bool(config.disk_path):
+        said, missing = "--disk-kv-memory", "--disk-kv-path FOLDER"
+        if config.disk_path:
+            said, missing = "--disk-kv-path", "--disk-kv-memory SIZE"
+        raise ConfigError(f"{said} alone keeps nothing: say {missing} too")
+    if not (disk_bytes or config.remote):
+        return
+    if not config.prefix_cache:
+        raise ConfigError(
+            "what is kept on disk or in a store are cached prefixes, and the prefix cache is off: "
+            "leave out --no-prefix-cache"
+        )
+    if pool.why_no_prefix is not None:
+        raise UnsoundCombination(f"no prefixes to keep: {pool.why_no_prefix}")
+    if statistics_used(pool.kv.memory.layout, ()):
+        raise UnsoundCombination(
+            f"codec {pool.codec!r} keeps some tokens of a sequence beside its pages, which are not "
+            "stored with a prefix, so that none could be loaded: use a codec such as int8 or none, "
+            "or leave out --disk-kv-memory and --remote-kv"
+        )
+
+
+def _address(written: str) -> tuple[str, int]:
+    host, colon, port = written.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"expected --remote-kv HOST:PORT, got {written!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _require_answer(tier: NetworkTier) -> None:
+    try:
+        _ = tier.total_bytes
+    except StorageError as error:
+        tier.close()
+        raise ConfigError(
+            f"prefixes cannot be kept: {error}; start the store with quire kv-store, or leave out "
+            "--remote-kv"
+        ) from error
+
+
+def _nature(pool: KVPool, model: LoadedModel) -> str:
+    """A digest of all that stored bytes depend on besides tokens."""
+    if model.folder is not None:
+        weights: str | None = fingerprint_folder(model.folder)
+    else:
+        weights = fingerprint_decoder(model.decoder)
+    parts = (
+        *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
+        *(pool.stored_as.fingerprint, repr(pool.kv.memory.layout)),
+        *(["batch invariant"] if pool.batch_invariant else []),
+    )
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _secret(path: Path) -> bytes:
+    """What tenants' salts are derived from, kept beside what they separate.
+
+    Raises:
+        ConfigError: it cannot be read or written.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            found = path.read_bytes()
+            if len(found) == SECRET_BYTES:
+                return found
+        made, part = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".part")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(made)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another folder") from error
+    return made
+
+
+def _seconds_per_byte(tier: Tier) -> float:
+    """What reading takes, tried once; every load corrects it.
+
+    Raises:
+        StorageError: the tier cannot be reached.
+    """
+    into = memoryview(bytearray(_PROBE_BYTES))
+    theirs = {k: at for k, at in tier.stored().items() if at.num_bytes and k[:5] != _PROBE}
+    for key, at in list(theirs.items())[:1]:
+        with contextlib.suppress(StorageError, CorruptData):  # or others drop it meanwhile
+            return _read_s(tier, key, into[: at.num_bytes])
+    own = f"{_PROBE}-{secrets.token_hex(8)}"  # others may be probing too
+    try:
+        tier.write(own, into)
+        return _read_s(tier, own, into)
+    except (TierFull, CorruptData):
+        return 1 / _SLOW_BYTES_PER_S
+    finally:
+        tier.drop(own)
+
+
+def _read_s(tier: Tier, key: str, into: memoryview) -> float:
+    """Seconds a byte of reading what lies there."""
+    started_s = time.perf_counter()
+    tier.read(key, into)
+    return max(time.perf_counter() - started_s, _CALL_S) / into.nbytes

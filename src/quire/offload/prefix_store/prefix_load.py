@@ -1,0 +1,142 @@
+"""Loads the back of a prefix from its end towards the front, piece by piece, beside whoever reads.
+
+    read   0 ----------> at          wanted_from       claimed_from    loaded_from          end
+    load                             <---------------- [in flight] <---[here .................]
+
+The engine's thread says how far down to load and takes what is here when its own reading has come
+up to it; the carrier's thread brings piece after piece. What is in flight may be read over or given
+up at any time: bytes go into pages under a lock that whoever gives the pages back takes first.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.errors import OffloadError
+from quire.kv.block_records import BlockRecords
+from quire.kv.prefix_key import Block
+from quire.offload.kv.arriving import ArrivingPages
+from quire.offload.prefix_store.store import Place, PrefixStore
+
+_SHARE = 4  # of what is wanted, one in so many blocks is a piece: small ones where both sides meet
+_LEAST_BYTES = 256 << 10  # of a piece, so that calls stay few
+
+
+class PrefixLoad:
+    """One prefix on its way.
+
+    Args:
+        store: where it is.
+        records: puts it into pages.
+        pages: of the arena, for its back.
+        found: consecutive blocks up to the end of the pages, and where each of them is.
+        clock: seconds.
+
+    Attributes:
+        end: position behind the last token.
+        wanted_from: token down to which to load.
+        claimed_from: first token of the piece in flight; `loaded_from` where none is.
+        loaded_from: from here to the end everything is in the pages.
+        failed: nothing more will come.
+        moved_s: when bytes came or were asked for last.
+        pieces: (bytes, seconds) of what came, for whoever learns from it.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        records: BlockRecords,
+        pages: ArrivingPages,
+        found: Sequence[tuple[Block, Place]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.pages = pages
+        self.end = self.loaded_from = self.claimed_from = pages.end
+        self.wanted_from = pages.first
+        self.failed = False
+        self.moved_s = clock()
+        self.pieces: deque[tuple[int, float]] = deque()
+        self._store, self._records, self._found, self._clock = store, records, found, clock
+        self._block_tokens = pages.block_tokens
+        self._first = found[-1][0].end - len(found) * self._block_tokens
+        self._cancelled = False
+        self._turn = threading.Lock()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is more to load."""
+        return not self.failed and self.wanted_from < self.loaded_from
+
+    def reach_down(self, first: int) -> None:
+        """Load down to an earlier token than before.
+
+        Raises:
+            OutOfPages: the memory has no pages for it; nothing was changed.
+        """
+        with self._turn:
+            if first < self.pages.first:
+                self.pages.reach_down(first)
+            self.wanted_from = first
+
+    def stop(self) -> None:
+        """Write to no page any more: when this returns they may be given to others."""
+        with self._turn:
+            self._cancelled = True
+
+    def carry(self) -> bool:
+        """Bring the next piece; whether another one is wanted."""
+        claimed = self._claim()
+        if claimed is None:
+            return False
+        first, blocks, place = claimed
+        try:
+            self._bring(first, blocks, place)
+        except OffloadError:
+            self._give_up()
+        except BaseException:
+            self._give_up()
+            raise
+        return self.is_wanted and not self._cancelled
+
+    def _claim(self) -> tuple[int, list[Block], Place] | None:
+        """The piece before what is here: a share of what is wanted, all of one entry."""
+        with self._turn:
+            if self._cancelled or not self.is_wanted:
+                return None
+            size = self._block_tokens
+            last = (self.loaded_from - self._first) // size
+            first, wanted_from = last - 1, (self.wanted_from - self._first) // size
+            most = max((last - wanted_from) // _SHARE, _LEAST_BYTES // self._records.record_bytes)
+            lowest = max(wanted_from, last - max(1, most))
+            while first > lowest and self._follows(first):
+                first -= 1
+            self.claimed_from = self._first + first * size
+            self.moved_s = self._clock()
+            blocks = [block for block, _ in self._found[first:last]]
+            return self.claimed_from, blocks, self._found[first][1]
+
+    def _follows(self, number: int) -> bool:
+        """Whether a block lies right behind the one before it."""
+        before, place = self._found[number - 1][1], self._found[number][1]
+        return before.entry == place.entry and before.index + 1 == place.index
+
+    def _bring(self, first: int, blocks: list[Block], place: Place) -> None:
+        started_s = self._clock()
+        records = np.empty((len(blocks), self._records.record_bytes), dtype=np.uint8)
+        self._store.read(blocks, place, records)
+        with self._turn:
+            if self._cancelled:
+                return
+            end = first + len(blocks) * self._block_tokens
+            self._records.scatter(records, self.pages.block_pages(first, end))
+            self.loaded_from = first
+            self.moved_s = self._clock()
+            self.pieces.append((records.nbytes, self.moved_s - started_s))
+
+    def _give_up(self) -> None:
+        with self._turn:
+            self.failed = True
+            self.claimed_from = self.loaded_from

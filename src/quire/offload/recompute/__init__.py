@@ -1,0 +1,1 @@
+"""Activation checkpoints: keys and values recomputed from stored layer inputs."""

@@ -1,0 +1,1 @@
+"""Swap space: the KV of preempted requests in CPU memory."""

@@ -1,0 +1,252 @@
+"""Swapping sequences out of the arena and back, byte for byte, all or nothing.
+
+    swap_out: reserve on the host -> copy -> release the rows      a copy fails: reserve given back
+    swap_in:  allocate in the arena -> copy -> name the pages      a copy fails: pages given back
+
+Sequences that share pages (forks) go together; each page is stored once and is shared again after.
+Of a sequence in order a tail can go alone: its head is computed again and the tail put behind it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError, OutOfPages
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.kv.tables import LaneTable, Rows
+from quire.kv.whole_rows import add_stored, bring_back, can_place
+from quire.layout.pages import PageClass
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.swapped import (
+    Payloads,
+    Pooled,
+    StoredPages,
+    Swapped,
+    SwappedLanes,
+    SwappedSequence,
+)
+
+
+def swap_out(
+    memory: KVMemory,
+    rows: Rows | Sequence[int],
+    pool: HostPool | None = None,
+    *,
+    keep_from: int = 0,
+) -> Swapped:
+    """Copy sequences out of the arena and release their rows.
+
+    Args:
+        memory: where they are.
+        rows: sequences that leave together; pages they share are stored once.
+        pool: takes the bytes; None puts them into memory of their own.
+        keep_from: leave out the tokens before this one (see `can_split`); for one row.
+
+    Raises:
+        HostPoolFull: the pool has no room; nothing was changed.
+        ConfigError: this head cannot be left out; nothing was changed.
+    """
+    if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
+        raise ConfigError(
+            f"rows {list(rows)} cannot be split at token {keep_from}: that takes one row whose "
+            "lanes hold every token in order, and a border of pages inside it"
+        )
+    sequences, pages = _gather(memory, rows, keep_from)
+    counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
+    stored: StoredPages = Payloads() if pool is None else Pooled(pool, pool.reserve(counts))
+    try:
+        stored.save(memory, pages)
+        memory.release(rows)
+    except BaseException:
+        stored.free()
+        raise
+    return Swapped(sequences, counts, stored, keep_from)
+
+
+def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
+    """Whether `swap_in` would find rows and pages, which stores of runs need in long pieces."""
+    if memory.num_free_rows < len(swapped.sequences):
+        return False
+    return memory.fits(swapped.pages) if memory.placement.shares else can_place(memory, swapped)
+
+
+def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
+    """Bring sequences back into fresh pages; return their rows, in order.
+
+    Raises:
+        OutOfPages: no rows or no pages; nothing was changed.
+        ConfigError: only a tail is here; see `append_tail`.
+    """
+    if swapped.keep_from:
+        raise ConfigError(f"the first {swapped.keep_from} tokens were left out: use append_tail")
+    if memory.num_free_rows < len(swapped.sequences):
+        raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
+    if not memory.placement.shares:
+        return bring_back(memory, swapped)
+    pages = _copy_in(memory, swapped)
+    rows = []
+    for sequence in swapped.sequences:
+        rows.append(memory.start(sequence.statistics))
+        _attach(memory, rows[-1], sequence, pages)
+    _retain_shared(memory, swapped, pages)
+    memory.note_peaks(np.array(rows))
+    swapped.stored.free()
+    return rows
+
+
+def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
+    """Whether a tail from this token on can be kept without what comes before it.
+
+    Every lane must be in order and hold all tokens, nothing may be remembered of them (statistics
+    sum over the head), and the border must be one of pages in every group.
+    """
+    if not 0 < keep_from < memory.lengths[row]:
+        return False
+    return all(
+        table.group.ordered
+        and not table.group.private
+        and keep_from % table.group.page_class.tokens == 0
+        and bool((table.num_slots[row] == memory.lengths[row]).all())
+        for table in _used_tables(memory, row)
+    )
+
+
+def _used_tables(memory: KVMemory, row: int) -> list[LaneTable]:
+    return [table for table in memory.tables.values() if table.active[row]]
+
+
+def split_border(memory: KVMemory, row: int) -> int:
+    """Tokens between the borders at which a row can be split now; 0 where there are none."""
+    tokens = math.lcm(*(t.group.page_class.tokens for t in _used_tables(memory, row)))
+    return tokens if can_split(memory, row, tokens) else 0
+
+
+def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
+    """Put a tail that was kept behind the head that has been computed again.
+
+    Raises:
+        OutOfPages: no pages; nothing was changed.
+        ConfigError: the row does not hold exactly the head, or has statistics.
+    """
+    held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _used_tables(memory, row))]
+    if memory.statistics_of(row):
+        raise ConfigError(f"row {row} would have no statistics of the tail that was kept")
+    if any(np.any(count != swapped.keep_from) for count in held):
+        raise ConfigError(
+            f"the tail follows {swapped.keep_from} tokens, row {row} holds {held[0]}, or some "
+            "lane of it holds others"
+        )
+    if memory.placement.shares:
+        _attach(memory, row, swapped.sequences[0], _copy_in(memory, swapped))
+    else:
+        add_stored(memory, np.array([row]), swapped)
+    memory.note_peaks(np.array([row]))
+    swapped.stored.free()
+
+
+# ---- out ---------------------------------------------------------------------------------------
+
+
+def _gather(
+    memory: KVMemory, rows: Rows | Sequence[int], keep_from: int
+) -> tuple[tuple[SwappedSequence, ...], dict[PageClass, PageNumbers]]:
+    """The shape of every sequence, and each page that one of them names, once."""
+    seen = {c: _FirstSeen(len(pool.ref_counts)) for c, pool in memory.pools.items()}
+    sequences = []
+    for row in rows:
+        lanes = {}
+        for name, table in memory.tables.items():
+            lanes[name] = _take_lanes(table, int(row), keep_from, seen[table.group.page_class])
+        length, peak_bytes = int(memory.lengths[row]), int(memory.peak_bytes[row])
+        statistics = memory.statistics_of(int(row))
+        sequences.append(SwappedSequence(length, peak_bytes, lanes, statistics))
+    return tuple(sequences), {page_class: found.pages for page_class, found in seen.items()}
+
+
+class _FirstSeen:
+    """Numbers pages in the order they are first seen.
+
+    Args:
+        num_pages: of the class, in the whole arena.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._index = np.full(num_pages, -1, dtype=np.int32)
+        self._parts: list[PageNumbers] = []
+        self._count = 0
+
+    def index(self, pages: PageNumbers) -> NDArray[np.int32]:
+        """Numbers of distinct pages."""
+        new = pages[self._index[pages] < 0]
+        self._index[new] = np.arange(self._count, self._count + len(new))
+        self._count += len(new)
+        self._parts.append(new)
+        return self._index[pages]
+
+    @property
+    def pages(self) -> PageNumbers:
+        """All pages seen, in order."""
+        return np.concatenate(self._parts)
+
+
+def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) -> SwappedLanes:
+    table.require_in_place(row)
+    if not table.active[row]:
+        keep_from = 0  # there is no head to leave out either
+    head = keep_from // table.group.page_class.tokens
+    column = np.arange(table.capacity)
+    kept = (column >= head) & (column < table.num_pages[row][:, None])
+    return SwappedLanes(
+        num_pages=table.num_pages[row] - head,
+        num_slots=table.num_slots[row] - keep_from,
+        page_positions=table.page_positions[row][kept],
+        stored=seen.index(table.pages[row][kept]),
+    )
+
+
+# ---- in ----------------------------------------------------------------------------------------
+
+
+def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]:
+    """Fresh pages with the stored bytes, one reference each; nothing is taken if this fails."""
+    if not memory.fits(swapped.pages):
+        raise OutOfPages(f"{sum(swapped.pages.values())} pages needed to swap in")
+    pages = {c: memory.pools[c].allocate(count) for c, count in swapped.pages.items()}
+    try:
+        swapped.stored.load(memory, pages)
+    except BaseException:
+        for page_class, numbers in pages.items():
+            memory.pools[page_class].release(numbers)
+        raise
+    return pages
+
+
+def _attach(
+    memory: KVMemory, row: int, sequence: SwappedSequence, pages: dict[PageClass, PageNumbers]
+) -> None:
+    """Name pages behind those a row has."""
+    for name, lanes in sequence.lanes.items():
+        table = memory.tables[name]
+        numbers = pages[table.group.page_class][lanes.stored]
+        place = table.append(np.array([row]), lanes.num_pages[None], numbers)
+        table.page_positions[place] = lanes.page_positions
+        table.num_slots[row] += lanes.num_slots
+    memory.lengths[row] = sequence.length
+    memory.peak_bytes[row] = max(sequence.peak_bytes, int(memory.peak_bytes[row]))
+
+
+def _retain_shared(memory: KVMemory, swapped: Swapped, pages: dict[PageClass, PageNumbers]) -> None:
+    """One more reference for each further sequence that names a page."""
+    for page_class, numbers in pages.items():
+        named = [
+            lanes.stored
+            for sequence in swapped.sequences
+            for name, lanes in sequence.lanes.items()
+            if memory.tables[name].group.page_class == page_class
+        ]
+        times = np.bincount(np.concatenate(named), minlength=len(numbers))
+        for further in range(1, int(times.max(initial=1))):
+            memory.pools[page_class].retain(numbers[times > further])

@@ -1,0 +1,269 @@
+"""Ways to bring a layer's bytes into a slot: from a file, or from pinned memory over a link.
+
+    bring     begin to fill a slot, when who was in it has let it go
+    arrive    whoever computes next sees the slot filled
+    release   what has been asked of the device up to now is the last that reads the slot
+    settle    nothing is under way any more
+
+`copied_s` and `stalled_s` say how long copies took and how long somebody waited for them.
+"""
+
+import os
+import tempfile
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from quire.errors import ConfigError, StorageError
+from quire.kv.store import zero_bytes
+from quire.offload.swap.carrier import Arrival, Carrier, ThreadCarrier
+from quire.offload.swap.pinned import pin_memory
+from quire.offload.weights.layers import LayerWeights
+from quire.plan.sizes import format_size
+
+
+class WeightLink(ABC):
+    """Layers' bytes outside of the device, and the slots on it.
+
+    Attributes:
+        slots: [slot_bytes] of the device each.
+        num_bytes: brought so far.
+        copied_s, stalled_s: see above; on a device they are known a little later.
+    """
+
+    slots: Sequence[UInt8[Tensor, " slot_bytes"]]
+    num_bytes: int = 0
+    copied_s: float = 0.0
+    stalled_s: float = 0.0
+
+    @abstractmethod
+    def take_home(self, layer: int, weights: LayerWeights) -> None:
+        """Keep the bytes of a layer outside of the device, from where they will be brought."""
+
+    @abstractmethod
+    def open(self, num_slots: int, slot_bytes: int) -> None:
+        """Make the slots, when all layers are home."""
+
+    @abstractmethod
+    def bring(self, layer: int, slot: int) -> None:
+        """See above."""
+
+    @abstractmethod
+    def arrive(self, slot: int) -> None:
+        """See above.
+
+        Raises:
+            Exception: what the copy raised.
+        """
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """See above."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """See above."""
+
+    @abstractmethod
+    def clock_s(self) -> Callable[[], float | None]:
+        """Mark this moment of the device's work; asked later it says when that was, once known."""
+
+
+class FileLink(WeightLink):
+    """From a file without a name, through the system's page cache: the link of a CPU.
+
+    Args:
+        num_bytes: of all layers that are brought.
+        carrier: copies; a thread of its own by default.
+
+    Raises:
+        ConfigError: the disk has no room.
+    """
+
+    def __init__(self, num_bytes: int, carrier: Carrier | None = None) -> None:
+        folder = tempfile.gettempdir()
+        free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        if num_bytes > free_bytes:
+            raise ConfigError(
+                f"layers of {format_size(num_bytes)} go to a file in {folder}, which has room for "
+                f"{format_size(free_bytes)}; set TMPDIR to a folder on a larger disk, or raise "
+                "--weights-memory"
+            )
+        self._file = tempfile.TemporaryFile(prefix="quire-weights-")  # noqa: SIM115 - for life
+        weakref.finalize(self, self._file.close)
+        self._places: dict[int, tuple[int, int]] = {}
+        self.carrier: Carrier = carrier or ThreadCarrier()
+        self._coming: dict[int, Arrival] = {}
+
+    def take_home(self, layer: int, weights: LayerWeights) -> None:
+        """See `WeightLink`."""
+        whole = _packed(weights)
+        start = self._file.tell()
+        self._file.write(whole.numpy().data)
+        self._places[layer] = (start, weights.num_bytes)
+
+    def open(self, num_slots: int, slot_bytes: int) -> None:
+        """See `WeightLink`."""
+        self._file.flush()
+        cpu = torch.device("cpu")
+        self.slots = tuple(zero_bytes(slot_bytes, cpu) for _ in range(num_slots))
+
+    def bring(self, layer: int, slot: int) -> None:
+        """See `WeightLink`."""
+        start, num_bytes = self._places[layer]
+        into = self.slots[slot].numpy().data[:num_bytes]
+
+        def copy() -> None:
+            started_s = time.perf_counter()
+            _read(self._file.fileno(), into, start)
+            self.copied_s += time.perf_counter() - started_s
+
+        self.num_bytes += num_bytes
+        self._coming[slot] = self.carrier.submit(copy, num_bytes)
+
+    def arrive(self, slot: int) -> None:
+        """See `WeightLink`."""
+        coming = self._coming.pop(slot, None)
+        if coming is not None:
+            started_s = time.perf_counter()
+            coming.result()
+            self.stalled_s += time.perf_counter() - started_s
+
+    def release(self, slot: int) -> None:
+        """Nothing to do: who read it has read it."""
+
+    def settle(self) -> None:
+        """See `WeightLink`."""
+        for coming in self._coming.values():
+            coming.exception()
+        self._coming.clear()
+
+    def clock_s(self) -> Callable[[], float | None]:
+        """See `WeightLink`."""
+        now_s = time.perf_counter()
+        return lambda: now_s
+
+
+class CudaLink(WeightLink):
+    """From pinned host memory on a stream of its own: the link of a CUDA device.
+
+    The host waits for nothing: streams wait for events.
+
+    Args:
+        device: where the slots are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._home: dict[int, Tensor] = {}
+        self._arrived: dict[int, torch.cuda.Event] = {}
+        self._left: dict[int, torch.cuda.Event] = {}
+        self._origin = self._event(torch.cuda.current_stream(device))
+        self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def take_home(self, layer: int, weights: LayerWeights) -> None:
+        """See `WeightLink`.
+
+        Raises:
+            ConfigError: the system does not pin as much.
+        """
+        whole = _packed(weights)
+        try:
+            pin_memory(whole, self)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the system does not pin {format_size(weights.num_bytes)} for layer {layer}; "
+                "raise --weights-memory, or the limit on locked memory (ulimit -l)"
+            ) from error
+        self._home[layer] = whole
+
+    def open(self, num_slots: int, slot_bytes: int) -> None:
+        """See `WeightLink`."""
+        self.slots = tuple(zero_bytes(slot_bytes, self._device) for _ in range(num_slots))
+        for slot in range(num_slots):
+            self.release(slot)  # behind the zeros
+
+    def bring(self, layer: int, slot: int) -> None:
+        """See `WeightLink`."""
+        home = self._home[layer]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._left[slot])
+            began = self._event(self._stream)
+            self.slots[slot][: home.numel()].copy_(home, non_blocking=True)
+            self._arrived[slot] = self._event(self._stream)
+        self._copies.append((began, self._arrived[slot]))
+        self.num_bytes += home.numel()
+
+    def arrive(self, slot: int) -> None:
+        """See `WeightLink`."""
+        arrived = self._arrived.pop(slot, None)
+        if arrived is not None:
+            current = torch.cuda.current_stream(self._device)
+            before = self._event(current)
+            current.wait_event(arrived)
+            self._stalls.append((before, self._event(current)))
+        self._note()
+
+    def release(self, slot: int) -> None:
+        """See `WeightLink`."""
+        self._left[slot] = self._event(torch.cuda.current_stream(self._device))
+
+    def settle(self) -> None:
+        """See `WeightLink`."""
+        self._stream.synchronize()
+        self._arrived.clear()
+
+    def clock_s(self) -> Callable[[], float | None]:
+        """See `WeightLink`."""
+        now = self._event(torch.cuda.current_stream(self._device))
+
+        def at_s() -> float | None:
+            return self._origin.elapsed_time(now) / 1e3 if now.query() else None  # type: ignore[no-untyped-call]
+
+        return at_s
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def _note(self) -> None:
+        """Add up what the device is done with."""
+        for pairs, name in ((self._copies, "copied_s"), (self._stalls, "stalled_s")):
+            while pairs and pairs[0][1].query():  # type: ignore[no-untyped-call]
+                began, ended = pairs.popleft()
+                setattr(self, name, getattr(self, name) + began.elapsed_time(ended) / 1e3)
+
+
+def make_link(device: torch.device, num_bytes: int) -> WeightLink:
+    """The link that suits a device.
+
+    Raises:
+        ConfigError: no room for what lies outside of it.
+    """
+    return CudaLink(device) if device.type == "cuda" else FileLink(num_bytes)
+
+
+def _packed(weights: LayerWeights) -> UInt8[Tensor, " num_bytes"]:
+    """A layer's parameters in one piece."""
+    whole = zero_bytes(weights.num_bytes, torch.device("cpu"))
+    for held in weights.held:
+        held.within(whole).copy_(held.parameter.detach())
+    return whole
+
+
+def _read(file: int, into: memoryview, start: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:]], start + done)
+        if not count:
+            raise StorageError(f"the file of weights ends {len(into) - done:,} B too early")
+        done += count

@@ -1,0 +1,1 @@
+"""Sampling: logits, sampler, stop rules, detokenizer, beams and outputs."""

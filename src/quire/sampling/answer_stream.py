@@ -1,0 +1,116 @@
+"""Answers of an engine that runs in another thread, as an asyncio loop sees them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.config.sampling_params import SamplingParams
+from quire.errors import EngineDead
+from quire.sampling.outputs import Answer, AnswerBuilder, Delta
+from quire.scheduler.request import DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One request to be submitted.
+
+    Attributes:
+        prompt_token_ids: at least one.
+        params: None takes the defaults.
+        request_id: None lets the engine choose.
+        priority: lower goes first, within its tenant.
+        deadline_s: seconds in which its answer is wanted; None: whenever it comes.
+        tenant: on whose account it runs.
+        cache_salt: only requests of the same tenant and salt share its KV.
+        evict: which of its tokens stay; None takes the engine's rule.
+        record_evictions: keep which tokens leave; None as the engine says.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams | None = None
+    request_id: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = DEFAULT_TENANT
+    cache_salt: str = ""
+    evict: str | None = None
+    record_evictions: bool | None = None
+
+
+class AnswerStream:
+    """The deltas of requests that were accepted together, in the order they are made.
+
+    Iterate it in the loop that submitted; it ends when every request has given its last delta.
+    Whoever stops before that calls `cancel`.
+
+    Attributes:
+        submissions: what was asked.
+        request_ids: one for each submission, in their order.
+    """
+
+    def __init__(
+        self, submissions: Sequence[Submission], on_cancel: "Callable[[AnswerStream], None]"
+    ) -> None:
+        self.submissions = tuple(submissions)
+        self.request_ids: tuple[str, ...] = ()
+        self._on_cancel = on_cancel
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        self._num_open = 0
+
+    def __aiter__(self) -> "AnswerStream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta of any of the requests.
+
+        Raises:
+            EngineDead: the engine has stopped, so the answers stay incomplete.
+        """
+        if not self._num_open:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, EngineDead):
+            self._num_open = 0
+            raise item
+        self._num_open -= item.is_last
+        return item
+
+    async def collect(self) -> list[Answer]:
+        """Wait for all answers; they come in the order of the submissions.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        builders = {
+            request_id: AnswerBuilder(request_id, tuple(submission.prompt_token_ids))
+            for request_id, submission in zip(self.request_ids, self.submissions, strict=True)
+        }
+        answers: dict[str, Answer] = {}
+        async for delta in self:
+            answer = builders[delta.request_id].add(delta)
+            if answer is not None:
+                answers[delta.request_id] = answer
+        return [answers[request_id] for request_id in self.request_ids]
+
+    def cancel(self) -> None:
+        """End what is still open. Whoever goes on iterating gets last deltas that say "abort"."""
+        if self._num_open:
+            self._on_cancel(self)
+
+    # ---- for the engine's thread ---------------------------------------------------------------
+
+    def accept(self, request_ids: Sequence[str]) -> None:
+        """Note that the engine has taken all submissions, under these ids."""
+        self.request_ids = tuple(request_ids)
+        self._num_open = len(self.request_ids)
+
+    def put(self, item: Delta | EngineDead) -> bool:
+        """Hand an item to the loop; False when that loop is gone, and its readers with it."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            return False
+        return True

@@ -1,0 +1,173 @@
+"""Applies the sampling options of a batch's requests to its logits, each row by its own options.
+
+This is the step between options, which are lists of any length, and the tensor functions of
+`quire.kernels.sampling`: a step that no row asks for costs nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from quire.config.sampling_params import SamplingParams
+from quire.kernels import sampling
+
+_ALL = (None, 1.0)
+
+
+@runtime_checkable
+class SamplingRow(Protocol):
+    """What the sampler must know about the request of one row.
+
+    `sampling_seed` is used where `params.seed` is None.
+    """
+
+    @property
+    def params(self) -> SamplingParams: ...  # noqa: D102
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def sampling_seed(self) -> int: ...  # noqa: D102
+
+
+def edit(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Sequence[SamplingRow],
+    eos_token_ids: tuple[int, ...],
+) -> Float[Tensor, "rows vocab"]:
+    """Masks, then biases, then penalties: what also counts for a greedy row.
+
+    Args:
+        logits: [rows, vocab] in float32.
+        rows: one a row of `logits`.
+        eos_token_ids: the tokens that `min_tokens` holds back, unless a request ignores them.
+    """
+    return _penalize(_bias(_mask(logits, rows, eos_token_ids), rows), rows)
+
+
+def held_back(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that would end an answer which is still too short to end."""
+    params = row.params
+    if len(row.output_token_ids) >= params.min_tokens:
+        return ()
+    return params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
+
+
+def _mask(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Sequence[SamplingRow],
+    eos_token_ids: tuple[int, ...],
+) -> Float[Tensor, "rows vocab"]:
+    allowed = [row.params.allowed_token_ids or () for row in rows]
+    if any(allowed):
+        logits = sampling.keep_only(logits, *_pairs(logits, allowed))
+    banned = [[*held_back(row, eos_token_ids), *_ended_sequences(row)] for row in rows]
+    if any(banned):
+        logits = sampling.ban(logits, *_pairs(logits, banned))
+    return logits
+
+
+def narrow(
+    logits: Float[Tensor, "rows vocab"], options: Sequence[SamplingParams]
+) -> Float[Tensor, "rows vocab"]:
+    """Temperature, then top-k, top-p and min-p, each on the rows that ask for it.
+
+    Args:
+        logits: [rows, vocab] in float32, already edited.
+        options: one a row, none of them greedy.
+    """
+    temperatures = [option.temperature or 1.0 for option in options]
+    logits = sampling.apply_temperature(logits, column(logits, temperatures, logits.dtype))
+    top_k = {row: option.top_k for row, option in enumerate(options) if (option.top_k or 0) > 0}
+    top_p = {row: option.top_p for row, option in enumerate(options) if option.top_p not in _ALL}
+    min_p = {row: option.min_p for row, option in enumerate(options) if option.min_p}
+    logits = _on_rows(sampling.keep_top_k, logits, top_k)
+    logits = _on_rows(sampling.keep_top_p, logits, top_p)
+    return _on_rows(sampling.keep_min_p, logits, min_p)
+
+
+def _on_rows(
+    keep: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor,
+    values: Mapping[int, int | float | None],
+) -> Tensor:
+    if not values:
+        return logits
+    rows = list(values)
+    kept = keep(logits[rows], column(logits, list(values.values())))
+    return logits.index_put((torch.tensor(rows, device=logits.device),), kept)
+
+
+def column(
+    logits: Tensor, values: Sequence[int | float | None], dtype: torch.dtype | None = None
+) -> Shaped[Tensor, " rows"]:
+    """One number a row, beside the logits; int64 or float64 where no type is given."""
+    return torch.from_numpy(np.asarray(values)).to(device=logits.device, dtype=dtype)
+
+
+def _penalize(
+    logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+) -> Float[Tensor, "rows vocab"]:
+    options = [row.params for row in rows]
+    repetition = [option.repetition_penalty or 1.0 for option in options]
+    if any(penalty != 1.0 for penalty in repetition):
+        spoken = [
+            [*row.prompt_token_ids, *row.output_token_ids] if penalty != 1.0 else ()
+            for row, penalty in zip(rows, repetition, strict=True)
+        ]
+        seen = sampling.count_tokens(*_pairs(logits, spoken), *logits.shape) > 0
+        logits = sampling.penalize_repetition(
+            logits, seen, column(logits, repetition, logits.dtype)
+        )
+    if any(option.presence_penalty or option.frequency_penalty for option in options):
+        outputs = [row.output_token_ids for row in rows]
+        logits = sampling.penalize_output(
+            logits,
+            sampling.count_tokens(*_pairs(logits, outputs), *logits.shape),
+            column(logits, [option.presence_penalty for option in options], logits.dtype),
+            column(logits, [option.frequency_penalty for option in options], logits.dtype),
+        )
+    return logits
+
+
+def _bias(
+    logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+) -> Float[Tensor, "rows vocab"]:
+    biases = [row.params.logit_bias or {} for row in rows]
+    if not any(biases):
+        return logits
+    values = [value for bias in biases for value in bias.values()]
+    return sampling.add_bias(
+        logits, *_pairs(logits, [list(bias) for bias in biases]), column(logits, values)
+    )
+
+
+def _ended_sequences(row: SamplingRow) -> list[int]:
+    """The last ids of the banned sequences whose other ids were the latest of prompt and output."""
+    ended = []
+    for *before, last in row.params.bad_token_ids:
+        from_output = list(row.output_token_ids[-len(before) :]) if before else []
+        missing = len(before) - len(from_output)
+        from_prompt = list(row.prompt_token_ids[-missing:]) if missing else []
+        if from_prompt + from_output == before:
+            ended.append(last)
+    return ended
+
+
+def _pairs(
+    logits: Tensor, token_ids: Sequence[Sequence[int]]
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+    """Row and token indices of lists of tokens, one list a row.
+
+    Ids beyond the logits are left out: an embedding may be larger than the head.
+    """
+    row_ids = np.repeat(np.arange(len(token_ids)), [len(listed) for listed in token_ids])
+    flat = np.fromiter((token for listed in token_ids for token in listed), dtype=np.int64)
+    known = flat < logits.shape[1]
+    row_ids, flat = row_ids[known], flat[known]
+    return torch.from_numpy(row_ids).to(logits.device), torch.from_numpy(flat).to(logits.device)

@@ -1,0 +1,236 @@
+"""Chooses the next token of every row of a batch, each row by its own options.
+
+The order of the steps is that of vLLM and Transformers:
+
+    raw logits ── log-probabilities are reported from here, before anything is changed
+      └ allowed, bad and minimum-length masks ─ bias ─ repetition, presence and frequency penalties
+          ├ greedy rows: the likeliest token
+          └ other rows: temperature ─ top-k ─ top-p ─ min-p ─ one draw
+
+A row is judged alone: its draw depends on its seed and on how many tokens it has, so neither the
+rest of the batch nor a preemption changes it. Rows that only want the likeliest token share one
+pass over their logits and nothing else.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.config.sampling_params import SamplingParams
+from quire.errors import InvariantError, RequestError
+from quire.kernels import sampling
+from quire.sampling.logits import SamplingRow, column, edit, held_back, narrow
+
+__all__ = [
+    "BAD_LOGITS",
+    "NO_TOKEN",
+    "NO_TOKEN_LEFT",
+    "SampledToken",
+    "Sampler",
+    "SamplingRow",
+    "ScoredToken",
+    "prompt_logprobs",
+]
+
+NO_TOKEN = -1
+"""The `token_id` of a row that failed."""
+
+BAD_LOGITS = "the model gave NaN or infinite logits"
+NO_TOKEN_LEFT = (
+    "the sampling options leave no token to choose: allowed_token_ids, bad_token_ids and "
+    "min_tokens together ban every one"
+)
+
+PROMPT_ROWS_AT_ONCE = 256
+"""Prompt tokens scored together: bounds the float32 copy of their logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token of one row, and the log-probabilities it asked for.
+
+    Attributes:
+        token_id: the token, or `NO_TOKEN` where `error` is set.
+        logprob: log-probability (nats) under the unmodified logits; None where not asked for.
+        top_logprobs: the likeliest (token id, log-probability), likeliest first; the chosen token
+            is among them only where it ranks high enough.
+        rank: 1 for the likeliest token.
+        error: why this row has no token; the other rows are not affected.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    rank: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token that was given, not chosen, with its log-probability (nats) and rank (1 is first)."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+    rank: int
+
+
+class Sampler:
+    """Chooses tokens for a model.
+
+    Attributes:
+        vocab_size: token ids there are; logits beyond are padding of the head and never chosen.
+        eos_token_ids: the tokens that `min_tokens` holds back, unless a request ignores them.
+        one_by_one: compute each row alone, so that none depends on the others even in the last
+            bit of a logarithm.
+    """
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Iterable[int], *, one_by_one: bool = False
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.one_by_one = one_by_one
+
+    def sample(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+    ) -> list[SampledToken]:
+        """Choose one token a row.
+
+        Args:
+            logits: [rows, vocab], as the model gave them, in any float type.
+            rows: one a row of `logits`.
+
+        Returns:
+            One token a row. A row with NaN or infinite logits, or whose masks leave no token, has
+            `error` set instead.
+
+        Raises:
+            InvariantError: `rows` and `logits` do not fit each other or the vocabulary.
+        """
+        if logits.shape[0] != len(rows) or logits.shape[1] < self.vocab_size:
+            raise InvariantError(
+                f"logits {tuple(logits.shape)} for {len(rows)} rows of {self.vocab_size} tokens"
+            )
+        if not rows:
+            return []
+        if self.one_by_one and len(rows) > 1 and not all(map(self._is_exact, rows)):
+            return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        logits = logits[:, : self.vocab_size]
+        best, token_ids = logits.max(dim=-1)
+        errors = dict.fromkeys(_where(~best.isfinite()), BAD_LOGITS)
+        shaped = [index for index, row in enumerate(rows) if not self._is_plain(row)]
+        if shaped:
+            chosen, has_token = self._choose(logits[shaped].float(), [rows[i] for i in shaped])
+            token_ids[shaped] = chosen
+            for index in _where(~has_token):
+                errors.setdefault(shaped[index], NO_TOKEN_LEFT)
+        return _report(logits, token_ids, [row.params for row in rows], errors)
+
+    def _is_exact(self, row: SamplingRow) -> bool:
+        """Whether nothing is computed that could round: the likeliest token is all there is."""
+        return self._is_plain(row) and row.params.logprobs is None
+
+    def _is_plain(self, row: SamplingRow) -> bool:
+        params = row.params
+        return params.greedy and not params.edits_logits and not held_back(row, self.eos_token_ids)
+
+    def _choose(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+    ) -> tuple[Int[Tensor, " rows"], Bool[Tensor, " rows"]]:
+        """Choose by the options; also say which rows had a token left to choose."""
+        logits = edit(logits, rows, self.eos_token_ids)
+        best, token_ids = logits.max(dim=-1)
+        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            candidates = narrow(logits[drawn], [rows[index].params for index in drawn])
+            uniforms = [_uniform(rows[index]) for index in drawn]
+            best[drawn] = candidates.amax(dim=-1)
+            token_ids[drawn] = sampling.draw(candidates, column(logits, uniforms))
+        return token_ids, best.isfinite()
+
+
+def prompt_logprobs(
+    logits: Float[Tensor, "tokens vocab"],
+    next_token_ids: Sequence[int],
+    num_top: int,
+    *,
+    one_by_one: bool = False,
+) -> list[ScoredToken]:
+    """Score the tokens of a prompt under the model's unmodified distribution.
+
+    Args:
+        logits: [tokens, vocab], one row for each prompt token that has a next one.
+        next_token_ids: the token that follows each of them; the prompt's first token has no score.
+        num_top: how many of the likeliest tokens to report beside each.
+        one_by_one: see `Sampler`.
+
+    Returns:
+        One score a row of `logits`.
+
+    Raises:
+        RequestError: the model gave NaN or infinite logits for this prompt.
+    """
+    scored: list[ScoredToken] = []
+    given = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
+    rows = 1 if one_by_one else PROMPT_ROWS_AT_ONCE
+    for first in range(0, len(next_token_ids), rows):
+        part = slice(first, first + rows)
+        if not bool(logits[part].amax(dim=-1).isfinite().all()):
+            raise RequestError(f"{BAD_LOGITS} for this prompt")
+        scored += _score(logits[part], given[part], num_top)
+    return scored
+
+
+def _uniform(row: SamplingRow) -> float:
+    """A number in [0, 1) that only the row's seed and its number of tokens decide.
+
+    Source: Salmon et al. 2011 (Philox): a keyed counter, so there is no state to save or to share.
+    """
+    seed = row.sampling_seed if row.params.seed is None else row.params.seed
+    key = np.array([seed % 2**64, len(row.output_token_ids)], dtype=np.uint64)
+    return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+
+
+def _where(mask: Bool[Tensor, " rows"]) -> list[int]:
+    return [index for index, is_set in enumerate(mask.tolist()) if is_set]
+
+
+def _score(
+    logits: Float[Tensor, "rows vocab"], token_ids: Int[Tensor, " rows"], num_top: int
+) -> list[ScoredToken]:
+    columns = sampling.score(logits, token_ids, num_top)
+    logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in columns)
+    return [
+        ScoredToken(token_id, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token_id, logprob, rank, values, ids in zip(
+            token_ids.tolist(), logprobs, ranks, top_logprobs, top_ids, strict=True
+        )
+    ]
+
+
+def _report(
+    logits: Float[Tensor, "rows vocab"],
+    token_ids: Int[Tensor, " rows"],
+    options: Sequence[SamplingParams],
+    errors: dict[int, str],
+) -> list[SampledToken]:
+    tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
+    asked = {
+        index: option.logprobs
+        for index, option in enumerate(options)
+        if option.logprobs is not None and index not in errors
+    }
+    if asked:
+        indices = list(asked)
+        scores = _score(logits[indices], token_ids[indices], max(asked.values()))
+        for index, scored in zip(indices, scores, strict=True):
+            top = scored.top_logprobs[: asked[index]]
+            tokens[index] = SampledToken(scored.token_id, scored.logprob, top, scored.rank)
+    for index, error in errors.items():
+        tokens[index] = SampledToken(NO_TOKEN, error=error)
+    return tokens

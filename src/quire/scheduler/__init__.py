@@ -1,0 +1,1 @@
+"""The scheduler: admission, batching, prefill, decode and preemption."""

@@ -1,0 +1,81 @@
+"""What a sequence needs pages for: its tokens, and what is evicted of them on the way."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.scheduler.request import Request
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A sequence of some length.
+
+    Attributes:
+        tokens: it has had then.
+        prompt_tokens: of which so many are its prompt; None: all.
+        eviction: what of them stays, and what is remembered of them.
+        streams: its first pages may be on the host, in engines that have room for them there.
+    """
+
+    tokens: int
+    prompt_tokens: int | None = None
+    eviction: EvictionSpec = KEEP_ALL
+    streams: bool = False
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some lane loses tokens on the way."""
+        return self.eviction.cap is not None and self.tokens > self.eviction.least_cap
+
+
+def need_of(request: Request, tokens: int) -> Need:
+    """What a request needs to have had so many tokens."""
+    # those that evict go back into the memory for it, and so must have room there
+    streams = may_stream(request) and request.eviction.cap is None and not request.cached_tokens
+    return Need(tokens, len(request.prompt_token_ids), request.eviction, streams)
+
+
+def may_stream(request: Request) -> bool:
+    """Whether the first pages of a request may be on the host while it runs.
+
+    Not in groups, whose members share pages; not once they could not return for an eviction.
+    """
+    return request.group is None and request.streams
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Sequences that are evicted from alike, and where they stood among others.
+
+    Attributes:
+        eviction: of them all.
+        streams: likewise.
+        index: [n] their places.
+        tokens, prompts: [n] of each, a prompt at most as long as its sequence.
+    """
+
+    eviction: EvictionSpec
+    streams: bool
+    index: Tokens
+    tokens: Tokens
+    prompts: Tokens
+
+
+def alike(needs: Sequence[Need]) -> Iterator[Alike]:
+    """The needs by eviction: many are counted at once, and most share a few of them."""
+    places: dict[tuple[int, bool], list[int]] = {}
+    for i, need in enumerate(needs):
+        places.setdefault((id(need.eviction), need.streams), []).append(i)
+    for members in places.values():
+        tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
+        asked = [needs[i].prompt_tokens for i in members]
+        prompts = np.array([t if p is None else p for t, p in zip(tokens, asked, strict=True)])
+        first = needs[members[0]]
+        index, prompts = np.array(members), np.minimum(prompts, tokens)
+        yield Alike(first.eviction, first.streams, index, tokens, prompts)

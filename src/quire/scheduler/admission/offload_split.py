@@ -1,0 +1,49 @@
+"""Where the KV of a request with offloaded pages is: staged or whole in KV memory, or offloaded."""
+
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.scheduler.admission.lane_peaks import UNBOUNDED
+from quire.scheduler.admission.need import Need
+
+if TYPE_CHECKING:
+    from quire.scheduler.admission.peaks import Peaks
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSplit:
+    """Bytes of one sequence at its peak, in the smallest steps.
+
+    Attributes:
+        staging_bytes: of KV memory, for one layer of the offloaded pages.
+        rest_bytes: of KV memory, for pages that are not offloaded.
+        offloaded_bytes: of offload memory.
+        offloaded_tokens: tokens of the offloaded pages.
+    """
+
+    staging_bytes: int
+    rest_bytes: int
+    offloaded_bytes: int
+    offloaded_tokens: int
+
+
+def offload_text(peaks: "Peaks", need: Need) -> str:
+    """Which memory must hold what, for an error message; empty where nothing is offloaded.
+
+    Args:
+        peaks: of the memory.
+        need: of the one sequence of a request.
+    """
+    if not (need.streams and peaks.front_tokens):
+        return ""
+    split, unlimited = peaks.offload_split(need), copy(peaks)
+    unlimited.front_tokens = UNBOUNDED
+    is_full = split.offloaded_bytes < unlimited.offload_split(need).offloaded_bytes
+    rest = "tokens that the offload memory has no room for" if is_full else "the last chunk"
+    return (
+        f"with KV offload the KV memory must hold {split.staging_bytes:,} B of staging (one layer "
+        f"of {split.offloaded_tokens:,} offloaded tokens) and {split.rest_bytes:,} B of pages that "
+        f"are not offloaded ({rest}), and the offload memory {split.offloaded_bytes:,} B of its "
+        f"{peaks.offload_bytes:,} B; "
+    )

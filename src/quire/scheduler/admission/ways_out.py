@@ -1,0 +1,115 @@
+"""What to change for a request that the memory can never hold: only what would let it run."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
+from quire.offload.kv.staging import offloaded_token_bytes
+from quire.scheduler.admission.lane_peaks import UNBOUNDED
+from quire.scheduler.admission.need import Need
+
+if TYPE_CHECKING:
+    from quire.scheduler.admission.peaks import Peaks
+
+_KIB = 1024
+_MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
+
+
+def ways_out(peaks: "Peaks", need: Need, width: int) -> str:
+    """The changes that help, each by itself, as the end of an error message.
+
+    Args:
+        peaks: of the memory.
+        need: of each sequence of the request, with the tokens of its prompt.
+        width: sequences that share the prompt.
+    """
+    changes = [
+        *_smaller_requests(peaks, need, width),
+        _memory(peaks, need, width),
+        *_offload(peaks, need, width),
+        *_evictions(peaks, need, width),
+    ]
+    return " or ".join(filter(None, (", ".join(changes[:-1]), changes[-1])))
+
+
+def _fits(peaks: "Peaks", need: Need, width: int) -> bool:
+    return peaks.fit_alone(peaks.whole_counts(need, width))
+
+
+def _memory(peaks: "Peaks", need: Need, width: int) -> str:
+    """The KV memory that holds the request, with offload memory as it is.
+
+    Slabs of another memory may have other sizes, so its bytes are not those of the refusal.
+    """
+    counts, arena = peaks.whole_counts(need, width), peaks.memory.arena
+    sizes = [page_class.page_bytes for page_class in peaks.page_classes]
+    pages = list(zip(sizes, counts.tolist(), strict=True))
+    total_bytes, needed = 0, _round_up(peaks.num_bytes(counts))
+    while needed > total_bytes:
+        total_bytes = needed
+        needed = _round_up(arena.bytes_for(total_bytes, pages))
+    return f"raise {arena.size_option} to {_size(total_bytes)}"
+
+
+def _round_up(num_bytes: int) -> int:
+    unit = _KIB if num_bytes < _MANY_KIB * _KIB else _KIB**2
+    return -(-num_bytes // unit) * unit
+
+
+def _size(num_bytes: int) -> str:
+    """As an option takes it, of whole KiB."""
+    return f"{num_bytes // _KIB}KiB" if num_bytes % _KIB**2 else f"{num_bytes // _KIB**2}MiB"
+
+
+def _smaller_requests(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+    prompt = need.tokens if need.prompt_tokens is None else need.prompt_tokens
+    if width > 1 and _fits(peaks, need, 1):
+        yield "ask for fewer beams"
+    shorter = replace(need, tokens=1 + need.tokens - prompt, prompt_tokens=1)
+    fewer = replace(need, tokens=prompt)
+    helps = [_fits(peaks, shorter, width), _fits(peaks, fewer, width)]
+    if helps[0]:
+        yield "shorten the prompt"
+    if helps[1]:
+        yield "lower max_tokens"
+    if not any(helps) and _fits(peaks, replace(need, tokens=1, prompt_tokens=1), width):
+        yield "shorten the prompt and lower max_tokens"
+
+
+def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+    """KV offload, if more of it would do: a part of every sequence stays in the KV memory."""
+    placement, larger = peaks.memory.placement, copy(peaks)
+
+    def fits(tokens: int) -> bool:
+        larger.front_tokens = tokens
+        return _fits(larger, need, width)
+
+    if not placement.shares or placement.reserves or not fits(UNBOUNDED):
+        return
+    tokens = bisect_left(range(need.tokens), True, key=fits)
+    if peaks.front_tokens:
+        num_bytes = -(-tokens * peaks.offload_bytes // peaks.front_tokens)
+        yield f"raise --stream-kv-memory to {_size(_round_up(num_bytes))}"
+    else:  # activations may take a share of it, by rates that are measured then
+        num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
+        yield f"give --stream-kv-memory of {_size(_round_up(num_bytes))}"
+
+
+def _evictions(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
+    if need.eviction.cap is None:
+        if peaks.fit_alone(width * peaks.capped_counts(need.tokens)):
+            yield "cap it with --evict RULE:cap=TOKENS"
+        return
+    smaller = replace(need.eviction, cap=2, every=1, lane_caps=None)
+    if _fits(peaks, replace(need, eviction=smaller), width):
+        yield "lower the cap of its eviction rule"
+    blocks = replace(need.eviction, when=PREFILL_AND_DECODE)
+    if need.eviction.when == PRESSURE and _fits(peaks, replace(need, eviction=blocks), width):
+        yield "let it evict with when=prefill_and_decode"
+    elif need.eviction.when != PREFILL_AND_DECODE and _fits(
+        peaks, replace(need, eviction=replace(smaller, when=PREFILL_AND_DECODE)), width
+    ):
+        yield "let it evict with when=prefill_and_decode and a lower cap"

@@ -1,0 +1,215 @@
+"""A batch whose free rows are filled from a queue of queries that have been prefilled.
+
+waiting --- prompts are read, in groups ---> queue --- a row is free ---> batch, decodes
+                                              ^  |
+                                soon wanted   |  v   hold=host
+                                              host
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from quire.scheduler.batchers.base import Batcher, BatchState, Moves
+from quire.scheduler.batchers.insertion import Insertion
+from quire.scheduler.batchers.reading_order import SimilarLengths
+from quire.scheduler.batchers.units import (
+    Unit,
+    count_rows,
+    first_member,
+    has_ended,
+    has_left,
+    holds_kv,
+    is_prefilled,
+    members_of,
+    num_rows,
+    unit_of,
+    waits,
+    waits_to_decode,
+)
+from quire.scheduler.request import Order, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """How a queue of prefilled queries is kept.
+
+    Attributes:
+        rows: of the queue, beside those of the batch.
+        tokens: of prompts that a step reads beside a full batch; 0: whatever a step has left.
+        reads_apart: fill the whole queue while nobody decodes, whenever it is empty.
+        on_host: KV of queries that are not wanted soon waits on the host.
+        lead_steps: a row that ends within so many steps is one to be filled soon.
+        window: waiting requests among which those of similar length are looked for.
+    """
+
+    rows: int
+    tokens: int
+    reads_apart: bool
+    on_host: bool
+    lead_steps: int
+    window: int
+
+
+class PrefilledQueue(Batcher):
+    """Reads prompts ahead of the rows that will be free, and fills those in the same step.
+
+    Args:
+        state: of the scheduler.
+        options: of the queue.
+        insertion: who of the queue is next.
+    """
+
+    def __init__(self, state: BatchState, options: QueueOptions, insertion: Insertion) -> None:
+        self._state, self._options, self._insertion = state, options, insertion
+        self._order = SimilarLengths(state.waiting, state.max_running, options.window)
+        self._entered: dict[Unit, None] = {}  # here, on the host, or to be read again
+        self._batch: dict[Unit, None] = {}
+        self._fills = options.reads_apart
+
+    # ---- the batch -----------------------------------------------------------------------------
+
+    def begin(self) -> Moves | None:
+        """See `Batcher`."""
+        self._entered = {unit: None for unit in self._entered if not has_ended(unit)}
+        self._batch = {unit: None for unit in self._batch if unit in self._entered}
+        self._batch = {unit: None for unit in self._batch if holds_kv(unit)}
+        if self._options.reads_apart and not self._queue(self._entered):
+            self._fills = True
+        self._fill()
+        if self._batch and any(map(has_left, self._queue(self._entered))):
+            self._fills = False  # not all fit that the queue was to hold
+        return self._moves() if self._options.on_host else None
+
+    def _queue(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those not in the batch, best first."""
+        return sorted((unit for unit in units if unit not in self._batch), key=_order_of)
+
+    @property
+    def _free_rows(self) -> int:
+        return self._state.max_running - count_rows(self._batch)
+
+    def _fill(self) -> None:
+        """Insert what is prefilled and here into rows that are free; the urgent into others'."""
+        queue = self._queue(unit for unit in self._entered if is_prefilled(unit))
+        free_rows = self._free_rows
+        while queue:
+            unit = self._next(queue)
+            if num_rows(unit) > free_rows and not self._displace(unit):
+                break
+            self._batch[unit] = None
+            self._insertion.inserted(unit, queue[0])
+            queue.remove(unit)
+            free_rows = self._free_rows
+
+    def _next(self, queue: list[Unit]) -> Unit:
+        urgent = self._state.is_urgent(first_member(queue[0]))
+        return queue[0] if urgent else self._insertion.choose(queue, self._longest)
+
+    @property
+    def _longest(self) -> int:
+        members = (member for unit in self._batch for member in members_of(unit))
+        return max((member.num_tokens for member in members), default=0)
+
+    def _displace(self, unit: Unit) -> bool:
+        """Send the last of lower priority back to the queue, with their KV, for an urgent one."""
+        urgent = first_member(unit)
+        if not self._state.is_urgent(urgent):
+            return False
+        behind = [u for u in self._batch if first_member(u).priority > urgent.priority]
+        behind.sort(key=_order_of)
+        while behind and self._free_rows < num_rows(unit):
+            del self._batch[behind.pop()]
+        return self._free_rows >= num_rows(unit)
+
+    # ---- the host ------------------------------------------------------------------------------
+
+    def _moves(self) -> Moves:
+        """Who goes to the host of those just prefilled, and who comes back in time."""
+        queue = [u for u in self._queue(self._entered) if self._waits_outside(u) or is_prefilled(u)]
+        soon, wanted_rows = list[Unit](), self._rows_soon_free()
+        rest = list(queue)
+        while rest and count_rows(dict.fromkeys(soon)) < wanted_rows:
+            soon.append(self._next(rest))
+            rest.remove(soon[-1])
+        out = [u for u in rest if holds_kv(u) and all(m.entries == 1 for m in members_of(u))]
+        back = [first_member(unit) for unit in soon if not holds_kv(unit)]
+        return Moves(out=[first_member(unit) for unit in out], back=back)
+
+    def _rows_soon_free(self) -> int:
+        """Rows free now or within `lead_steps`; one at least, for answers end unforeseen."""
+        ending = (unit for unit in self._batch if _steps_left(unit) <= self._options.lead_steps)
+        return max(1, self._free_rows + sum(map(num_rows, ending)))
+
+    def _waits_outside(self, unit: Unit) -> bool:
+        """Whether its KV is on the host, to be fetched when it is wanted."""
+        if not self._options.on_host or holds_kv(unit):
+            return False
+        swapped = [m.swapped for m in members_of(unit) if m.swapped is not None]
+        return any(not each.keep_from for each in swapped)
+
+    def _gave_way(self, unit: Unit) -> bool:
+        return waits(unit, self._state.waiting) and not self._waits_outside(unit)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def decoding(self, ready: list[Request]) -> list[Request]:
+        """See `Batcher`."""
+        return [] if self._fills else [r for r in ready if unit_of(r) in self._batch]
+
+    def candidate(self, head: Request, budget: int) -> Request | None:
+        """See `Batcher`."""
+        if self._state.is_urgent(head):
+            return head
+        for unit in self._entered:
+            if self._gave_way(unit):
+                return first_member(unit)
+        new = self._first_new(head)
+        if new is None or (self._options.reads_apart and not self._fills):
+            return None
+        chosen = self._order.choose(new)
+        rows = count_rows(self._entered) + num_rows(unit_of(chosen))
+        return chosen if rows <= self._state.max_running + self._options.rows else None
+
+    def _first_new(self, head: Request) -> Request | None:
+        if not head.entries:
+            return head
+        line = self._state.waiting.of_tenant(head.tenant)
+        return next((request for request in line if not request.entries), None)
+
+    def entered(self, request: Request) -> None:
+        """See `Batcher`."""
+        unit = unit_of(request)
+        self._entered[unit] = None
+        if is_prefilled(unit) and num_rows(unit) <= self._free_rows:
+            self._batch[unit] = None
+
+    def reads(self, request: Request) -> bool:
+        """See `Batcher`."""
+        if not waits_to_decode(request):
+            return True
+        return not self._fills and unit_of(request) in self._batch
+
+    def reading_tokens(self, budget: int) -> int:
+        """See `Batcher`."""
+        if not self._options.tokens or self._free_rows > 0 or self._fills:
+            return budget
+        reading = (r for r in self._state.running if not waits_to_decode(r))
+        if any(map(self._state.is_urgent, reading)):
+            return budget
+        return min(budget, self._options.tokens)
+
+    def stalled(self) -> bool:
+        """See `Batcher`: the queue is as full as it gets."""
+        filled, self._fills = self._fills, False
+        return filled and bool(self._batch)
+
+
+def _order_of(unit: Unit) -> Order:
+    return first_member(unit).order
+
+
+def _steps_left(unit: Unit) -> int | float:
+    """Steps after which the first of its answers ends at the latest."""
+    left = (m.params.max_tokens - len(m.output_token_ids) for m in members_of(unit))
+    return min(left, default=inf)

@@ -1,0 +1,146 @@
+"""What a user can say about steps and queues."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, no_type_check
+
+from quire.errors import ConfigError
+from quire.layout.options import option, require_types
+from quire.tenancy.tenants import parse_tenants
+
+if TYPE_CHECKING:
+    from quire.scheduler.batchers.base import BatcherRule
+
+CONTINUOUS = "continuous"
+OBJECTIVES = ("auto", "latency", "throughput")
+PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
+INVARIANT_ROWS = 32
+"""Rows of every forward with `batch_invariant`: enough to hide the padding behind the weights."""
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """How much a step does and how many requests run.
+
+    Attributes are options; see their help.
+    """
+
+    max_running: int = option(256, help="requests that hold KV at the same time")
+    step_tokens: int = option(
+        2048, help="tokens a step processes at most, decoding rows first", unit="tokens"
+    )
+    chunk_tokens: int = option(
+        2048, help="tokens of one prompt a step reads at most", unit="tokens"
+    )
+    objective: str = option(
+        "auto",
+        help="what steps are for where --weights-memory has layers brought: latency (a step is one "
+        "batch), throughput (batches of a step share each layer), auto (as many as hide it)",
+    )
+    admission: str = option(
+        "optimistic",
+        help="when a waiting request may start: optimistic (what it knows fits), reserved (prompt "
+        "and max_tokens fit), estimated (the peak expected from past answers fits)",
+    )
+    low_watermark: float = option(
+        0.99, help="nobody is let in above this part of the KV memory in use, 0 to 1"
+    )
+    high_watermark: float = option(
+        1.0, help="above this part of the KV memory in use somebody gives way, 0 to 1"
+    )
+    scale_down_at: float | None = option(
+        None,
+        help="above this part of the KV memory in use requests are taken out to the host memory "
+        "until it is not, and come back when there is room; not said: they stay while pages last",
+    )
+    preempt: str = option(
+        "auto",
+        help="what becomes of the KV of one that gives way: swap (to the host memory), recompute, "
+        "hybrid (as much as fits there), auto (by measured cost)",
+    )
+    batcher: str = option(
+        CONTINUOUS,
+        help="how the batch of --max-running rows changes: continuous, static, pd, orca, baton_pd "
+        "or baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
+    )
+    urgent: int | None = option(
+        None,
+        help="requests of this priority or a lower number take the place of others of lower "
+        "priority in the next step; not said: they only go first",
+    )
+    batch_invariant: bool = option(
+        False,
+        help="compute the same logits for a token whatever else is in the batch, however its "
+        "prompt is cut into chunks and whether it was preempted: fixed shapes of products and of "
+        "attention, on CPUs; slower for small batches and for long prompts",
+    )
+    tenants: str = option(
+        "",
+        help="who shares the KV memory and the steps, such as "
+        "'a:weight=2,guaranteed=64MiB,burst=32MiB; b'; without any, every name weighs the same",
+    )
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        for name in ("max_running", "step_tokens", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+        parse_tenants(self.tenants)
+        self._check_batching()
+        if self.preempt not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"expected preempt to be one of {', '.join(PREEMPTION_MODES)}, got {self.preempt!r}"
+            )
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"expected objective to be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
+            )
+        if not 0 < self.low_watermark <= self.high_watermark <= 1:
+            raise ConfigError(
+                "expected 0 < low_watermark <= high_watermark <= 1, got "
+                f"{self.low_watermark} and {self.high_watermark}"
+            )
+        if self.scale_down_at is not None and not 0 < self.scale_down_at <= 1:
+            raise ConfigError(
+                f"expected scale_down_at above 0 and up to 1, got {self.scale_down_at}"
+            )
+
+    def _check_batching(self) -> None:
+        if self.batcher != CONTINUOUS:  # which needs no look: --help makes this without NumPy
+            _ = self.num_rows  # refuses a batcher that does not exist
+        if self.urgent is not None and self.step_tokens <= self.max_running:
+            raise ConfigError(
+                "urgent requests are read beside a full batch: expected step_tokens > max_running, "
+                f"got {self.step_tokens} and {self.max_running}"
+            )
+
+    @property
+    def batching(self) -> "BatcherRule":
+        """The batcher.
+
+        Raises:
+            ConfigError: see `parse_batcher`.
+        """
+        from quire.scheduler.batchers.registry import parse_batcher  # NumPy, which --help lacks
+
+        return parse_batcher(self.batcher)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of KV memory: of the batch, and of what its batcher keeps beside it."""
+        return self.batching.num_rows(self.max_running)
+
+    @property
+    def full_at(self) -> float:
+        """Part of the KV memory in use above which nobody is let in."""
+        return min(self.low_watermark, self.scale_down_at or 1.0)
+
+    @property
+    def forward_tokens(self) -> int:
+        """Rows of a forward at most."""
+        return min(self.step_tokens, INVARIANT_ROWS) if self.batch_invariant else self.step_tokens
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens one prompt can add in a step."""
+        return min(self.step_tokens, self.chunk_tokens)

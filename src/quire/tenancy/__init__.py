@@ -1,0 +1,1 @@
+"""Tenants: accounts, limits and the fair queue."""
