@@ -292,7 +292,7 @@ class Watched:
         assert not scheduler.has_work
         assert not len(memory.live_rows)
         assert self.engine.pool.host is None or not self.engine.pool.host.used_bytes
-        scheduler.residency.drop_cached()
+        scheduler.residency.sharing.drop_cached()
         assert not memory.loans
         assert memory.arena.num_free_slabs == memory.arena.num_slabs
 

@@ -113,7 +113,7 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
         while engine.has_work:
             engine.step()
         taken_s = time.process_time() - started_s
-        engine.scheduler.residency.drop_cached()
+        engine.scheduler.residency.sharing.drop_cached()
     return taken_s
 
 

@@ -111,7 +111,7 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
         prefill: what reading is said to take; None: what the engine has learned.
     """
     residency = engine.scheduler.residency
-    residency.drop_cached()
+    residency.sharing.drop_cached()
     learned = residency.restoring
     if learned is not None:
         learned.tier.carrier.drain()
@@ -129,11 +129,7 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
 def _with_costs(learned: Restoring, engine: Engine, prefill: PrefillRates) -> Restoring:
     copies = CopyRate(bytes_per_s=1e9)
     costs = LearnedCosts(Costs(copies=CopyRates(out=copies, back=copies), prefill=prefill))
-    index = engine.scheduler.residency.prefix
-    assert index is not None, "an engine with a tier has a prefix cache"
-    restoring = Restoring(learned.tier, costs, index.block_tokens, engine.events)
-    restoring.make_room, restoring.publish = learned.make_room, learned.publish
-    return restoring
+    return Restoring(learned.tier, costs, engine.scheduler.residency.sharing, engine.events)
 
 
 def _read_again(engine: Engine, tokens: int) -> int:

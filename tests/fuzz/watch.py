@@ -174,7 +174,7 @@ class Watched:
         fronts = self.engine.pool.fronts
         if fronts is not None and fronts.fronts.pool.used_bytes:
             held.append(f"{fronts.fronts.pool.used_bytes} B of offloaded KV")
-        scheduler.residency.drop_cached()
+        scheduler.residency.sharing.drop_cached()
         if memory.loans or memory.arena.num_free_slabs != memory.arena.num_slabs:
             held.append(f"{memory.used_bytes} B of the arena")
         if held:

@@ -308,7 +308,7 @@ def test_a_prefix_is_known_under_the_codec_that_made_it(codec):
         engine.submit(PROMPTS["a"], greedy(2), request_id="r")
         engine.step()
         [request] = engine.scheduler.running
-        roots.append(engine.scheduler.residency.identities.of(request).root)
+        roots.append(engine.scheduler.residency.sharing.identities.of(request).root)
 
     assert roots[0] == roots[3]
     assert len(set(roots)) == 3

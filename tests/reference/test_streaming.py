@@ -403,7 +403,7 @@ def test_prompts_share_no_prefix_and_the_engine_says_why(llama):
     engine = engine_of(llama)
     run(engine, [list(range(2, 22))] * 2, new_tokens=4)
 
-    assert engine.scheduler.residency.prefix is None
+    assert engine.scheduler.residency.sharing.prefix is None
     assert "prefix cache off: keys are stored before RoPE" in engine.pool.explanation
 
 

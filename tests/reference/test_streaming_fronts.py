@@ -86,8 +86,8 @@ def run(
         **options,
     )
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
-    if engine.pool.kv.hosting is not None:
-        engine.pool.kv.hosting.carrier = Dawdling()
+    if engine.pool.kv.offload is not None:
+        engine.pool.kv.offload.carrier = Dawdling()
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
         engine.submit(prompt, greedy(new_tokens), request_id=request)

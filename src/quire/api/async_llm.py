@@ -47,7 +47,7 @@ class AsyncLLM:
                 "the engine runs in the thread of another AsyncLLM: submit there, or close it first"
             )
         self.engine = engine
-        engine.runs_in_thread = True
+        engine.enter_thread()
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
         self._state = threading.Lock()  # guards the three below against a last command
@@ -182,7 +182,7 @@ class AsyncLLM:
             try:
                 self.engine.close()
             finally:
-                self.engine.runs_in_thread = False
+                self.engine.leave_thread()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

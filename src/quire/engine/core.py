@@ -6,14 +6,12 @@ from dataclasses import replace
 
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
+from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.intake import Asked, Intake
 from quire.engine.ledger import Ledger, Snapshot
-from quire.engine.make_scheduler import make_scheduler
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
-from quire.engine.pool import KVPool, build_pool
-from quire.engine.runner import Runner
-from quire.engine.shared_pool import PoolMember, joining
+from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
 from quire.engine.validation import check_context, checked_prompt
 from quire.errors import InvariantError
@@ -29,10 +27,9 @@ from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import KeptSets
 from quire.scheduler.request import DEFAULT_TENANT, Request, RequestState
-from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.siblings import make_sequences
 from quire.scheduler.step_plan import StepPlan
-from quire.scheduler.times import StepTimes
 
 
 class Engine:
@@ -67,27 +64,21 @@ class Engine:
         self.model = model
         self.schedule_config = schedule or ScheduleConfig()
         self.shares_pool = pool is not None
-        self.runs_in_thread = False  # while an `AsyncLLM` has it
+        self._runs_in_thread = False  # while an `AsyncLLM` has it
         kv = kv or KVConfig()
         self.events = EventLog(clock)
         self.prefix_events = PrefixBroadcast()
-        with joining(pool) as attach:
-            self.pool: KVPool = build_pool(model, kv, self.schedule_config, pool)
-            self.scheduler = make_scheduler(
-                self.pool,
-                kv,
-                self.schedule_config,
-                model=model,
-                events=self.events,
-                listener=self.prefix_events,
-            )
-            attach(self.scheduler)
-        self.times = StepTimes()
-        restoring = self.scheduler.residency.restoring
-        self._closing = closing(self, restoring)
-        rows = INVARIANT_ROWS if self.schedule_config.batch_invariant else None
-        step = self.scheduler.step
-        self._runner = Runner(model.decoder, self.pool.kv, self.times, step, fixed_rows=rows)
+        parts = build(
+            model,
+            kv,
+            self.schedule_config,
+            member=pool,
+            events=self.events,
+            listener=self.prefix_events,
+        )
+        self.pool, self.scheduler, self.times = parts.pool, parts.scheduler, parts.times
+        self._runner = parts.runner
+        self._closing = closing(self, parts.restoring)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
@@ -99,10 +90,27 @@ class Engine:
         self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
         self._unsent: list[Delta] = []  # of a step that failed
-        memory, fronts, arriving = self.pool.kv.memory, self.pool.fronts, arriving_bytes(restoring)
+        memory, fronts, arriving = (
+            self.pool.kv.memory,
+            self.pool.fronts,
+            arriving_bytes(parts.restoring),
+        )
         self._ledger = Ledger(memory, self._requests, self.pool.host, arriving, fronts)
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
+
+    @property
+    def runs_in_thread(self) -> bool:
+        """Whether an `AsyncLLM` steps it in its own thread."""
+        return self._runs_in_thread
+
+    def enter_thread(self) -> None:
+        """Note that an `AsyncLLM` steps it from now on."""
+        self._runs_in_thread = True
+
+    def leave_thread(self) -> None:
+        """Note that nothing else steps it any more."""
+        self._runs_in_thread = False
 
     # ---- in ------------------------------------------------------------------------------------
 
@@ -180,7 +188,7 @@ class Engine:
         """
         check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
-        self.scheduler.residency.identities.register_public(prompt)
+        self.scheduler.residency.sharing.identities.register_public(prompt)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request now; its last delta comes with the next step. Unknown ids are ignored.

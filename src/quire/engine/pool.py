@@ -1,6 +1,8 @@
 """Builds the KV memory of an engine from what the user said and what the model is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,9 +21,10 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules, check_blocks
 from quire.kernels.select import select_backend
 from quire.kv.arena import choose_slab_bytes
-from quire.kv.memory import KVMemory
+from quire.kv.coded_layers import CodedLayers
+from quire.kv.memory import KVMemory, MakeStore
 from quire.kv.step import PagedKV
-from quire.kv.store import PageStore
+from quire.kv.store import PageStore, store_of
 from quire.kv.stores.registry import (
     PREFIX_CACHE,
     UNROTATED,
@@ -46,6 +49,7 @@ from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
 from quire.policies.eviction import Eviction
 from quire.scheduler.preemption.swapper import refuse_idle_host_pool
+from quire.scheduler.request import Request
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import most_batches, refuse_nothing_shared
@@ -111,6 +115,7 @@ def build_pool(
     config: KVConfig,
     schedule: ScheduleConfig,
     member: PoolMember | None = None,
+    running: Sequence[Request] = (),
 ) -> KVPool:
     """Allocate the arena and all that belongs to it.
 
@@ -119,6 +124,7 @@ def build_pool(
         config: the KV memory.
         schedule: steps and queues.
         member: a place in a pool that several models share; None allocates one of its own.
+        running: requests that hold KV; the scheduler's own list.
 
     Raises:
         ConfigError: an option that cannot be; raised before the arena is allocated.
@@ -175,16 +181,19 @@ def build_pool(
         offload.refuse_without_effect(stream_bytes, longest.spec.statistics)
     refuse_too_many_rows(layout, schedule.num_rows)
     if member is None:
-        memory, store = _own_memory(model, config, schedule, layout, longest.spec)
+        make_store = partial(PageStore, device=decoder.device, mover=backend.move)
+        memory = _own_memory(model, config, schedule, layout, longest.spec, make_store)
     else:
         _check_member(config, member)
-        memory, store = member.make_memory(layout, schedule.num_rows, decoder.device)
-    kv = PagedKV(memory, store, backend, stored_as.measured)
+        memory = member.make_memory(layout, schedule.num_rows, decoder.device, backend.move)
+    store = store_of(memory)
     host = host_pool(store, layout, host_bytes) if host_bytes else None
     fronts = None
     if offload is not None:
-        fronts = build_fronts(offload, kv, stream_bytes)
-        kv.hosting = fronts.hosting
+        coded = CodedLayers(store, stored_as.measured)
+        fronts = build_fronts(offload, memory, store, coded, stream_bytes, running)
+    hosting = None if fronts is None else fronts.hosting
+    kv = PagedKV(memory, store, backend, stored_as.measured, offload=hosting)
     return KVPool(
         kv, rules, longest, stored_as, choice.reason, config.store, invariant, host, fronts
     )
@@ -221,19 +230,18 @@ def _own_memory(
     schedule: ScheduleConfig,
     layout: CacheLayout,
     eviction: EvictionSpec,
-) -> tuple[KVMemory, PageStore]:
+    make_store: MakeStore,
+) -> KVMemory:
     device = model.decoder.device
     limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction)
-    memory = KVMemory(
+    return KVMemory(
         layout,
         _kv_bytes(model, config, schedule, layout, eviction),
         schedule.num_rows,
+        store=make_store,
         track_changes=device.type != "cpu",
         placement=placement_maker(config.store, limits),
     )
-    store = PageStore(memory.total_bytes, device)
-    memory.store = store
-    return memory, store
 
 
 def _check_member(config: KVConfig, member: PoolMember) -> None:

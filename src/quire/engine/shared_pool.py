@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from quire.errors import ConfigError
+from quire.kernels.backend import MovedSlots
 from quire.kv.memory import KVMemory
 from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
@@ -56,7 +57,7 @@ class SharedPool:
             )
         slab = None if slab_bytes is None else parse_size(slab_bytes)
         self.arena = SharedArena(asked_bytes, slab)
-        self.store = PageStore(self.arena.total_bytes, self.device)
+        self._bytes = PageStore(self.arena.total_bytes, self.device)
         self._promised: dict[str, int] = {}
         self._schedulers: dict[str, Scheduler] = {}
 
@@ -73,6 +74,14 @@ class SharedPool:
     def held_bytes(self, name: str) -> int:
         """Bytes of the slabs that a member holds."""
         return len(self.arena.members[name].held) * self.arena.slab_bytes
+
+    def store(self, mover: Callable[[MovedSlots], None]) -> PageStore:
+        """The bytes as one member sees them.
+
+        Args:
+            mover: copies the member's slots.
+        """
+        return PageStore(self.arena.total_bytes, self.device, mover, self._bytes.arena)
 
     def join(
         self, name: str, *, guaranteed: int | str, burst: int | str | None = None
@@ -125,7 +134,7 @@ class SharedPool:
                 "until has_work is False, or cancel them"
             )
         if scheduler is not None:
-            scheduler.residency.drop_cached()
+            scheduler.residency.sharing.drop_cached()
         self.forget(name)
 
     def attach(self, name: str, scheduler: Scheduler) -> None:
@@ -179,8 +188,12 @@ class PoolMember:
     burst_bytes: int | None
 
     def make_memory(
-        self, layout: CacheLayout, max_rows: int, device: torch.device
-    ) -> tuple[KVMemory, PageStore]:
+        self,
+        layout: CacheLayout,
+        max_rows: int,
+        device: torch.device,
+        mover: Callable[[MovedSlots], None],
+    ) -> KVMemory:
         """The bookkeeping of an engine in the pool, over the pool's bytes.
 
         Raises:
@@ -194,15 +207,14 @@ class PoolMember:
             )
         page_bytes = [page_class.page_bytes for page_class in layout.page_classes]
         arena = self.pool.arena.join(self.name, self.guaranteed_bytes, self.burst_bytes, page_bytes)
-        memory = KVMemory(
+        return KVMemory(
             layout,
             arena.guaranteed_bytes,
             max_rows,
-            store=self.pool.store,
+            store=self.pool.store(mover),
             track_changes=device.type != "cpu",
             placement=partial(Paged, arena=arena),
         )
-        return memory, self.pool.store
 
 
 @contextmanager

@@ -167,13 +167,13 @@ def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
         "kv_used_bytes": memory.used_bytes,
         "kv_free_bytes": memory.free_bytes,
         "kv_peak_bytes": memory.arena_peak_bytes,
-        "cached_bytes": memory.idle_bytes(),
+        "cached_bytes": memory.listeners.idle_bytes(),
     }
 
 
 def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
     """What a scheduler has done, under the names of `EngineStats`."""
-    swapper, prefix = scheduler.preempter.swapper, scheduler.residency.prefix
+    swapper, prefix = scheduler.preempter.swapper, scheduler.residency.sharing.prefix
     return {
         "num_running": len(scheduler.running),
         "num_waiting": scheduler.num_waiting,

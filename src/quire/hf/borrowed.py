@@ -164,9 +164,9 @@ class BorrowedModel:
     def _in_force(
         self, implementation: str, attention: PagedAttention | None, regime: int
     ) -> Iterator[None]:
-        with self._frequencies(regime), torch.no_grad():
+        bridged = self._bridge.attending(attention)
+        with self._frequencies(regime), torch.no_grad(), bridged:
             found = [config._attn_implementation for config in self._configs]
-            self._bridge.attention = attention
             try:
                 for config in self._configs:
                     config._attn_implementation = implementation
@@ -174,7 +174,6 @@ class BorrowedModel:
             finally:
                 for config, own in zip(self._configs, found, strict=True):
                     config._attn_implementation = own
-                self._bridge.attention = None
 
     def enter(self) -> None:
         """Count a cache that uses this model."""

@@ -8,9 +8,8 @@ from quire.engine.pool import most_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend
-from quire.kv.memory import KVMemory
-from quire.kv.step import PagedKV
-from quire.kv.store import PageStore, plain_codec
+from quire.kv.step import PagedKV, allocate_kv
+from quire.kv.store import plain_codec
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
@@ -84,15 +83,13 @@ def make_memory(
         scratch_bytes=SCRATCH_BYTES,
     ).backend
     with torch.inference_mode(mode=False):  # it outlives whatever mode the caller is in
-        memory = KVMemory(
+        return allocate_kv(
             layout,
             _memory_bytes(device, layout, rows, eviction, options),
             max(_LEAST_ROWS, 2 * rows),  # beams are forked before the old ones are closed
-            track_changes=device.type != "cpu",
+            device=device,
+            backend=backend,
         )
-        store = PageStore(memory.total_bytes, device)
-        memory.store = store
-        return PagedKV(memory, store, backend)
 
 
 def _memory_bytes(

@@ -150,7 +150,7 @@ def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
 def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> int:
     lane, column = _shared_targets(memory, table, row, moves)
     shared = table.pages[row, lane, column]
-    if len(shared) and memory.unpublish(table.group.page_class, shared).any():
+    if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
         lane, _ = _shared_targets(memory, table, row, moves)
     return len(lane)
 
@@ -218,7 +218,7 @@ def commit_compaction(memory: KVMemory, *plans: CompactionPlan) -> None:
             _move(memory, table, plan)
             _cut(memory, table, plan)
         moves = plan.moves if plan.stays is None else None  # None: whole pages left
-        memory.on_compaction(plan.row, plan.group, moves, int(plan.keep_slots.min()))
+        memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
 
 def _moved_tables(memory: KVMemory, plan: CompactionPlan) -> Iterator[LaneTable]:

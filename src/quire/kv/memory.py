@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.growth import grow_demand, grown_slots, require_room_for_one_token
+from quire.kv.listeners import MemoryListeners
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_lanes, prove_references, prove_slabs
 from quire.kv.shrinking import cut_slots, drop_behind_window, slots_below
-from quire.kv.slot_moves import SlotMoves
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, PageClass
 
 Counts = NDArray[np.int32]
-Unpublish = Callable[[PageClass, PageNumbers], NDArray[np.bool_]]
+MakeStore = Callable[[int], PageBytes]  # of an arena of so many bytes
 
 
 class KVMemory:
@@ -37,7 +37,7 @@ class KVMemory:
         layout: lane groups of every sequence.
         total_bytes: the arena.
         max_rows: sequences that can exist at once.
-        store: where the bytes are.
+        store: where the bytes are, or what makes it for an arena of so many bytes.
         track_changes: keep the table entries each step touches, for a device's copy.
         placement: which store gives lanes their pages, made from the three first arguments.
 
@@ -51,14 +51,13 @@ class KVMemory:
         total_bytes: int,
         max_rows: int,
         *,
-        store: PageBytes | None = None,
+        store: PageBytes | MakeStore | None = None,
         track_changes: bool = False,
         placement: PlacementMaker = Paged,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected room for at least 1 sequence, got max_rows={max_rows}")
         self.layout = layout
-        self.store: PageBytes = store or NoBytes()
         self.placement = placement(layout, total_bytes, max_rows)
         self.arena, self.pools = self.placement.arena, self.placement.pools
         require_room_for_one_token(layout, self.placement, total_bytes)
@@ -69,16 +68,12 @@ class KVMemory:
         self.lengths = np.zeros(max_rows, dtype=np.int64)
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = self.copied_bytes = 0
-        self.idle_bytes: Callable[[], int] = int  # of pages in use: kept by nobody who runs
-        # asked to let go of pages that are about to be written; says of which it did
-        self.on_release: Callable[[Rows], None] = lambda _: None
-        # told of row, group, moves (None where whole pages left), slots that are left in each lane
-        self.on_compaction: Callable[[int, str, SlotMoves | None, int], None] = lambda *_: None
-        self.unpublish: Unpublish = lambda _, pages: np.zeros(len(pages), dtype=bool)
+        self.listeners = MemoryListeners()
         self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
+        self.store: PageBytes = _made(store, self.arena.total_bytes)
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class KVMemory:
         rows = np.asarray(rows, dtype=np.int64)
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
             raise InvariantError(f"rows {rows.tolist()} are not all open, or one is named twice")
-        self.on_release(rows)
+        self.listeners.released(rows)
         for table in self.tables.values():
             self.placement.close(table, rows, table.clear(rows))
         self._live[rows] = False
@@ -226,7 +221,7 @@ class KVMemory:
         held = self._rows_bytes(rows)
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
-        in_use = used - self.idle_bytes()
+        in_use = used - self.listeners.idle_bytes()
         copying = self.placement.copying_peak_bytes
         self.arena_peak_bytes = max(self.arena_peak_bytes, in_use, copying)
 
@@ -295,3 +290,9 @@ class KVMemory:
             raise InvariantError(
                 f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"
             )
+
+
+def _made(store: PageBytes | MakeStore | None, total_bytes: int) -> PageBytes:
+    if store is None:
+        return NoBytes()
+    return store(total_bytes) if callable(store) else store

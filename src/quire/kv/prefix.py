@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
+from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_events import PrefixListener
@@ -33,7 +34,7 @@ from quire.kv.sharing import borrow, lend_blocks, lent_statistics_pages, return_
 from quire.layout.pages import PageClass
 
 
-class PrefixIndex:
+class PrefixIndex(MemoryListener):
     """Finds, keeps and drops cached prefixes of one KV memory.
 
     Args:
@@ -42,7 +43,6 @@ class PrefixIndex:
 
     Attributes:
         block_tokens: tokens of a block: whole pages in every lane.
-        keep: told of blocks that nobody uses before they are dropped, if they have been written.
         queried_tokens, hit_tokens: of all prompts that looked for a prefix so far.
     """
 
@@ -55,15 +55,14 @@ class PrefixIndex:
             columns = self.block_tokens // group.page_class.tokens
             pages[group.page_class] += columns * group.num_lanes
         self.queried_tokens = self.hit_tokens = 0
-        self.keep: Callable[[Sequence[PrefixNode]], None] = lambda nodes: None
+        self._keepers: list[Callable[[Sequence[PrefixNode]], None]] = []
         self._listener = listener
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
         self._public: dict[PrefixNode, None] = {}  # counted every step, so kept apart
         self._pending: list[PrefixNode] = []  # published in the step that is being planned
         self.block_bytes = self._idle.block_bytes
-        memory.idle_bytes = lambda: self.idle_bytes
-        memory.unpublish = self.unpublish
+        memory.listeners.subscribe(self)
 
     # ---- numbers -------------------------------------------------------------------------------
 
@@ -275,13 +274,21 @@ class PrefixIndex:
 
     def keep_all(self) -> None:
         """Have every idle block kept elsewhere too; none is dropped."""
-        self.keep(self._idle.oldest(len(self._idle)))
+        self._keep(self._idle.oldest(len(self._idle)))
+
+    def on_drop(self, keep: Callable[[Sequence[PrefixNode]], None]) -> None:
+        """Call `keep` with idle blocks before they are dropped, if they have been written."""
+        self._keepers.append(keep)
+
+    def _keep(self, nodes: Sequence[PrefixNode]) -> None:
+        for keep in self._keepers:
+            keep(nodes)
 
     def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
         """Drop idle blocks; return the keys of those that somebody was told of."""
         written = [node for node in nodes if node not in self._pending]
         self._pending = [node for node in self._pending if node not in nodes]
-        self.keep(written)
+        self._keep(written)
         self._forget(nodes)
         return [node.block.key for node in written]
 

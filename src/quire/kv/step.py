@@ -1,7 +1,7 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,11 +27,13 @@ from quire.kv.important import important_places
 from quire.kv.kept import KeptStep, kept_places
 from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
+from quire.kv.offload_port import KVOffload
 from quire.kv.statistics.places import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
-from quire.kv.store import PageStore
-from quire.layout.pages import LaneGroup
-from quire.offload.kv.hosting import Hosting
+from quire.kv.store import PageStore, store_of
+from quire.kv.stores.base import PlacementMaker
+from quire.kv.stores.paged import Paged
+from quire.layout.pages import CacheLayout, LaneGroup
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -47,6 +49,7 @@ class PagedKV:
         store: the bytes.
         backend: computes attention.
         measured: constants of codecs that need some.
+        offload: KV that is not in the arena; None where all of it is.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class PagedKV:
         store: PageStore,
         backend: AttentionBackend,
         measured: MeasuredConstants | None = None,
+        *,
+        offload: KVOffload | None = None,
     ) -> None:
         self.memory, self.store, self.backend = memory, store, backend
         self.coded = CodedLayers(store, measured)
-        store.mover = backend.move
         self.scale = 1.0  # on products of queries and keys, as the last layer that attended said
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
@@ -73,9 +77,13 @@ class PagedKV:
         self.kept = kept_places(memory, store, self.tables)
         self.important = important_places(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
-        self.hosting: Hosting | None = None
+        self.offload = offload
         self._batch: FlatBatch | None = None
         self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
+
+    def note_scale(self, scale: float) -> None:
+        """Record the scale on products of queries and keys of the layer that attends."""
+        self.scale = scale
 
     @property
     def rotated(self) -> bool:
@@ -85,7 +93,7 @@ class PagedKV:
     @property
     def peak_scratch_bytes(self) -> int:
         """Most bytes held at once beside the arena: the backend's, column sums, X on its way."""
-        staged = 0 if self.hosting is None else self.hosting.staging_bytes
+        staged = 0 if self.offload is None else self.offload.staging_bytes
         return self.backend.peak_scratch_bytes + self.sums_scratch.num_bytes + staged
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
@@ -134,6 +142,41 @@ class PagedKV:
         return made
 
 
+def allocate_kv(
+    layout: CacheLayout,
+    total_bytes: int,
+    max_rows: int,
+    *,
+    device: torch.device,
+    backend: AttentionBackend,
+    measured: MeasuredConstants | None = None,
+    placement: PlacementMaker = Paged,
+) -> PagedKV:
+    """Allocate a KV memory on a device.
+
+    Args:
+        layout: lane groups of every sequence.
+        total_bytes: of the arena.
+        max_rows: sequences that can exist at once.
+        device: of the arena.
+        backend: computes attention, and copies slots.
+        measured: constants of codecs that need some.
+        placement: which store gives lanes their pages.
+
+    Raises:
+        ConfigError: the arena does not hold one sequence of one token.
+    """
+    memory = KVMemory(
+        layout,
+        total_bytes,
+        max_rows,
+        store=partial(PageStore, device=device, mover=backend.move),
+        track_changes=device.type != "cpu",
+        placement=placement,
+    )
+    return PagedKV(memory, store_of(memory), backend, measured)
+
+
 class StepAttention:
     """Attention for one flat batch. Made after the memory has grown by the step's tokens.
 
@@ -160,7 +203,7 @@ class StepAttention:
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = kv.flat_batch(rows, tokens)
-        self._fronts = None if kv.hosting is None else kv.hosting.step(self._batch)
+        self._fronts = None if kv.offload is None else kv.offload.step(self._batch)
         self._groups = {
             group.name: self._group_step(group)
             for group in kv.memory.layout.groups
@@ -192,7 +235,7 @@ class StepAttention:
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._kv.backend
-        self._kv.scale = math.scale
+        self._kv.note_scale(math.scale)
         if not group.page_class.rotated:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)

@@ -17,6 +17,7 @@ from quire.kernels.backend import MovedSlots
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.paging import move_slots
 from quire.kv.arena import HUGE_PAGE_BYTES
+from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, PageClass, PlacedPlane
 
@@ -61,15 +62,19 @@ class PageStore:
     Args:
         total_bytes: size of the arena, as rounded by `Arena`.
         device: where it lies.
-
-    Attributes:
         mover: copies slots; a backend may know a faster way than torch.
+        arena: bytes that several stores share; None allocates them.
     """
 
-    def __init__(self, total_bytes: int, device: torch.device) -> None:
-        self.device = device
-        self.arena = zero_bytes(total_bytes, device)
-        self.mover: Callable[[MovedSlots], None] = move_slots
+    def __init__(
+        self,
+        total_bytes: int,
+        device: torch.device,
+        mover: Callable[[MovedSlots], None] = move_slots,
+        arena: Tensor | None = None,
+    ) -> None:
+        self.device, self._mover = device, mover
+        self.arena = zero_bytes(total_bytes, device) if arena is None else arena
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
@@ -145,7 +150,7 @@ class PageStore:
         if page_class.per_page:
             raise InvariantError(f"slots of pages in {page_class.key.name} cannot move alone")
         (from_page, from_offset), (to_page, to_offset) = source, target
-        self.mover(
+        self._mover(
             MovedSlots(
                 planes=self.views(page_class).by_slot,
                 source=(self._index(from_page), self._index(from_offset)),
@@ -209,3 +214,9 @@ def _coded(page_class: PageClass, key: tuple[Tensor, ...], value: tuple[Tensor, 
     codecs = (make_codec(spec, page_class.head_dim) for spec in (page_class.key, page_class.value))
     sides = (CodedPlanes(*side) for side in zip(codecs, (key, value), strict=True))
     return CodedPages(*sides)
+
+
+def store_of(memory: KVMemory) -> PageStore:
+    """The bytes of a memory that was made with a `PageStore`."""
+    assert isinstance(memory.store, PageStore), "bookkeeping alone has no bytes"
+    return memory.store

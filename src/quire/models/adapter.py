@@ -185,11 +185,8 @@ class TransformersDecoder:
         batch = Batch(token_ids, positions, sample_rows, attention)
         with self._forward_lock:
             self._rope.select(rope_regime)
-            self._bridge.attention = attention
-            try:
+            with self._bridge.attending(attention):
                 return self._logits(batch)
-            finally:
-                self._bridge.attention = None
 
     def forward_together(
         self, batches: Sequence[Batch], *, rope_regime: int = 0
@@ -198,14 +195,12 @@ class TransformersDecoder:
         assert self._weights is not None, "without weights that are brought nothing is shared"
 
         def enter(number: int) -> None:
-            self._bridge.attention = batches[number].attention
+            self._bridge.switch(batches[number].attention)
 
         with self._forward_lock, self._weights.shared_by(len(batches)):
             self._rope.select(rope_regime)
-            try:
+            with self._bridge.attending(None):
                 return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
-            finally:
-                self._bridge.attention = None
 
     @cached_property
     def _layer_major(self) -> LayerMajor:

@@ -5,7 +5,8 @@ attention module carries a `Bridge`, put there when its model was loaded, and th
 attention of the current forward on that bridge. Two models in one process never meet.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ class Bridge:
     def __init__(self) -> None:
         self.attention: PagedAttention | None = None
         self.rotaries: Mapping[int, Rotary] = {}
+
+    @contextmanager
+    def attending(self, attention: PagedAttention | None) -> Iterator[None]:
+        """Give every layer this attention for the length of a forward."""
+        before, self.attention = self.attention, attention
+        try:
+            yield
+        finally:
+            self.attention = before
+
+    def switch(self, attention: PagedAttention) -> None:
+        """Give the layers that follow another attention, within `attending`."""
+        self.attention = attention
+
+    def learn_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
+        """Note what RoPE does in each layer."""
+        self.rotaries = rotaries
 
 
 def register() -> None:

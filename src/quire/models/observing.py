@@ -111,7 +111,7 @@ class Observing:
             found = dict.fromkeys(range(self._spec.num_layers), Rotary(None))
         else:
             found = find_rotaries(self._model, self._probe)
-        self._bridge.rotaries = found
+        self._bridge.learn_rotaries(found)
         return found
 
     @property

@@ -7,12 +7,13 @@ arena, and one behind the other.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from quire.kv.memory import KVMemory
-from quire.kv.store import PageStore
+from quire.kv.store import PageStore, store_of
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
@@ -61,10 +62,11 @@ class SwapProbe:
         group = LaneGroup(name="kv", page_class=page, layers=(0,))
         pages = max(1, num_bytes // page.page_bytes)
         self.num_bytes = pages * page.page_bytes
-        self.memory = KVMemory(CacheLayout((group,)), 3 * self.num_bytes + 4 * MIB, 2)
-        store = PageStore(self.memory.total_bytes, device)
+        make_store = partial(PageStore, device=device)
+        total_bytes = 3 * self.num_bytes + 4 * MIB
+        self.memory = KVMemory(CacheLayout((group,)), total_bytes, 2, store=make_store)
+        store = store_of(self.memory)
         store.arena.fill_(1)  # no time goes into touching it first
-        self.memory.store = store
         self.pool = HostPool(self.num_bytes, host_copies(store, self.num_bytes, page.page_bytes))
         rows = [self.memory.start() for _ in range(1 + scattered)]
         for _ in range(pages):

@@ -68,7 +68,7 @@ class Entrance:
     @property
     def lacks_room(self) -> bool:
         """Whether memory is above the low watermark, or short for the first that waits."""
-        above = self._residency.available_bytes < self._room.kept_free_bytes
+        above = self._residency.sharing.available_bytes < self._room.kept_free_bytes
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
@@ -157,12 +157,12 @@ class Entrance:
         whole = self._preempter.is_whole(away)
         first = away if whole else plan_reading(request)
         head_tokens = self._preempter.head_tokens(first)
-        lease = None if whole else self._residency.look_up(first, head_tokens)
+        lease = None if whole else self._residency.sharing.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
         if not (
             self._room.fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
         ):
-            self._residency.give_back(lease)
+            self._residency.sharing.give_back(lease)
             return None
         if not (whole or self._starts(first, lease, head_tokens)):
             return None
@@ -177,11 +177,11 @@ class Entrance:
         try:
             self._residency.enter(request, lease)
         except OutOfPages:
-            self._residency.give_back(lease)
+            self._residency.sharing.give_back(lease)
             if self._running:
                 return False
-            self._residency.drop_cached()
-            self._residency.enter(request, self._residency.look_up(request, head_tokens))
+            self._residency.sharing.drop_cached()
+            self._residency.enter(request, self._residency.sharing.look_up(request, head_tokens))
         return True
 
     def _away(self, request: Request) -> Request:
@@ -263,8 +263,8 @@ class Entrance:
 
         They were not promised to it: held, they could have it taken out again at once.
         """
-        if self._residency.available_bytes < self._room.kept_free_bytes:
-            self._residency.stop_sharing(request)
+        if self._residency.sharing.available_bytes < self._room.kept_free_bytes:
+            self._residency.sharing.stop_sharing(request)
 
     def _join(self, request: Request) -> None:
         waited_s = self._residency.events.now_s() - request.queued_s

@@ -198,4 +198,4 @@ class Forks:
         for parent in parents:
             for page_class, pages in statistics_pages(self._memory, parent.row).items():
                 needed[page_class] = needed.get(page_class, 0) + pages
-        return self._residency.make_room(needed)
+        return self._residency.sharing.make_room(needed)

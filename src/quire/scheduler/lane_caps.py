@@ -187,13 +187,13 @@ class LaneCaps:
         return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
 
     def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
-        if keep is None or self._residency.borrows_unwritten(request):
+        if keep is None or self._residency.sharing.borrows_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
         # what others may find of it goes first: a page that a cached prefix names is not freed
-        self._residency.stop_sharing(request)
-        self._residency.drop_cached()
+        self._residency.sharing.stop_sharing(request)
+        self._residency.sharing.drop_cached()
         try:
             return self._evict(request, keep, PRESSURE, least_gain=least_gain)
         except OutOfPages:
@@ -227,7 +227,7 @@ class LaneCaps:
     def _bring_down(self, request: Request) -> bool:
         """Make room for the next tokens; False where what is held has yet to be written."""
         assert self._table is not None
-        if self._residency.borrows_unwritten(request):
+        if self._residency.sharing.borrows_unwritten(request):
             return not self._is_due(request)
         while (entry := request.next_replay) is not None:
             if entry.num_computed != request.num_computed:
@@ -283,12 +283,12 @@ class LaneCaps:
 
     def _changing(self, request: Request, change: Callable[[], None]) -> None:
         """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
-        self._residency.stop_sharing(request)
+        self._residency.sharing.stop_sharing(request)
         copied_bytes = self._residency.memory.copied_bytes
         try:
             change()
         except OutOfPages:
-            self._residency.drop_cached()
+            self._residency.sharing.drop_cached()
             change()
         copied_bytes = self._residency.memory.copied_bytes - copied_bytes
         if copied_bytes:

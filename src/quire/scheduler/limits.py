@@ -51,7 +51,7 @@ class Limits:
         """Above the high watermark somebody gives way before memory runs out."""
         most_bytes = self._high_watermark * self._memory.total_bytes
         while len(self._running) > 1:
-            if self._memory.total_bytes - self._residency.available_bytes <= most_bytes:
+            if self._memory.total_bytes - self._residency.sharing.available_bytes <= most_bytes:
                 return
             first = min(self._running, key=self._preempter.order)
             victim = self._preempter.victim(self._running, first)
@@ -64,7 +64,7 @@ class Limits:
 
         Whoever is first stays: alone it may have all of the memory.
         """
-        while self._memory.total_bytes - self._residency.available_bytes > most_bytes:
+        while self._memory.total_bytes - self._residency.sharing.available_bytes > most_bytes:
             first = min(self._running, key=self._preempter.order, default=None)
             if first is None:
                 return

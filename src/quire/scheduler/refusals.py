@@ -20,7 +20,7 @@ class Refusals:
 
     @property
     def _state(self) -> tuple[int, int]:
-        return self._residency.available_bytes, len(self._running)
+        return self._residency.sharing.available_bytes, len(self._running)
 
     def hold(self, request: Request) -> bool:
         """Whether it was refused as things stand."""

@@ -1,22 +1,18 @@
-"""Requests in the KV memory: how they enter, grow, share prefixes, and leave."""
+"""Requests in the KV memory: how they enter, grow, and leave."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.kv.tables import Rows
-from quire.layout.pages import PageClass
 from quire.offload.kv.front_room import FrontRoom
-from quire.offload.prefix_store.prefix_identities import PrefixIdentities
 from quire.offload.prefix_store.restoring import Restoring
 from quire.scheduler.events import EventLog
-from quire.scheduler.group import note_peak, readable_tokens
+from quire.scheduler.group import note_peak
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestState
 
 FINISHED = "finished"  # by themselves: why most requests leave
@@ -26,9 +22,7 @@ class Residency:
     """Rows of the KV memory on behalf of requests.
 
     Args:
-        memory: the pool.
-        prefix: finds and keeps prefixes; None where nothing is to be shared.
-        identities: who may share whose prefix.
+        sharing: the prefix cache over the memory.
         events: told of what happens.
         front_room: moves first pages of requests to the host; None where all stay.
         restoring: loads prefixes that went elsewhere; None where they are just gone.
@@ -36,45 +30,17 @@ class Residency:
 
     def __init__(
         self,
-        memory: KVMemory,
-        prefix: PrefixIndex | None = None,
+        sharing: PrefixSharing,
         *,
-        identities: PrefixIdentities | None = None,
         events: EventLog | None = None,
         front_room: FrontRoom | None = None,
         restoring: Restoring | None = None,
     ) -> None:
-        self.memory, self.prefix = memory, prefix
+        self.sharing, self.memory = sharing, sharing.memory
         self.front_room, self.restoring = front_room, restoring
-        if restoring is not None:
-            restoring.make_room, restoring.publish = self.make_room, self._publish
-        if front_room is not None:
-            front_room.let_go, front_room.drop_cached = self._let_go, self.drop_cached
-        self.identities = identities or PrefixIdentities()
         self.events = events or EventLog()
 
     # ---- room ----------------------------------------------------------------------------------
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of cached prefixes that can be dropped."""
-        return 0 if self.prefix is None else self.prefix.idle_bytes
-
-    @property
-    def available_bytes(self) -> int:
-        """Bytes that are free or can be freed at no cost to anybody who runs."""
-        return self.memory.free_bytes + self.idle_bytes
-
-    def make_room(self, pages: dict[PageClass, int]) -> bool:
-        """Drop cached prefixes until so many pages fit; say whether they do."""
-        if self.memory.fits(pages):
-            return True
-        return self.prefix is not None and self.prefix.reclaim(pages)
-
-    def drop_cached(self) -> None:
-        """Drop every cached prefix that nobody uses."""
-        if self.prefix is not None:
-            self.prefix.clear()
 
     def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
         """Whether these requests can take so many more tokens each, cached prefixes dropped."""
@@ -91,40 +57,10 @@ class Residency:
     def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
         """Whether rows can grow once cached prefixes are dropped."""
         # a store of runs can lack a long piece where all free pages together would do
-        reclaimed = self.make_room(self.memory.pages_to_grow(rows, counts))
+        reclaimed = self.sharing.make_room(self.memory.pages_to_grow(rows, counts))
         return reclaimed and self.memory.can_grow(rows, counts)
 
     # ---- entering and leaving ------------------------------------------------------------------
-
-    def look_up(self, request: Request, most_tokens: int | None = None) -> PrefixLease | None:
-        """Hold the cached prefix of a request, to enter with or to give back.
-
-        One that others are to be copied from finds no more than they have in common.
-        One whose prompt is scored reads all of it again: scores need the logits of every token.
-        One that will evict finds what it would hold before its first eviction, so that neither its
-        answer nor its peak depends on what is cached.
-
-        Args:
-            request: waits.
-            most_tokens: of use, where its own KV follows from there on; None for all.
-        """
-        if self.prefix is None:
-            return None
-        identity = self.identities.of(request)
-        if request.scores_prompt:
-            return PrefixLease(identity)
-        wanted = min(readable_tokens(request), request.exact_tokens + 1)
-        if most_tokens is not None:
-            wanted = min(wanted, most_tokens + 1)
-        if request.chain is None or request.chain.identity != identity:
-            request.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
-        blocks = request.chain.blocks(wanted - 1)  # one token at least is left to compute
-        return self.prefix.match_blocks(identity, blocks, statistics=request.statistics)
-
-    def give_back(self, lease: PrefixLease | None) -> None:
-        """Let go of what `look_up` held."""
-        if self.prefix is not None and lease is not None:
-            self.prefix.release(lease)
 
     def enter(self, request: Request, lease: PrefixLease | None) -> None:
         """Give a request a row, with the pages of its cached prefix.
@@ -132,32 +68,20 @@ class Residency:
         Raises:
             OutOfPages: there is none; nothing was changed.
         """
-        if self.prefix is not None and lease is not None and lease.nodes:
-            request.row = self.prefix.start(lease, statistics=request.statistics)
+        prefix = self.sharing.prefix
+        if prefix is not None and lease is not None and lease.nodes:
+            request.row = prefix.start(lease, statistics=request.statistics)
             request.num_computed = lease.tokens
         else:
             request.row = self.memory.start(request.statistics)
         request.lease, request.exact, request.replayed = lease, True, 0
-        request.snapshot_ends = self._snapshot_ends(request)
-        if self.prefix is not None and lease is not None:
-            self.prefix.count(request.num_tokens, lease)
+        request.snapshot_ends = self.sharing.snapshot_ends(request)
+        if prefix is not None and lease is not None:
+            prefix.count(request.num_tokens, lease)
         request.count_cached(0, request.num_computed)
         if self.restoring is not None:
             self.restoring.begin(request)
         self.note_entry(request)
-
-    def _snapshot_ends(self, request: Request) -> tuple[int, ...]:
-        """Tokens behind which what is remembered of a prompt is to be kept for others.
-
-        The last whole block of the prompt, for who asks more behind it; and where another prompt
-        began like this one, for the next that does.
-        """
-        lease, prefix = request.lease, self.prefix
-        if prefix is None or not request.statistics or not isinstance(lease, PrefixLease):
-            return ()
-        most = min(len(request.prompt_token_ids) - 1, request.exact_tokens)
-        ends = {min(lease.known_tokens, most), most // prefix.block_tokens * prefix.block_tokens}
-        return tuple(sorted(end for end in ends if end > lease.tokens))
 
     def note_entry(self, request: Request) -> None:
         """Count an entry, however it came about, and tell of it."""
@@ -187,7 +111,7 @@ class Residency:
 
     def note_gone(self, request: Request, kv_bytes: int, reason: str) -> None:
         """A request's row has been released."""
-        self.stop_sharing(request)
+        self.sharing.stop_sharing(request)
         if self.restoring is not None:
             self.restoring.forget(request)
         request.furthest_tokens = max(request.furthest_tokens, request.num_computed)
@@ -202,9 +126,7 @@ class Residency:
         """
         request.row, request.num_computed = row, length
         self.note_entry(request)
-        if self.prefix is not None and request.exact:
-            tokens = request.token_ids(0, length + 1)
-            request.lease = self.prefix.match(self.identities.of(request), tokens)
+        self.sharing.rejoin(request, length)
 
     # ---- growing -------------------------------------------------------------------------------
 
@@ -218,54 +140,12 @@ class Residency:
         self.memory.grow(rows_of(requests), np.array(tokens, dtype=np.int32))
         if kv_bytes := self.memory.copied_bytes - copied_bytes:  # shared pages that are written now
             self.events.emit("copied", requests[0], kv_bytes=kv_bytes)
-        if self.prefix is None:
+        if self.sharing.prefix is None:
             return
-        block = self.prefix.block_tokens
+        block = self.sharing.prefix.block_tokens
         for request, count in zip(requests, tokens, strict=True):
             if request.num_computed % block + count >= block:
-                self._publish(request, request.num_computed + count)
-
-    def _publish(self, request: Request, length: int) -> None:
-        lease = request.lease
-        assert self.prefix is not None
-        if lease is not None and lease.publishes and not self._on_host(request.row, lease.tokens):
-            self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
-
-    def _let_go(self, request: Request) -> None:
-        """A request's first pages are about to move: what it has published stays with others."""
-        if request.lease is not None:
-            self.stop_sharing(request)
-            self.drop_cached()
-
-    def _on_host(self, row: int, token: int) -> bool:
-        """Whether the page of a token is on the host, where nobody could borrow it."""
-        tables = self.memory.tables.values()
-        return any(token < int(t.staged[row]) * t.group.page_class.tokens for t in tables)
-
-    def confirm(self, requests: Sequence[Request]) -> None:
-        """A step has run: what it published is there, and statistics can be kept."""
-        if self.prefix is None:
-            return
-        self.prefix.confirm()
-        for request in requests:
-            at_end = request.num_computed in request.snapshot_ends
-            if at_end and request.exact and request.lease is not None:
-                self.prefix.snapshot(request.lease, request.row)
-
-    def withdraw(self) -> None:
-        """A step has failed: what it published is not there."""
-        if self.prefix is not None:
-            self.prefix.withdraw()
-
-    def borrows_unwritten(self, request: Request) -> bool:
-        """Whether a request shares blocks that the step being planned has yet to write."""
-        prefix, lease = self.prefix, request.lease
-        return prefix is not None and lease is not None and prefix.is_pending(lease)
-
-    def stop_sharing(self, request: Request) -> None:
-        """The row's pages are no longer those of its tokens, or no longer needed."""
-        self.give_back(request.lease)
-        request.lease = None
+                self.sharing.publish(request, request.num_computed + count)
 
     def copy(self, parent: Request, child: Request) -> None:
         """Let a request without KV begin with all that another has, in shared pages.
@@ -276,8 +156,9 @@ class Residency:
         child.row = fork(self.memory, parent.row)
         child.num_computed, child.exact = parent.num_computed, parent.exact
         share_evictions(parent, child)
-        if self.prefix is not None and parent.lease is not None:
-            child.lease = self.prefix.share(parent.lease)
+        prefix = self.sharing.prefix
+        if prefix is not None and parent.lease is not None:
+            child.lease = prefix.share(parent.lease)
         if not child.entries:
             child.cached_tokens = child.charged_cached_tokens = parent.cached_tokens
         child.state = RequestState.RUNNING

@@ -52,7 +52,8 @@ class Room:
         if self._running:
             promised = self._promised(request, cached_tokens, self._running)
             by_class = self._admission.peaks.by_class(promised)
-            if not (self._leaves_enough(promised, 0) and self._residency.make_room(by_class)):
+            sharing = self._residency.sharing
+            if not (self._leaves_enough(promised, 0) and sharing.make_room(by_class)):
                 return False
         return self._preempter.has_place(request)
 
@@ -74,7 +75,7 @@ class Room:
         return soon
 
     def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
-        left_bytes = self._residency.available_bytes + freed_bytes
+        left_bytes = self._residency.sharing.available_bytes + freed_bytes
         left_bytes -= self._admission.peaks.num_bytes(promised)
         return left_bytes >= self.kept_free_bytes
 

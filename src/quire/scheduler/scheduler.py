@@ -21,6 +21,7 @@ from quire.scheduler.forks import Forks
 from quire.scheduler.group import dissolve, leave, num_rows, refuse_beams, together
 from quire.scheduler.lane_caps import Evictor, LaneCaps
 from quire.scheduler.limits import Limits
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.reading import Reading
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.scheduler.residency import FINISHED, Residency
@@ -49,21 +50,18 @@ class Scheduler:
         *,
         parts: SchedulerParts | None = None,
     ) -> None:
-        parts = parts or make_parts(config, Residency(memory))
+        parts = parts or make_parts(config, Residency(PrefixSharing(memory)))
         self.memory, self.config = memory, config
         self.residency, self.preempter = parts.residency, parts.preempter
         self.admission, self.step = parts.admission, parts.step
         self.peaks = parts.admission.peaks
         self.fairness = parts.fairness
-        self.waiting = parts.fairness.waiting
-        self.running: list[Request] = []
-        if parts.residency.front_room is not None:
-            parts.residency.front_room.running = self.running
+        self.running, self.waiting = parts.state.running, parts.state.waiting
         self.failures: list[tuple[Request, QuireError]] = []  # for the engine to report
         self.caps = LaneCaps(parts.residency, evictor, self._fail)
         scale_out = partial(self._preempt, whole=True)
         self._limits = Limits(parts, self.running, self._preempt, scale_out)
-        self.batcher = make_batcher(config, self.running, self.waiting)
+        self.batcher = make_batcher(config, parts.state)
         self._entrance = Entrance(parts, self.running, self.batcher, self._preempt)
         self._urgency = Urgency(parts, self.running, self._entrance, self._preempt)
         self._decoding = Decoding(parts, self.running, self.caps, self.batcher, self._preempt)
@@ -189,8 +187,8 @@ class Scheduler:
         Returns:
             False when nothing is left to free.
         """
-        if self.residency.idle_bytes:
-            self.residency.drop_cached()
+        if self.residency.sharing.idle_bytes:
+            self.residency.sharing.drop_cached()
             return True
         if self.running:
             last = max(self.running, key=self.preempter.order)
@@ -209,8 +207,8 @@ class Scheduler:
         """
         failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
         others = (r for r in self.running if r not in failed)
-        borrowed = [r for r in others if self.residency.borrows_unwritten(r)]
-        self.residency.withdraw()
+        borrowed = [r for r in others if self.residency.sharing.borrows_unwritten(r)]
+        self.residency.sharing.withdraw()
         for request in failed + borrowed:
             if request.state is RequestState.RUNNING:  # else it went with its group
                 self._leave_all(request, "step failed")
@@ -255,7 +253,7 @@ class Scheduler:
         """Note that the step's tokens have been processed; return the forks made then."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
-        self.residency.confirm(plan.requests)
+        self.residency.sharing.confirm(plan.requests)
         self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
         return self._forks.make_due(plan.requests)
 

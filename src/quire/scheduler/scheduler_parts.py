@@ -9,11 +9,10 @@ from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.chunks import ChunkSizes
 from quire.scheduler.preemption.preempter import Preempter
 from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.request import Request
 from quire.scheduler.residency import Residency
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_size import StepSize, refuse_nothing_shared
-from quire.tenancy.fair_queue import FairQueue
 from quire.tenancy.fairness import Fairness
 from quire.tenancy.tenant_book import TenantBook
 from quire.tenancy.tenants import parse_tenants
@@ -25,6 +24,7 @@ class SchedulerParts:
 
     Attributes:
         config: steps and queues.
+        state: which requests run and which wait.
         residency: requests' rows in the memory.
         chunks: how much of a prompt a step reads.
         admission: when a waiting request may start.
@@ -34,6 +34,7 @@ class SchedulerParts:
     """
 
     config: ScheduleConfig
+    state: SchedulerState
     residency: Residency
     chunks: ChunkSizes
     admission: AdmissionRule
@@ -47,6 +48,7 @@ def make_parts(
     residency: Residency,
     swapper: Swapper | None = None,
     step: StepSize | None = None,
+    state: SchedulerState | None = None,
 ) -> SchedulerParts:
     """Make what the config asks for.
 
@@ -55,6 +57,7 @@ def make_parts(
         residency: requests' rows in the memory.
         swapper: copies KV to the host.
         step: sizes of steps; by default those of weights that are all on the device.
+        state: which requests run and which wait; by default none.
 
     Raises:
         ConfigError: an unknown rule, or guarantees of tenants beyond the memory.
@@ -62,17 +65,22 @@ def make_parts(
     if step is None:
         refuse_nothing_shared(config.objective, brought=False)
     chunks = ChunkSizes(config, residency.memory)
-    peaks = Peaks(residency.memory, config.longest_chunk)
-    if residency.front_room is not None:
-        peaks.front_tokens = residency.front_room.front_tokens
-        peaks.offload_bytes = residency.front_room.offload_bytes
-    if residency.restoring is not None:
-        peaks.arriving = residency.restoring.pages_arriving
+    front_room, restoring = residency.front_room, residency.restoring
+    peaks = Peaks(
+        residency.memory,
+        config.longest_chunk,
+        front_tokens=0 if front_room is None else front_room.front_tokens,
+        offload_bytes=0 if front_room is None else front_room.offload_bytes,
+        arriving=None if restoring is None else restoring.pages_arriving,
+    )
     arena = residency.memory.arena
-    book = TenantBook(parse_tenants(config.tenants), arena.num_slabs * arena.slab_bytes)
-    fairness = Fairness(book, residency)
+    tenants = parse_tenants(config.tenants)
+    state = state or SchedulerState.empty(tenants)
+    book = TenantBook(tenants, arena.num_slabs * arena.slab_bytes)
+    fairness = Fairness(book, residency.sharing, state.waiting)
     return SchedulerParts(
         config=config,
+        state=state,
         residency=residency,
         chunks=chunks,
         admission=make_admission(config.admission, peaks),
@@ -82,20 +90,19 @@ def make_parts(
     )
 
 
-def make_batcher(config: ScheduleConfig, running: list[Request], waiting: FairQueue) -> Batcher:
+def make_batcher(config: ScheduleConfig, state: SchedulerState) -> Batcher:
     """The batcher of one scheduler.
 
     Args:
         config: which one, and how large its batch is.
-        running: those that hold KV; the scheduler's own list.
-        waiting: those that do not.
+        state: which requests run and which wait.
     """
-    state = BatchState(
-        running=running,
-        waiting=waiting,
+    batch = BatchState(
+        running=state.running,
+        waiting=state.waiting,
         max_running=config.max_running,
         step_tokens=config.step_tokens,
         chunk_tokens=config.chunk_tokens,
         urgent=config.urgent,
     )
-    return config.batching.make(state)
+    return config.batching.make(batch)

@@ -20,6 +20,7 @@ from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.residency import Residency
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -127,12 +128,9 @@ def make_scheduler(
     """
     # a store whose pages have one holder each can share nothing
     shares = config.kv.prefix_cache and memory.placement.shares
-    residency = Residency(
-        memory,
-        PrefixIndex(memory) if shares else None,
-        identities=PrefixIdentities(secret=_SECRET),
-        events=EventLog(clock, kept=1),
-    )
+    prefix = PrefixIndex(memory) if shares else None
+    sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
+    residency = Residency(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)
     parts = make_parts(config.schedule, residency, swapper)
     return Scheduler(memory, config.schedule, OldestLeave(memory), parts=parts)

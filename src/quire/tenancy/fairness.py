@@ -7,8 +7,8 @@ Of tenants that are not configured and have gone, no more is kept than `IDLE_KEP
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
-from quire.scheduler.residency import Residency
 from quire.tenancy.fair_queue import FairQueue
 from quire.tenancy.tenant_book import Right, TenantBook, checked_tenant
 from quire.tenancy.tenant_bytes import bytes_by_tenant
@@ -23,16 +23,16 @@ class Fairness:
 
     Args:
         book: who the tenants are, and what each holds.
-        residency: requests' rows.
+        sharing: the prefix cache, whose public prefixes are on no tenant's account.
+        waiting: the queue, fair by served tokens.
 
     Attributes:
-        waiting: the queue, fair by served tokens.
+        waiting: see above.
         meter: what each tenant has had.
     """
 
-    def __init__(self, book: TenantBook, residency: Residency) -> None:
-        self.book, self._residency = book, residency
-        self.waiting = FairQueue({spec.name: spec.weight for spec in book.specs})
+    def __init__(self, book: TenantBook, sharing: PrefixSharing, waiting: FairQueue) -> None:
+        self.book, self._sharing, self.waiting = book, sharing, waiting
         self.meter = TenantMeter()
         self._here: set[str] = set()
         self._forget_from = FORGET_FROM
@@ -97,9 +97,9 @@ class Fairness:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
             rows[request.tenant].append(request.row)
-        prefix = self._residency.prefix
+        prefix = self._sharing.prefix
         public = [] if prefix is None else prefix.public_loans()
-        held = bytes_by_tenant(self._residency.memory, rows, {PUBLIC: public} if public else {})
+        held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
         self.book.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
     def owes(self, request: Request) -> bool:

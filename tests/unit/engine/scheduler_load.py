@@ -36,13 +36,15 @@ from quire.scheduler.lane_caps import Evicted
 from quire.scheduler.lane_room import Slots
 from quire.scheduler.limits import SCALED_DOWN
 from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.scheduler.residency import Residency
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_plan import StepPlan
-from quire.tenancy.tenants import PUBLIC
+from quire.tenancy.tenants import PUBLIC, parse_tenants
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
 COSTS = Costs(
@@ -238,11 +240,12 @@ class SchedulerLoad:
 
     def _scheduler(self, setting: Setting) -> Scheduler:
         memory, config = self.memory, self.config
-        prefix = PrefixIndex(memory) if setting.shares else None
-        room = self._front_room(setting.offload_bytes, cached=setting.shares)
-        residency = Residency(memory, prefix, front_room=room)
+        sharing = PrefixSharing(memory, PrefixIndex(memory) if setting.shares else None)
+        state = SchedulerState.empty(parse_tenants(config.tenants))
+        room = self._front_room(setting.offload_bytes, sharing, state)
+        residency = Residency(sharing, front_room=room)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
-        parts = make_parts(config, residency, swapper)
+        parts = make_parts(config, residency, swapper, state=state)
         take_out = parts.preempter.take_out
 
         def watched(requests: list[Request], reason: str, **how: bool) -> None:
@@ -254,11 +257,20 @@ class SchedulerLoad:
         parts.preempter.take_out = watched
         return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
 
-    def _front_room(self, offload_bytes: int, *, cached: bool) -> FrontRoom | None:
+    def _front_room(
+        self, offload_bytes: int, sharing: PrefixSharing, state: SchedulerState
+    ) -> FrontRoom | None:
         if not offload_bytes:
             return None
         fronts = HostedFronts(self.memory, HostPool(offload_bytes, NoCopies()))
-        return FrontRoom(self.memory, fronts, EventLog(), cached=cached)
+        return FrontRoom(
+            self.memory,
+            fronts,
+            EventLog(),
+            sharing=sharing,
+            running=state.running,
+            offload_bytes=offload_bytes,
+        )
 
     # ---- what callers do -----------------------------------------------------------------------
 
@@ -463,7 +475,7 @@ class SchedulerLoad:
             assert self.num_steps < most, "thrashing"
         assert not self.requests
         self.check()
-        self.scheduler.residency.drop_cached()
+        self.scheduler.residency.sharing.drop_cached()
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
         assert not self.memory.loans
         assert self.pool is None or not self.pool.used_bytes

@@ -4,6 +4,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.scheduler.residency import Residency
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -25,7 +26,8 @@ class Service:
         layout = make_layout(PAGE_TOKENS, None, evicting=False)
         self.memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
         self.index = PrefixIndex(self.memory) if prefix else None
-        config, residency = ScheduleConfig(**schedule), Residency(self.memory, self.index)
+        config = ScheduleConfig(**schedule)
+        residency = Residency(PrefixSharing(self.memory, self.index))
         parts = make_parts(config, residency)
         self.scheduler = Scheduler(self.memory, config, parts=parts)
         self.arrivals = 0
@@ -103,9 +105,9 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
     monkeypatch.setattr(prefix_key, "_block", counting)
     residency = service.scheduler.residency
     for _ in range(5):  # what the entrance does with it while there is no room
-        lease = residency.look_up(waiting)
+        lease = residency.sharing.look_up(waiting)
         assert lease.tokens == 60
-        residency.give_back(lease)
+        residency.sharing.give_back(lease)
     assert hashes[0] == 60 // PAGE_TOKENS
 
     service.scheduler.waiting.push(waiting)
@@ -118,12 +120,13 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
 def test_a_prompt_that_became_public_is_hashed_anew():
     service = Service(prefix=True)
     mine = service.submit(prompt_tokens=20, tenant="mine")
-    identities, residency = service.scheduler.residency.identities, service.scheduler.residency
-    residency.give_back(residency.look_up(mine))
+    residency = service.scheduler.residency
+    identities = residency.sharing.identities
+    residency.sharing.give_back(residency.sharing.look_up(mine))
     before = mine.chain
 
     identities.register_public(list(range(10)))
-    residency.give_back(residency.look_up(mine))
+    residency.sharing.give_back(residency.sharing.look_up(mine))
 
     assert mine.chain is not before
     assert mine.chain.identity.public_tokens == 10

@@ -25,6 +25,7 @@ from quire.scheduler.group import (
     reserved_rows,
     whole_groups,
 )
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.scheduler.residency import Residency
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -57,7 +58,7 @@ def entry_at(tokens: int) -> EvictionEntry:
 def read(memory, first) -> tuple[list[Request], int]:
     """Let the group's first member in and read on until all have everything; count tokens."""
     first.row, first.state = memory.start(), RequestState.RUNNING
-    residency = Residency(memory)
+    residency = Residency(PrefixSharing(memory))
     running, read_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
@@ -169,7 +170,7 @@ def test_members_share_what_left_both_before_they_were_forked():
 
 def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory = make_memory()
-    residency = Residency(memory)
+    residency = Residency(PrefixSharing(memory))
     group = make_group([[1], [2], [3]], atomic=True)
     old = list(group.members)
     for member in old:

@@ -42,7 +42,7 @@ class Watched:
     @property
     def used_share(self):
         memory = self.load.memory
-        return 1 - self.load.scheduler.residency.available_bytes / memory.total_bytes
+        return 1 - self.load.scheduler.residency.sharing.available_bytes / memory.total_bytes
 
     def _reads_use(self):
         self.before.append(self.used_share if len(self.load.scheduler.running) > 1 else 0.0)

@@ -10,6 +10,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.kernels.paging import move_slots
 from quire.scheduler.schedule_config import ScheduleConfig
 
 KIB = 1024
@@ -301,7 +302,7 @@ def test_a_pool_lies_where_its_models_lie(models):
     member = SharedPool("128KiB").join("gpt2", guaranteed="64KiB")
 
     with pytest.raises(ConfigError, match="the model lies on meta, the shared pool on cpu"):
-        member.make_memory(layout, 1, torch.device("meta"))
+        member.make_memory(layout, 1, torch.device("meta"), move_slots)
 
 
 def test_an_engine_of_a_shared_pool_has_no_thread_of_its_own(models):

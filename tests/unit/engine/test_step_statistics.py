@@ -9,9 +9,7 @@ from flat import sequences
 from quire.engine.runner import StepBridge
 from quire.kernels.gathered import GatheredAttention
 from quire.kv.lane_reader import LaneReader
-from quire.kv.memory import KVMemory
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.store import PageStore
+from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
@@ -27,14 +25,13 @@ def remembered(name, cut):
     layout = layout_for(
         decoder.spec, codec="float32", page_tokens=4, evicting=True, statistics=STATISTICS
     )
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * 40, max_rows=2)
-    store = PageStore(memory.total_bytes, CPU)
-    memory.store = store
-    kv, row = PagedKV(memory, store, GatheredAttention(CPU)), memory.start()
+    backend = GatheredAttention(CPU)
+    kv = allocate_kv(layout, layout.smallest_sequence_bytes * 40, 2, device=CPU, backend=backend)
+    row = kv.memory.start()
     (prompt,), start = sequences(17, vocab_size=zoo.VOCAB_SIZE), 0
     for end in cut:
         rows, tokens = np.array([row]), np.array([end - start], dtype=np.int32)
-        memory.grow(rows, tokens)
+        kv.memory.grow(rows, tokens)
         attention = StepBridge(StepAttention(kv, rows, tokens))
         places = torch.arange(start, end)
         decoder.forward(prompt[start:end], places, places[:0], attention)

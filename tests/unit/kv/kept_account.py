@@ -17,8 +17,7 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.store import PageStore
+from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
@@ -143,11 +142,10 @@ class Checked:
         layout = layout_for(
             MODEL, codec=text, page_tokens=PAGE, evicting=evicting, heads_apart=heads_apart
         )
-        memory = KVMemory(layout, layout.smallest_sequence_bytes * 60, max_rows=8)
-        store = PageStore(memory.total_bytes, CPU)
-        store.arena.fill_(0xFF)
-        memory.store = store
-        self.kv, self.account = PagedKV(memory, store, backend), Account(text)
+        total_bytes = layout.smallest_sequence_bytes * 60
+        self.kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
+        self.kv.store.arena.fill_(0xFF)
+        self.account = Account(text)
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
 

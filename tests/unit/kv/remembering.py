@@ -6,9 +6,7 @@ import torch
 from quire.kernels.backend import AttentionMath
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.memory import KVMemory
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.store import PageStore
+from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.layout.statistics import AttentionSum, LowLooks, SquareSum
@@ -58,11 +56,10 @@ def make_kv(
         heads_apart=heads_apart,
         statistics=statistics,
     )
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * 300, max_rows)
-    store = PageStore(memory.total_bytes, CPU)
-    store.arena.fill_(0xFF)  # NaN: a free slot that is read, or not cleared, shows
-    memory.store = store
-    return PagedKV(memory, store, backend or ReferenceAttention())
+    total_bytes, backend = layout.smallest_sequence_bytes * 300, backend or ReferenceAttention()
+    kv = allocate_kv(layout, total_bytes, max_rows, device=CPU, backend=backend)
+    kv.store.arena.fill_(0xFF)  # NaN: a free slot that is read, or not cleared, shows
+    return kv
 
 
 def start(kv, statistics):

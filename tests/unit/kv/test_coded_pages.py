@@ -18,10 +18,8 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
-from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.store import PageStore
+from quire.kv.step import PagedKV, StepAttention, allocate_kv
 from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.swap import swap_in, swap_out
@@ -72,11 +70,10 @@ def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
         )
     )
     pages = max(150, 600 // page_tokens)  # six rows of 80 tokens at most, and forks' copies
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * pages, max_rows=8)
-    store = PageStore(memory.total_bytes, CPU)
-    store.arena.fill_(0xFF)  # NaN in every float type, and in codes what no encoder writes
-    memory.store = store
-    return PagedKV(memory, store, backend)
+    total_bytes = layout.smallest_sequence_bytes * pages
+    kv = allocate_kv(layout, total_bytes, 8, device=CPU, backend=backend)
+    kv.store.arena.fill_(0xFF)  # NaN in every float type, and in codes what no encoder writes
+    return kv
 
 
 class Twins:

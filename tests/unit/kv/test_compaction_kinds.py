@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
+from quire.kv.listeners import MemoryListener
 from quire.kv.sharing import fork, lend, return_loan
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
@@ -245,12 +246,12 @@ def test_a_broken_slot_map_is_refused_before_anything_is_written():
 # ---- pages that a cache keeps --------------------------------------------------------------------
 
 
-class Cache:
+class Cache(MemoryListener):
     """Holds loans and gives up those whose pages nobody else but one row reads."""
 
     def __init__(self, memory):
         self.memory, self.loans, self.asked = memory, [], []
-        memory.unpublish = self.unpublish
+        memory.listeners.subscribe(self)
 
     def unpublish(self, page_class, pages):
         self.asked.append(pages.tolist())

@@ -1,5 +1,7 @@
 """Copies of pages between an arena and the host: directly, packed in pieces, and on a device."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -52,9 +54,8 @@ def test_pages_of_16_kib_leave_in_pieces_of_at_least_8_mib():
 
 def filled(device, copies, *, tokens=(37, 5, 64), total_bytes=1 << 20):
     """A memory whose pages hold random bytes; rows grow in turns, so their pages alternate."""
-    memory = KVMemory(LAYOUT, total_bytes, len(tokens))
-    store = PageStore(memory.total_bytes, device)
-    memory.store = store
+    memory = KVMemory(LAYOUT, total_bytes, len(tokens), store=partial(PageStore, device=device))
+    store = memory.store
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, store.arena.shape, dtype=torch.uint8, generator=generator)
     store.arena.copy_(noise)
@@ -199,8 +200,9 @@ def test_pages_cross_the_link_in_pieces_of_a_mebibyte_or_more():
         pytest.skip("no CUDA device")
     page_class = plain_class(tokens=16, heads=4, head_dim=64)
     layout = CacheLayout((LaneGroup(name="kv", page_class=page_class, layers=tuple(range(32))),))
-    memory = KVMemory(layout, 256 << 20, 2)
-    memory.store = store = PageStore(memory.total_bytes, torch.device("cuda"))
+    make_store = partial(PageStore, device=torch.device("cuda"))
+    memory = KVMemory(layout, 256 << 20, 2, store=make_store)
+    store = memory.store
     copies = host_copies(store, 64 << 20, page_class.page_bytes)
     pool = HostPool(64 << 20, copies)
     store.arena.copy_(torch.randint(0, 256, store.arena.shape, dtype=torch.uint8, device="cuda"))

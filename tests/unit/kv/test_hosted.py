@@ -6,6 +6,7 @@ all staging is filled with NaN behind every step: what was attended must have be
 
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
@@ -103,14 +104,15 @@ def make(
     codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, host_bytes=1 << 20
 ):
     layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * 8 * sequences, max_rows=8)
-    store = PageStore(memory.total_bytes, CPU)
-    store.arena.fill_(0xFF)
-    memory.store = store
-    kv = PagedKV(memory, store, backend or GatheredAttention(CPU))
-    pool = HostPool(host_bytes, host_copies(store, host_bytes, 1))
-    kv.hosting = Hosting(memory, HostedFronts(memory, pool), carrier or ThreadCarrier())
-    return kv
+    backend = backend or GatheredAttention(CPU)
+    make_store = partial(PageStore, device=CPU, mover=backend.move)
+    total_bytes = layout.smallest_sequence_bytes * 8 * sequences
+    memory = KVMemory(layout, total_bytes, max_rows=8, store=make_store)
+    memory.store.arena.fill_(0xFF)
+    pool = HostPool(host_bytes, host_copies(memory.store, host_bytes, 1))
+    fronts = HostedFronts(memory, pool, memory.store.page_positions)
+    hosting = Hosting(memory, fronts, carrier or ThreadCarrier())
+    return PagedKV(memory, memory.store, backend, offload=hosting)
 
 
 def step(kv, tokens, seed):
@@ -138,7 +140,7 @@ def page_bytes(kv):
 
 def poison(kv):
     """What lay in the staging is gone."""
-    fronts = kv.hosting.fronts
+    fronts = kv.offload.fronts
     for row in fronts.rows:
         for piece in fronts.pieces(row):
             page_class = kv.memory.tables[piece.group].group.page_class
@@ -164,7 +166,7 @@ def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
         make(codec, backend=make_backend(), carrier=carrier, evicting=evicting)
         for carrier in (SlowCarrier(), None)
     )
-    rng, fronts = np.random.default_rng(seed), hosted.hosting.fronts
+    rng, fronts = np.random.default_rng(seed), hosted.offload.fronts
     rows = [hosted.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
     for number in range(6):
@@ -207,13 +209,13 @@ def test_of_a_front_the_arena_holds_two_layers():
     each = kv.memory.tables["full"].group.page_class.page_bytes
     before = page_bytes(kv)
 
-    gain = kv.hosting.fronts.gain_bytes(row, 24)
-    moved = kv.hosting.fronts.host(row, 24)
+    gain = kv.offload.fronts.gain_bytes(row, 24)
+    moved = kv.offload.fronts.host(row, 24)
 
     assert gain == (FULL_LAYERS - SLOTS) * 6 * each
-    assert moved == kv.hosting.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
+    assert moved == kv.offload.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
     assert page_bytes(kv) == before - gain
-    assert kv.hosting.fronts.host(row, 24) == 0
+    assert kv.offload.fronts.host(row, 24) == 0
     kv.memory.check()
 
 
@@ -225,14 +227,14 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
         step(one, {row: 24}, 0)
     each = kv.memory.tables["full"].group.page_class.page_bytes
     before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
-    kv.hosting.fronts.host(rows[0], 24)
+    kv.offload.fronts.host(rows[0], 24)
 
-    freed = kv.hosting.fronts.halve_staging(rows[0])
+    freed = kv.offload.fronts.halve_staging(rows[0])
 
     assert freed == (SLOTS - 1) * 6 * each
     assert page_bytes(kv) == before - (FULL_LAYERS - 1) * 6 * each
     assert kv.memory.row_bytes(rows[0]) == held - (FULL_LAYERS - 1) * 6 * each
-    assert kv.hosting.fronts.halve_staging(rows[0]) == 0
+    assert kv.offload.fronts.halve_staging(rows[0]) == 0
     kv.memory.check()
     for number in range(2):
         poison(kv)
@@ -240,7 +242,7 @@ def test_one_staging_slot_holds_one_layer_at_a_time():
             step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
         )
         assert torch.equal(found, expected)
-    kv.hosting.fronts.bring_back(rows[0])
+    kv.offload.fronts.bring_back(rows[0])
     assert page_bytes(kv) == page_bytes(whole)
     kv.memory.check()
 
@@ -252,12 +254,12 @@ def test_a_full_host_takes_no_part_of_a_group():
     before = page_bytes(kv)
 
     with pytest.raises(HostPoolFull):
-        kv.hosting.fronts.host(row, 24)
+        kv.offload.fronts.host(row, 24)
 
-    assert not kv.hosting.fronts.pool.used_bytes
+    assert not kv.offload.fronts.pool.used_bytes
     assert page_bytes(kv) == before
     kv.memory.check()
-    assert kv.hosting.fronts.host(row, 4)
+    assert kv.offload.fronts.host(row, 4)
 
 
 def test_a_row_counts_its_staging_once():
@@ -267,7 +269,7 @@ def test_a_row_counts_its_staging_once():
     step(kv, {row: 26}, 0)
     before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
 
-    kv.hosting.fronts.host(row, 26)
+    kv.offload.fronts.host(row, 26)
 
     assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
 
@@ -280,7 +282,7 @@ def test_a_full_arena_makes_room_by_hosting():
         step(kv, {row: PAGE}, 1)
     held = int(kv.memory.lengths[row])
 
-    kv.hosting.fronts.host(row, held)
+    kv.offload.fronts.host(row, held)
     step(kv, {row: PAGE}, 2)
 
     assert int(kv.memory.lengths[row]) == held + PAGE
@@ -297,8 +299,8 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
         loans.append(lend(one.memory, lender, 0, 8))
     rows = [borrow(one.memory, [loan]) for one, loan in zip((kv, whole), loans, strict=True)]
 
-    assert kv.hosting.fronts.gain_bytes(rows[0], 8) < 0
-    kv.hosting.fronts.host(rows[0], 8)
+    assert kv.offload.fronts.gain_bytes(rows[0], 8) < 0
+    kv.offload.fronts.host(rows[0], 8)
 
     for number in range(3):
         found, expected = (
@@ -315,7 +317,7 @@ def test_what_would_read_or_move_a_front_is_refused():
     kv = make(evicting=True)
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
-    kv.hosting.fronts.host(row, 8)
+    kv.offload.fronts.host(row, 8)
     keep = np.ones((FULL_LAYERS, 12), dtype=bool)
     keep[:, 3] = False
 
@@ -329,7 +331,7 @@ def test_what_would_read_or_move_a_front_is_refused():
         with pytest.raises(ConfigError, match=r"first 2 pages .* are on the host; bring them back"):
             refused()
     kv.memory.check()
-    kv.hosting.fronts.bring_back(row)
+    kv.offload.fronts.bring_back(row)
     plan_compaction(kv.memory, "full", row, keep)
     swap_out(kv.memory, [row])
 
@@ -341,7 +343,7 @@ def test_a_front_is_of_slots_that_there_are():
     step(kv, {row: 12}, 5)
     kv.memory.tables["full"].num_slots[row] -= 1
 
-    kv.hosting.fronts.host(row, 12)
+    kv.offload.fronts.host(row, 12)
 
     assert kv.memory.tables["full"].staged[row] == 2
 
@@ -350,16 +352,16 @@ def test_a_front_comes_back_only_where_there_is_room():
     kv = make(sequences=2)
     row, other = kv.memory.start(), kv.memory.start()
     step(kv, {row: 24}, 6)
-    kv.hosting.fronts.host(row, 24)
+    kv.offload.fronts.host(row, 24)
     while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
         kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
 
     with pytest.raises(OutOfPages, match="18 pages needed to bring a front back"):
-        kv.hosting.fronts.bring_back(row)
+        kv.offload.fronts.bring_back(row)
     kv.memory.check()
     kv.memory.release([other])
-    kv.hosting.fronts.bring_back(row)
-    assert not kv.hosting.fronts.rows
+    kv.offload.fronts.bring_back(row)
+    assert not kv.offload.fronts.rows
     kv.memory.check()
 
 
@@ -370,13 +372,13 @@ def test_a_front_comes_back_in_the_room_of_its_pages():
     step(kv, {row: 24}, 6)
     [(page_class, pool)] = kv.memory.pools.items()
     before = list(stored_pages(kv.memory, kv.store, row))
-    kv.hosting.fronts.host(row, 24)
+    kv.offload.fronts.host(row, 24)
     poison(kv)
     taken = []
     while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
         taken += pool.allocate(1).tolist()
 
-    kv.hosting.fronts.bring_back(row)
+    kv.offload.fronts.bring_back(row)
 
     assert list(stored_pages(kv.memory, kv.store, row)) == before
     pool.release(np.array(taken, dtype=np.int32))
@@ -387,7 +389,7 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
     kv = make(carrier=BrokenCarrier())
     row = kv.memory.start()
     step(kv, {row: 12}, 7)
-    kv.hosting.fronts.host(row, 8)
+    kv.offload.fronts.host(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, {row: 1}, 8)
@@ -401,14 +403,14 @@ def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
     rows = [kv.memory.start() for _ in range(2)]
     for row in rows:
         step(kv, {row: 16}, 9)
-        kv.hosting.fronts.host(row, 16)
-    kv.hosting.fronts.halve_staging(rows[0])
+        kv.offload.fronts.host(row, 16)
+    kv.offload.fronts.halve_staging(rows[0])
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, dict.fromkeys(rows, 1), 10)
     kv.memory.release(rows)
 
-    copies = kv.hosting.carrier.copies
+    copies = kv.offload.carrier.copies
     assert len(copies) == 2 * FULL_LAYERS
     assert all(copy.done() for copy in copies)
 
@@ -418,7 +420,7 @@ def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
     kv = make(carrier=SlowCarrier())
     row = kv.memory.start()
     step(kv, {row: 16}, 9)
-    kv.hosting.fronts.host(row, 16)
+    kv.offload.fronts.host(row, 16)
     kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
     StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
 

@@ -22,6 +22,7 @@ from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of
 from quire.kv.ledger_proof import prove_extents
+from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
@@ -99,6 +100,13 @@ def empty_sequence(statistics=frozenset(STATISTICS), kind=Kind.FILL_HOLES):
     return Sequence(0, {key: {} for key in lanes}, statistics, kind)
 
 
+class Cache(MemoryListener):
+    """Answers what the machine answers."""
+
+    def __init__(self, unpublish):
+        self.unpublish = unpublish
+
+
 class MemoryMachine(RuleBasedStateMachine):
     @initialize(kib=st.sampled_from([24, 40, 96]))
     def open_memory(self, kib):
@@ -110,7 +118,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.random = np.random.default_rng(kib)
         self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
         self.lets_go = False
-        self.memory.unpublish = self.unpublish
+        self.memory.listeners.subscribe(Cache(self.unpublish))
 
     def unpublish(self, page_class, pages):
         """Loans are what a cache keeps: it gives up those that hold these pages, or nothing."""

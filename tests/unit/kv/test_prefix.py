@@ -137,7 +137,7 @@ def test_what_is_dropped_before_it_was_written_is_kept_nowhere(fails):
     """A request of the step that is planned lets its blocks go: nobody may have their bytes."""
     kept, listener = [], Listener()
     index = PrefixIndex(one_group(max_rows=4), listener)
-    index.keep = kept.extend
+    index.on_drop(kept.extend)
     close(index, *read(index, TOKENS[:8]))
     lease, row = index.match(EVERYBODY, TOKENS[:16]), index.memory.start()
     grow(index.memory, row, 16)
@@ -277,7 +277,7 @@ def test_idle_blocks_are_not_part_of_the_peak():
     close(index, *read(index, [1] * 8))
 
     assert memory.arena_peak_bytes == 2 * 128
-    assert memory.used_bytes - memory.idle_bytes() == 0
+    assert memory.used_bytes - memory.listeners.idle_bytes() == 0
 
 
 def test_clear_leaves_nothing():

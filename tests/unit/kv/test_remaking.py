@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.step import StepAttention
+from quire.kv.step import PagedKV, StepAttention
 from quire.offload.kv.front_shares import share_fronts
 from quire.offload.kv.host_attention import HostAttention, can_attend_in_parts
 from quire.offload.recompute.input_book import InputBook
@@ -89,7 +89,7 @@ class Anyhow:
 
 def hosting(kv, seed, *, blocks=64):
     """Let a memory make again and attend on the host."""
-    first = kv.hosting
+    first = kv.offload
     groups = [table.group for table in kv.memory.tables.values()]
     made = [group.name for group in groups if group.window is None and can_make_again(group)]
     store = InputStore(
@@ -98,8 +98,7 @@ def hosting(kv, seed, *, blocks=64):
     remaking = Remaking(Linear(), store, Known(), CPU)
     remaking.piece_tokens = 5  # ends inside of pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
-    first.fronts.read_positions = kv.store.page_positions
-    kv.hosting = type(first)(
+    offload = type(first)(
         kv.memory,
         first.fronts,
         first.carrier,
@@ -108,7 +107,7 @@ def hosting(kv, seed, *, blocks=64):
         remade=made,
         attention=HostAttention(kv.memory, kv.store, kv.coded, first.fronts, in_parts),
     )
-    return kv
+    return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
 
 
 def step(kv, model, known, tokens, seed):
@@ -141,9 +140,9 @@ def step(kv, model, known, tokens, seed):
 
 def spoil(kv):
     """What a step staged is gone."""
-    kv.hosting._settle()
+    kv.offload.fronts.use.settle()
     poison(kv)
-    for staging in kv.hosting.remaking._staging.values():
+    for staging in kv.offload.remaking._staging.values():
         staging.fill_(0xFF)  # NaN as float32
 
 
@@ -170,7 +169,7 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         Linear(),
         {},
     )
-    remaking, fronts = split.hosting.remaking, split.hosting.fronts
+    remaking, fronts = split.offload.remaking, split.offload.fronts
     remaking.tokens.tokens, remaking.tokens.until = known, until
     rows = [split.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
@@ -199,32 +198,32 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
     total = 24
     for made, host in ((total, 0), (0, total)):
         kv, model, known = hosting(make(), 0), Linear(), {}
-        kv.hosting.remaking.tokens.tokens = known
-        kv.hosting.splits.divide = lambda fronts, rows, made=made, host=host: share_fronts(
+        kv.offload.remaking.tokens.tokens = known
+        kv.offload.splits.divide = lambda fronts, rows, made=made, host=host: share_fronts(
             fronts, made, host, PAGE
         )
         row = kv.memory.start()
         step(kv, model, known, {row: total + 1}, 3)
-        kv.hosting.fronts.host(row, total)
+        kv.offload.fronts.host(row, total)
         step(kv, model, known, {row: 1}, 4)
 
-        assert kv.hosting.remaking.num_made == made * FULL_LAYERS
-        assert kv.hosting.attention.num_attended == host * FULL_LAYERS
-        kv.hosting.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
-        carried = [t for t in kv.hosting.splits.timed[-1] if t.kind == "KV in"]
+        assert kv.offload.remaking.num_made == made * FULL_LAYERS
+        assert kv.offload.attention.num_attended == host * FULL_LAYERS
+        kv.offload.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
+        carried = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
         assert not carried
 
 
 def test_without_room_for_x_all_is_carried():
     kv, model, known = hosting(make(), 0, blocks=1), Linear(), {}
-    kv.hosting.remaking.tokens.tokens = known
-    kv.hosting.splits.divide = lambda fronts, rows: share_fronts(fronts, 1000, 0, PAGE)
+    kv.offload.remaking.tokens.tokens = known
+    kv.offload.splits.divide = lambda fronts, rows: share_fronts(fronts, 1000, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 25}, 3)
-    kv.hosting.fronts.host(row, 24)
+    kv.offload.fronts.host(row, 24)
     step(kv, model, known, {row: 1}, 4)
 
-    assert kv.hosting.remaking.num_made == 2 * PAGE * FULL_LAYERS
+    assert kv.offload.remaking.num_made == 2 * PAGE * FULL_LAYERS
 
 
 class Failing(ThreadCarrier):
@@ -240,14 +239,14 @@ class Failing(ThreadCarrier):
 @pytest.mark.parametrize("made", [0, 1])
 def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
     kv, model, known = hosting(make(carrier=Failing()), 0), Linear(), {}
-    kv.hosting.remaking.tokens.tokens = known
-    kv.hosting.splits.divide = lambda fronts, rows: share_fronts(fronts, made * 8, 0, PAGE)
+    kv.offload.remaking.tokens.tokens = known
+    kv.offload.splits.divide = lambda fronts, rows: share_fronts(fronts, made * 8, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 12}, 3)
-    kv.hosting.fronts.host(row, 8)
+    kv.offload.fronts.host(row, 8)
 
     with pytest.raises(OSError, match="the link is gone"):
         step(kv, model, known, {row: 1}, 4)
     kv.memory.release([row])
     kv.memory.check()
-    kv.hosting.remaking.store.book.check()
+    kv.offload.remaking.store.book.check()

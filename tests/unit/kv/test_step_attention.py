@@ -12,9 +12,7 @@ from quire.kernels.reference import attend_reference
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.memory import KVMemory
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.store import PageStore
+from quire.kv.step import PagedKV, StepAttention, allocate_kv
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
@@ -60,11 +58,9 @@ def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
 
 def make_kv(page_tokens: int, backend, dtype: str = "float32") -> PagedKV:
     layout = make_layout(page_tokens, dtype)
-    memory = KVMemory(layout, layout.smallest_sequence_bytes * 200, max_rows=8)
-    store = PageStore(memory.total_bytes, CPU)
-    store.arena.fill_(0xFF)  # NaN in every float type: a free slot that is read shows
-    memory.store = store
-    return PagedKV(memory, store, backend)
+    kv = allocate_kv(layout, layout.smallest_sequence_bytes * 200, 8, device=CPU, backend=backend)
+    kv.store.arena.fill_(0xFF)  # NaN in every float type: a free slot that is read shows
+    return kv
 
 
 def start_rows(kvs: list[PagedKV], count: int) -> list[int]:

@@ -101,7 +101,7 @@ def test_the_answer_says_which_pages_are_the_rows_alone_now():
     [page_class] = memory.layout.page_classes
     pages = memory.tables["kv"].pages[row, 0, :3].copy()
 
-    assert memory.unpublish(page_class, pages[1:2]).tolist() == [True]
+    assert memory.listeners.unpublish(page_class, pages[1:2]).tolist() == [True]
     assert memory.pools[page_class].ref_counts[pages].tolist() == [2, 1, 1]
-    assert np.array_equal(memory.unpublish(page_class, pages), [True, True, True])
+    assert np.array_equal(memory.listeners.unpublish(page_class, pages), [True, True, True])
     assert len(index) == 0

@@ -220,7 +220,7 @@ class DynamicBatch:
             Exception: of the model, as it is. Queries keep their tokens and those in rows are read
                 again, so that another step can be tried.
         """
-        self._choosing.new = []
+        self._choosing.begin_step()
         record = self.last = StepRecord()
         try:
             self._advance(record)

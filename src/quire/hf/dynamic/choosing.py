@@ -21,7 +21,7 @@ class Choosing:
         clock: seconds.
 
     Attributes:
-        new: tokens chosen since somebody emptied it.
+        new: tokens chosen in this step.
     """
 
     def __init__(
@@ -30,6 +30,10 @@ class Choosing:
         self.new: list[NewToken] = []
         self._sampler = Sampler(vocab_size, eos_token_ids)
         self._eos_token_ids, self._clock = eos_token_ids, clock
+
+    def begin_step(self) -> None:
+        """Forget the tokens of the last step."""
+        self.new = []
 
     def first(self, logits: Mapping[Query, Float[Tensor, " vocab"]]) -> None:
         """First tokens of prompts that were read; who was read again has them already."""

@@ -84,7 +84,7 @@ class Filling:
             return
         if not self._seats.live:
             self._seats.close()
-        self._seats.planned = self._memory.planned_columns()
+        self._seats.plan_for(self._memory.planned_columns())
         while len(self._seats.live) < self._options.batch_size:
             if self._may_read_here():
                 if not self._read_here(record):

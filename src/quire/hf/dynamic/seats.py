@@ -37,6 +37,10 @@ class Seats:
         self.planned, self._holds = 0, holds
         self._shape, self._meter, self._limit = shape, meter, limit
 
+    def plan_for(self, columns: int) -> None:
+        """Note how many columns queries will need for certain."""
+        self.planned = columns
+
     @property
     def live(self) -> list[Query]:
         """Queries in rows."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
-from quire.kv.step import PagedKV
+from quire.kv.coded_layers import CodedLayers
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore
 from quire.kv.tables import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
@@ -249,13 +251,15 @@ class FrontChoice:
         inputs = InputStore(book, self._layers, self._codec, decoder.device)
         return Remaking(decoder, inputs, rows, decoder.device)
 
-    def attention(self, kv: PagedKV, fronts: HostedFronts) -> HostAttention | None:
+    def attention(
+        self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: HostedFronts
+    ) -> HostAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""
         part = self._config.host_attention_part
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
             return None
-        return HostAttention(kv.memory, kv.store, kv.coded, fronts, self._in_parts)
+        return HostAttention(memory, store, coded, fronts, self._in_parts)
 
     @property
     def _room_tokens(self) -> int:

@@ -1,14 +1,18 @@
 """Builds what an engine needs for fronts on the host: bytes of KV and of inputs, rates, carrier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.kv.step import PagedKV
+from quire.kv.coded_layers import CodedLayers
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore
 from quire.offload.host_side import host_pool
 from quire.offload.kv.front_choice import FrontChoice
 from quire.offload.kv.front_rows import FrontRows
 from quire.offload.kv.front_splits import FrontSplits
 from quire.offload.kv.hosted import HostedFronts
 from quire.offload.kv.hosting import Hosting
+from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,6 @@ class FrontParts:
     Attributes:
         fronts: of all sequences.
         hosting: for steps.
-        rows: who runs, as the scheduler says; None where nobody asks.
         splits: divides fronts; None where all of them is carried.
         why: what is made again or why nothing is, for people.
         offload_bytes: of offload memory, for KV and activations.
@@ -26,7 +29,6 @@ class FrontParts:
 
     fronts: HostedFronts
     hosting: Hosting
-    rows: FrontRows | None
     splits: FrontSplits | None
     why: str
     offload_bytes: int
@@ -52,30 +54,39 @@ class FrontParts:
             self.hosting.remaking.store.book.check()
 
 
-def build_fronts(choice: FrontChoice, kv: PagedKV, stream_bytes: int) -> FrontParts:
+def build_fronts(
+    choice: FrontChoice,
+    memory: KVMemory,
+    store: PageStore,
+    coded: CodedLayers,
+    stream_bytes: int,
+    running: Sequence[Request],
+) -> FrontParts:
     """Divide the bytes for fronts over KV and inputs, as rates or the user say.
 
     Args:
         choice: what of them is not transferred as it is.
-        kv: whose first pages they are.
+        memory: whose first pages they are.
+        store: its bytes.
+        coded: what encodes and decodes its pages.
         stream_bytes: of the host.
+        running: requests that hold KV; the scheduler's own list.
     """
     part, why = choice.part_and_why()
     book = choice.book(choice.input_bytes(part, stream_bytes))
     input_bytes = 0 if book is None else book.num_blocks * book.block_tokens * choice.x_bytes
-    fronts = HostedFronts(kv.memory, host_pool(kv.store, choice.layout, stream_bytes - input_bytes))
-    fronts.read_positions = kv.store.page_positions
-    rows, remaking = None, None
+    pool = host_pool(store, choice.layout, stream_bytes - input_bytes)
+    fronts = HostedFronts(memory, pool, store.page_positions)
+    remaking = None
     if book is not None:
-        rows = FrontRows(part)
-        remaking = choice.remaking(book, rows)
-    attention = choice.attention(kv, fronts)
+        remaking = choice.remaking(book, FrontRows(part, running))
+    attention = choice.attention(memory, store, coded, fronts)
     splits = None
     if remaking is not None or attention is not None:
         splits = choice.splits(makes=remaking is not None, attends=attention is not None)
     choice.say_fallbacks(why, recomputes=remaking is not None, attends=attention is not None)
     hosting = Hosting(
-        kv.memory,
+        memory,
         fronts,
         choice.carrier(),
         splits=splits,
@@ -83,4 +94,4 @@ def build_fronts(choice: FrontChoice, kv: PagedKV, stream_bytes: int) -> FrontPa
         remade=[group.name for group in choice.groups] if remaking is not None else (),
         attention=attention,
     )
-    return FrontParts(fronts, hosting, rows, splits, why, stream_bytes)
+    return FrontParts(fronts, hosting, splits, why, stream_bytes)

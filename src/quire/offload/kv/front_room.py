@@ -1,21 +1,21 @@
 """Makes room in the KV memory by moving the first pages of running requests to the host.
 
 Asked when cached prefixes are gone and pages are still short, before anybody gives way. A request
-that has moved runs on: its first pages are brought layer by layer (see `quire.offload.kv.hosted`). Which
-request: the one that frees most; of its pages a quarter at a time, so that little more is moved
-than is needed and copies stay large.
+that has moved runs on: its first pages are brought layer by layer (see
+`quire.offload.kv.hosted`). Which request: the one that frees most; of its pages a quarter at a
+time, so that little more is moved than is needed and copies stay large.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.memory import KVMemory
-from quire.offload.kv.front_rows import FrontRows
 from quire.offload.kv.hosted import HostedFronts
 from quire.offload.kv.staging import can_have_front, offloaded_token_bytes
 from quire.scheduler.admission.need import may_stream
 from quire.scheduler.events import EventLog
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestState
 
 _PART = 4  # of what a request could still move, one in so many at a time
@@ -29,42 +29,33 @@ class FrontRoom:
         memory: the arena.
         fronts: of its sequences.
         events: told of what moves.
-        cached: whether pages may be named by cached prefixes too, which are dropped when nobody
-            else needs them.
+        sharing: cached prefixes, which may name the same pages.
+        running: requests that hold KV; the scheduler's own list.
+        offload_bytes: of offload memory; larger than what KV has where activations share it.
 
     Attributes:
-        rows: told who runs, too; None where nobody asks.
-        offload_bytes: of offload memory; larger than what KV has where activations share it.
+        offload_bytes: see above.
         num_returned: times all pages of a request came back, for it to evict.
-        let_go: takes a request's pages out of cached prefixes, from which nobody else reads them.
-        drop_cached: drops prefixes that nobody uses.
     """
 
     def __init__(
-        self, memory: KVMemory, fronts: HostedFronts, events: EventLog, *, cached: bool
+        self,
+        memory: KVMemory,
+        fronts: HostedFronts,
+        events: EventLog,
+        *,
+        sharing: PrefixSharing,
+        running: Sequence[Request],
+        offload_bytes: int,
     ) -> None:
         self._memory, self._fronts, self._events = memory, fronts, events
-        self._holders = 2 if cached else 1
+        self._sharing, self._running = sharing, running
+        self._holders = 1 if sharing.prefix is None else 2
         groups = [group for group in memory.layout.groups if can_have_front(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = offloaded_token_bytes(memory.layout)
-        self.offload_bytes = fronts.pool.total_bytes
-        self._running: Sequence[Request] = ()
-        self.rows: FrontRows | None = None
+        self.offload_bytes = offload_bytes
         self.num_returned = 0
-        self.let_go: Callable[[Request], None] = lambda request: None
-        self.drop_cached: Callable[[], None] = lambda: None
-
-    @property
-    def running(self) -> Sequence[Request]:
-        """Those who run; the scheduler's own list."""
-        return self._running
-
-    @running.setter
-    def running(self, requests: Sequence[Request]) -> None:
-        self._running = requests
-        if self.rows is not None:
-            self.rows.running = requests
 
     @property
     def front_tokens(self) -> int:
@@ -102,7 +93,7 @@ class FrontRoom:
         """
         if not self.is_staged(request):
             return
-        self.drop_cached()
+        self._sharing.drop_cached()
         while self.is_staged(request):
             try:
                 self._fronts.bring_back(request.row)
@@ -124,7 +115,7 @@ class FrontRoom:
     def _movable(self) -> list[Request]:
         return [
             request
-            for request in self.running
+            for request in self._running
             if request.state is RequestState.RUNNING and request.row >= 0 and may_stream(request)
         ]
 
@@ -146,7 +137,7 @@ class FrontRoom:
         held = max(int(t.staged[request.row]) for t in self._memory.tables.values())
         left = slots // tokens - held
         pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
-        self.let_go(request)
+        self._sharing.withdraw_from_cache(request)
         before = self._fronts.pool.used_bytes
         while pages > 0 and self._fronts.pool.used_bytes == before:
             with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so

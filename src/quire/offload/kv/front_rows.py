@@ -14,14 +14,11 @@ class FrontRows:
 
     Args:
         part: of a sequence's tokens that may ever be made again, from the first.
-
-    Attributes:
         running: those who run; the scheduler's own list.
     """
 
-    def __init__(self, part: int | float) -> None:
-        self.running: Sequence[Request] = ()
-        self._part = part
+    def __init__(self, part: int | float, running: Sequence[Request]) -> None:
+        self._part, self._running = part, running
 
     def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
         """Tokens at some positions."""
@@ -38,4 +35,4 @@ class FrontRows:
         return int(-(-request.final_tokens * self._part // 1)) if may_stream(request) else 0
 
     def _of(self, row: int) -> Request:
-        return next(request for request in self.running if request.row == row)
+        return next(request for request in self._running if request.row == row)

@@ -22,13 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, OutOfPages
+from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
 from quire.kv.tables import SLOTS, LaneTable, Rows
 from quire.layout.pages import PageClass
 from quire.offload.kv.staging import can_have_front, name_pages, stage, staged_pages
+from quire.offload.kv.staging_use import StagingUse
 from quire.offload.swap.host_pool import HostPool, HostSpace
+
+ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +64,25 @@ class HostedPiece:
         return len(self.staging)
 
 
-class HostedFronts:
+class HostedFronts(MemoryListener):
     """The fronts of all sequences of a memory.
 
     Args:
         memory: where they are.
         pool: takes their bytes, and nobody else's.
+        read_positions: logical positions of pages' slots, of a class that carries them.
 
     Attributes:
-        settle: called before pages of a staging change hands: returns when nobody writes there.
-        on_release: called with sequences that are released, whether they have a front or not.
-        read_positions: logical positions of pages' slots, of a class that carries them.
+        pool: see above.
+        use: the step that reads the staging pages.
 
     Raises:
         ConfigError: the store lays lanes out in runs.
     """
 
-    def __init__(self, memory: KVMemory, pool: HostPool) -> None:
+    def __init__(
+        self, memory: KVMemory, pool: HostPool, read_positions: ReadPositions | None = None
+    ) -> None:
         if not memory.placement.shares:
             raise ConfigError(
                 "expected a store whose pages lie anywhere, as paged: lanes in one piece cannot "
@@ -84,10 +90,9 @@ class HostedFronts:
             )
         self._memory, self.pool = memory, pool
         self._pieces: dict[int, list[HostedPiece]] = {}
-        self.settle: Callable[[], None] = lambda: None
-        self.on_release: Callable[[Rows], None] = lambda _: None
-        self.read_positions: Callable[[PageClass, PageNumbers], NDArray[np.int32]] | None = None
-        memory.on_release = self._forget_all
+        self.use = StagingUse()
+        self._read_positions = read_positions
+        memory.listeners.subscribe(self)
 
     @property
     def rows(self) -> frozenset[int]:
@@ -125,17 +130,17 @@ class HostedFronts:
             HostPoolFull: the pool does not hold a group; likewise.
         """
         moves = list(self._moves(row, slots))
-        self.settle()
+        self.use.settle()
         moved = [self._host(table, row, first, columns) for table, first, columns in moves]
         return sum(map(self._bytes, moved))
 
-    def _forget_all(self, rows: Rows) -> None:
+    def released(self, rows: Rows) -> None:
+        """Free the offloaded pages of sequences."""
         gone = self._pieces.keys() & set(rows.tolist())
         if gone:
-            self.settle()
+            self.use.settle()
         for row in gone:
             self._forget(row)
-        self.on_release(rows)
 
     def _forget(self, row: int) -> None:
         """Let go of the bytes of a sequence."""
@@ -159,7 +164,7 @@ class HostedFronts:
             needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
-        self.settle()
+        self.use.settle()
         for piece in self.pieces(row):
             self._bring_back(row, piece)
         self._forget(row)
@@ -171,7 +176,7 @@ class HostedFronts:
         """
         before = self._memory.row_bytes(row)
         if any(piece.slots > 1 for piece in self.pieces(row)):
-            self.settle()
+            self.use.settle()
             self._pieces[row] = [self._halved(row, piece) for piece in self.pieces(row)]
         return before - self._memory.row_bytes(row)
 
@@ -180,7 +185,7 @@ class HostedFronts:
 
         Pages of its staging are allocated again: every step loads what they hold.
         """
-        self.settle()
+        self.use.settle()
         memory, pieces = self._memory, self.pieces(row)
         for piece in pieces:
             table, end = memory.tables[piece.group], piece.first + piece.columns
@@ -232,8 +237,9 @@ class HostedFronts:
         old = table.pages[row, :, first : first + columns].copy()
         layers = self._save(group.page_class, old.reshape(len(group.layers), -1))
         positions = None
-        if group.page_class.positions and self.read_positions is not None:
-            positions = self.read_positions(group.page_class, old.reshape(-1)).reshape(len(old), -1)
+        if group.page_class.positions and self._read_positions is not None:
+            positions = self._read_positions(group.page_class, old.reshape(-1))
+            positions = positions.reshape(len(old), -1)
         pool.release(old.reshape(-1))
         staging = stage(self._memory, table, row, first, columns, SLOTS)
         table.staged[row] = first + columns

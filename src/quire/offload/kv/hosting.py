@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
 from quire.kv.flat_batch import FlatBatch
+from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.slot_moves import SlotMoves
 from quire.kv.step_log import StepLog, Timed
+from quire.kv.tables import Rows
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.front_shares import CARRIED, Front, Share
 from quire.offload.kv.host_attention import HostAttention, StepHostAttention
@@ -41,7 +43,7 @@ class Splits(Protocol):
         ...
 
 
-class Hosting:
+class Hosting(MemoryListener):
     """Fronts on the host and who brings them.
 
     Args:
@@ -68,10 +70,8 @@ class Hosting:
         self.memory, self.fronts, self.carrier = memory, fronts, carrier
         self.splits, self.remaking, self.attention = splits, remaking, attention
         self.tables = [memory.tables[name] for name in remade]
-        fronts.settle = self._settle
         if remaking is not None:
-            fronts.on_release = lambda rows: remaking.store.book.forget(rows.tolist())
-            memory.on_compaction = self.compacted
+            memory.listeners.subscribe(self)
         self._last: StepFronts | None = None
 
     @property
@@ -91,8 +91,14 @@ class Hosting:
                 fronts = {row: self._front(row, decodes=row in decodes) for row in rows}
                 shares = self.splits.divide(fronts, len(batch.rows))
             self._last = StepFronts(self, batch, shares)
+            self.fronts.use.begin(self._last)
             return self._last
         return StepFronts(self, batch, {}) if keeps else None
+
+    def released(self, rows: Rows) -> None:
+        """Free the inputs of sequences."""
+        if self.remaking is not None:
+            self.remaking.store.book.forget(rows.tolist())
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """Let inputs follow the slots of a sequence that has lost some.
@@ -122,14 +128,9 @@ class Hosting:
     def _end(self) -> None:
         """The last step is over: learn from it."""
         last, self._last = self._last, None
-        if last is not None:
-            last.settle()
-            if self.splits is not None:
-                self.splits.learn(last.log.read())
-
-    def _settle(self) -> None:
-        if self._last is not None:
-            self._last.settle()
+        self.fronts.use.end()
+        if last is not None and self.splits is not None:
+            self.splits.learn(last.log.read())
 
     def _front(self, row: int, *, decodes: bool) -> Front:
         tables = self.memory.tables.values()  # of one group more may have moved than of another

@@ -89,7 +89,7 @@ class PrefixTier:
         self._queue_bytes, self._queued_bytes = queue_bytes, 0
         self._counting = threading.Lock()  # two threads count what is queued
         self._closed = self._waits = False
-        index.keep = self.keep
+        index.on_drop(self.keep)
 
     @property
     def is_closed(self) -> bool:

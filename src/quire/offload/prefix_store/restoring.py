@@ -29,6 +29,7 @@ from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import readable_tokens
 from quire.scheduler.load_rate import LoadRate
+from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
 WAIT_S = 0.02
@@ -60,31 +61,29 @@ class Restoring:
     Args:
         tier: where prefixes are.
         costs: what reading takes.
-        block_tokens: of the prefix index.
+        sharing: the prefix cache that loaded prefixes go to.
         events: told of what has come back.
         clock: seconds.
 
     Attributes:
         waits: somebody could not be planned since `begin_plan` because its pages are on their way.
-        make_room: drops cached prefixes until so many pages fit.
-        publish: shares what a request holds up to a token.
     """
 
     def __init__(
         self,
         tier: PrefixTier,
         costs: LearnedCosts,
-        block_tokens: int,
+        sharing: PrefixSharing,
         events: EventLog,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tier = tier
         self.waits = False
-        self.make_room: Callable[[dict[PageClass, int]], bool] = lambda pages: False
-        self.publish: Callable[[Request, int], None] = lambda request, length: None
+        self._sharing = sharing
         self._costs, self._events, self._clock = costs, events, clock
-        self._memory, self._block_tokens = tier.memory, block_tokens
-        self._token_bytes = tier.records.record_bytes / block_tokens
+        assert sharing.prefix is not None, "prefixes are loaded for requests to share them"
+        self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
+        self._token_bytes = tier.records.record_bytes / self._block_tokens
         self._rate = LoadRate(tier, self._token_bytes, clock)
         self._open: dict[Request, Restoration] = {}
         self._arrived = threading.Condition()
@@ -135,7 +134,7 @@ class Restoring:
             self._num_declined += 1
             self._rate.look_again(*found[-1])
             return
-        if not self.make_room(pages_needed(self._memory, end - at)):
+        if not self._sharing.make_room(pages_needed(self._memory, end - at)):
             return
         try:
             pages = ArrivingPages(self._memory, first, end, self._block_tokens)
@@ -236,7 +235,7 @@ class Restoring:
             request.count_cached(at, load.end)
             self._num_restores += 1
             self._restored_tokens += tokens
-            self.publish(request, load.end)
+            self._sharing.publish(request, load.end)
             self._events.emit(
                 "restored",
                 request,

@@ -153,13 +153,11 @@ class Recomputation:
     def _catching(self) -> Iterator[list[_Caught]]:
         """Runs its block until attention begins; also while a forward waits for its attention."""
         caught: list[_Caught] = []
-        waiting, self._bridge.attention = self._bridge.attention, _Catching()
-        try:
-            yield caught
-        except _Caught as end:
-            caught.append(end)
-        finally:
-            self._bridge.attention = waiting
+        with self._bridge.attending(_Catching()):
+            try:
+                yield caught
+            except _Caught as end:
+                caught.append(end)
         if not caught:
             raise InvariantError("a layer ran to its end without asking for attention")
 

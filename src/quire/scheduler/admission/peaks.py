@@ -29,14 +29,25 @@ class Peaks:
     Args:
         memory: the pool.
         chunk_tokens: largest prefill chunk of a request that evicts nothing.
+        front_tokens: of one sequence that offload memory holds; 0 without any.
+        offload_bytes: of offload memory, activations included; 0 without any.
+        arriving: pages of a request that are allocated and that its row does not name yet.
 
     Attributes:
         page_classes: what the last axis of every array of counts stands for.
-        front_tokens: of one sequence that offload memory holds; 0 without any.
-        offload_bytes: of offload memory, activations included; 0 without any.
+        front_tokens: see above.
+        offload_bytes: see above.
     """
 
-    def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        chunk_tokens: int,
+        *,
+        front_tokens: int = 0,
+        offload_bytes: int = 0,
+        arriving: Callable[[Request], Mapping[PageClass, int]] | None = None,
+    ) -> None:
         self.memory = memory
         self._shapes = step_shapes(chunk_tokens)
         self._windows = any(group.window is not None for group in memory.layout.groups)
@@ -44,8 +55,8 @@ class Peaks:
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
-        self.front_tokens = self.offload_bytes = 0
-        self.arriving: Callable[[Request], Mapping[PageClass, int]] = lambda request: {}
+        self.front_tokens, self.offload_bytes = front_tokens, offload_bytes
+        self._arriving = arriving or (lambda request: {})
 
     def counts(self, needs: Sequence[Need]) -> Counts:
         """Pages [sequences, page classes] that sequences hold at their peaks.
@@ -201,7 +212,7 @@ class Peaks:
             kept_aside = self.memory.placement.reserved_pages(table, rows)
             counts[:, place] += table.pages_held(rows) + kept_aside.sum(axis=1)
         for row, request in enumerate(requests):
-            for page_class, pages in self.arriving(request).items():
+            for page_class, pages in self._arriving(request).items():
                 counts[row, self._place[page_class]] += pages
         return counts
 

@@ -168,7 +168,7 @@ class Preempter:
         swapped = request.swapped
         if swapped is None or swapped.keep_from:
             return True
-        self._residency.make_room(dict(swapped.pages))
+        self._residency.sharing.make_room(dict(swapped.pages))
         return can_swap_in(self._memory, swapped)
 
     def give_up(self, request: Request) -> None:
@@ -210,7 +210,7 @@ class Preempter:
         swapped = request.swapped
         assert swapped is not None
         assert self.swapper is not None
-        if not self._residency.make_room(self.swapper.needed(swapped)):
+        if not self._residency.sharing.make_room(self.swapper.needed(swapped)):
             return False
         self._away.pop(id(swapped))
         request.swapped = None
@@ -241,10 +241,10 @@ class Preempter:
         """
         members = [member for member in together(request) if member.row >= 0]
         for member in members:
-            self._residency.stop_sharing(member)
+            self._residency.sharing.stop_sharing(member)
             if self._residency.restoring is not None:
                 self._residency.restoring.forget(member)
-        self._residency.drop_cached()
+        self._residency.sharing.drop_cached()
         repack(self._memory, *(member.row for member in members))
 
     def halve_staging(self, request: Request) -> None:

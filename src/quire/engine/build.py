@@ -1,0 +1,174 @@
+"""The composition root: makes memory, offload, scheduler and runner of an engine, in this order.
+
+Everything that a part needs is handed to its constructor; nothing is assigned to it afterwards.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from quire.config.kv_config import KVConfig
+from quire.engine.pool import KVPool, build_pool
+from quire.engine.runner import Runner
+from quire.engine.shared_pool import PoolMember, joining
+from quire.eviction.eviction import PolicyEvictor
+from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_events import PrefixBroadcast
+from quire.models.loader import LoadedModel
+from quire.offload.kv.evicting_fronts import FrontEvictor
+from quire.offload.kv.front_room import FrontRoom
+from quire.offload.prefix_store.open_tier import OpenedTier, open_tier
+from quire.offload.prefix_store.prefix_identities import PrefixIdentities
+from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.swap.host_store import device_name
+from quire.plan.ceilings import default_path, read_ceilings
+from quire.plan.known_costs import known_costs
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.machine import this_machine
+from quire.plan.sizes import parse_size
+from quire.scheduler.events import EventLog, PrefixEvents
+from quire.scheduler.lane_caps import Evictor
+from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.residency import Residency
+from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.state import SchedulerState
+from quire.scheduler.step_size import StepSize
+from quire.scheduler.times import StepTimes
+from quire.tenancy.tenants import parse_tenants
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine consists of.
+
+    Attributes:
+        pool: the KV memory.
+        scheduler: plans steps.
+        runner: runs them.
+        restoring: loads prefixes from a second tier; None without one.
+        times: where the time of steps goes.
+    """
+
+    pool: KVPool
+    scheduler: Scheduler
+    runner: Runner
+    restoring: Restoring | None
+    times: StepTimes
+
+
+def build(
+    model: LoadedModel,
+    kv: KVConfig,
+    schedule: ScheduleConfig,
+    *,
+    member: PoolMember | None,
+    events: EventLog,
+    listener: PrefixBroadcast,
+) -> EngineParts:
+    """Make the parts of an engine.
+
+    Args:
+        model: loaded weights and tokenizer; its KV is shared with no other's.
+        kv: the KV memory.
+        schedule: steps and queues.
+        member: a place in a KV memory that several engines share; None allocates one.
+        events: told what happens to requests.
+        listener: told which prefixes come and go.
+
+    Raises:
+        ConfigError: options that cannot be; raised before the arena is allocated.
+    """
+    with joining(member) as attach:
+        state = SchedulerState.empty(parse_tenants(schedule.tenants))
+        pool = build_pool(model, kv, schedule, member, state.running)
+        scheduler = _make_scheduler(pool, kv, schedule, model, state, events, listener)
+        attach(scheduler)
+    times = StepTimes()
+    rows = INVARIANT_ROWS if schedule.batch_invariant else None
+    runner = Runner(model.decoder, pool.kv, times, scheduler.step, fixed_rows=rows)
+    return EngineParts(pool, scheduler, runner, scheduler.residency.restoring, times)
+
+
+def _make_scheduler(
+    pool: KVPool,
+    kv: KVConfig,
+    schedule: ScheduleConfig,
+    model: LoadedModel,
+    state: SchedulerState,
+    events: EventLog,
+    listener: PrefixBroadcast,
+) -> Scheduler:
+    opened = open_tier(kv, pool, model)
+    swapper = _swapper(pool, schedule, model)
+    sharing = _make_sharing(pool, kv, model, opened, listener)
+    front_room = restoring = None
+    if sharing.prefix is not None:
+        listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
+    if pool.fronts is not None:
+        offloaded = pool.fronts.fronts
+        front_room = FrontRoom(
+            pool.kv.memory,
+            offloaded,
+            events,
+            sharing=sharing,
+            running=state.running,
+            offload_bytes=pool.fronts.offload_bytes,
+        )
+    if opened is not None and sharing.prefix is not None:
+        restoring = Restoring(opened.attach(sharing.prefix), swapper.costs, sharing, events)
+    residency = Residency(sharing, front_room=front_room, restoring=restoring, events=events)
+    brought = model.weights if pool.fronts is None else None
+    step = StepSize(schedule.step_tokens, schedule.objective, brought)
+    parts = make_parts(schedule, residency, swapper, step, state)
+    evictor = _evictor(pool, kv, model)
+    if evictor is not None and front_room is not None:
+        evictor = FrontEvictor(evictor, front_room)
+    return Scheduler(pool.kv.memory, schedule, evictor, parts=parts)
+
+
+def _make_sharing(
+    pool: KVPool,
+    kv: KVConfig,
+    model: LoadedModel,
+    opened: OpenedTier | None,
+    listener: PrefixBroadcast,
+) -> PrefixSharing:
+    shares = kv.prefix_cache and pool.why_no_prefix is None
+    if kv.prefix_cache and not shares:
+        logger.info("the prefix cache is off: %s", pool.why_no_prefix)
+    prefix = PrefixIndex(pool.kv.memory, listener) if shares else None
+    made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
+    identities = PrefixIdentities(made_by)
+    if opened is not None and prefix is not None:
+        identities = PrefixIdentities((*made_by, opened.nature), secret=opened.secret)
+    return PrefixSharing(pool.kv.memory, prefix, identities)
+
+
+def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
+    if not pool.rules.evicts:
+        return None
+    rotations = cache(model.decoder.rotations)
+    return PolicyEvictor(pool.kv, pool.rules, parse_size(kv.scratch), rotations)
+
+
+def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:
+    device = model.decoder.device
+    known = known_costs(
+        read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads())),
+        model.spec,
+        dtype=str(model.decoder.dtype).removeprefix("torch."),
+        device=device_name(device),
+        chunk_tokens=schedule.longest_chunk,
+    )
+    if known.notice and pool.host is not None and schedule.preempt == "auto":
+        logger.info("%s", known.notice)
+    costs = LearnedCosts(known.costs)
+    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt)
