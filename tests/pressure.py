@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import zoo
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -109,7 +110,9 @@ def _takes_all(model: LoadedModel, size: int) -> bool:
 def submit(engine: Engine, job: Job, request_id: str) -> None:
     """Ask an engine."""
     engine.submit(
-        job.prompt, job.params, request_id=request_id, priority=job.priority, tenant=job.tenant
+        GenerationRequest(
+            job.prompt, job.params, request_id=request_id, priority=job.priority, tenant=job.tenant
+        )
     )
 
 

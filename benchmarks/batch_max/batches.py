@@ -1,5 +1,6 @@
 """Batch sizes: how many rows a KV memory holds, and which of them the paper's set has."""
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -41,7 +42,7 @@ def rows_that_fit(
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     try:
         for _ in range(most):
-            engine.submit([0] * prompt_tokens, options)
+            engine.submit(GenerationRequest([0] * prompt_tokens, options))
     except NeverFits:
         return 0
     engine.scheduler.schedule()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -58,7 +59,7 @@ def answer_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     before = engine.scheduler.num_preemptions
     started_s = time.perf_counter()
-    ids = [engine.submit(prompt, options) for prompt in prompts]
+    ids = [engine.submit(GenerationRequest(prompt, options)) for prompt in prompts]
     answers: dict[str, list[int]] = {key: [] for key in ids}
     waiting, rows_peak, prefill_s = set(ids), 0, 0.0
     while engine.has_work:

@@ -23,6 +23,7 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import CostConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.throughput.arms import all_decode
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -91,7 +92,7 @@ class TimedArm:
         self._engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
         options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for row in range(config.rows):
-            self._engine.submit(random_prompt(model, config.cap, row), options)
+            self._engine.submit(GenerationRequest(random_prompt(model, config.cap, row), options))
         while self._engine.has_work and not self._all_decode():
             self._engine.step()
         self._before = replace(self._engine.times)

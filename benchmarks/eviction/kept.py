@@ -9,6 +9,7 @@ from benchmarks.common.result import HeatMap, Numbers, PartResult, Table
 from benchmarks.eviction.config import KeptConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.eviction.texts import RunningText, pieces
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -50,7 +51,7 @@ def kept_positions(
 
 def _kept_of(engine: Engine, text: list[int]) -> NDArray[np.bool_]:
     options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    request_id = engine.submit(text, options)
+    request_id = engine.submit(GenerationRequest(text, options))
     while engine.has_work:
         engine.step()
     sets = engine.eviction_trace(request_id)

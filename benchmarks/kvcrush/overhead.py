@@ -29,6 +29,7 @@ from benchmarks.kvcrush.stopwatch import (
     Stopwatch,
     watched_rules,
 )
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -98,7 +99,7 @@ def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable
     engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     for row in range(config.rows):
-        engine.submit(random_prompt(model, config.prompt_tokens, row), options)
+        engine.submit(GenerationRequest(random_prompt(model, config.prompt_tokens, row), options))
     watch, started_s = Stopwatch(clock), clock()
     with watched_rules(watch):
         while engine.has_work:

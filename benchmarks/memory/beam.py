@@ -17,6 +17,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -139,14 +140,16 @@ def _search_with_engine(config: BeamConfig) -> BeamRun:
             ScheduleConfig(),
         )
         engine.submit(
-            prompt,
-            SamplingParams(
-                n=beams,
-                use_beam_search=beams > 1,
-                max_tokens=config.apart,
-                temperature=0.0,
-                ignore_eos=True,
-            ),
+            GenerationRequest(
+                prompt,
+                SamplingParams(
+                    n=beams,
+                    use_beam_search=beams > 1,
+                    max_tokens=config.apart,
+                    temperature=0.0,
+                    ignore_eos=True,
+                ),
+            )
         )
         while engine.has_work:
             engine.step()

@@ -16,6 +16,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -75,7 +76,7 @@ def measure_generation(config: GenerationConfig) -> list[TokenTime]:
 
 def _measure_one(engine: Engine, prompt: list[int], steps: int) -> TokenTime:
     options = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
-    engine.submit(prompt, options)
+    engine.submit(GenerationRequest(prompt, options))
     without_s = seconds(engine.step)  # the whole prompt, and its first token
     decode_s = [seconds(engine.step) for _ in range(steps)]
     return TokenTime(tokens=len(prompt), without_s=without_s, with_s=statistics.median(decode_s))

@@ -17,6 +17,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.memory.simulated import SimulatedConfig
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -136,7 +137,7 @@ def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: i
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     for _ in range(config.rows):
         prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
-        engine.submit(prompt, options)
+        engine.submit(GenerationRequest(prompt, options))
     running = engine.scheduler.running
     while len(running) < config.rows or any(r.num_uncomputed > 1 for r in running):
         engine.step()

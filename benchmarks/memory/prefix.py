@@ -14,6 +14,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -102,7 +103,7 @@ def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> Prefi
     )
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     prompts = config.prompts(model.spec.vocab_size)
-    ids = [engine.submit(prompt, options) for prompt in prompts]
+    ids = [engine.submit(GenerationRequest(prompt, options)) for prompt in prompts]
     answers: dict[str, list[int]] = {key: [] for key in ids}
     usages: list[Usage] = []
 

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -98,7 +99,9 @@ def _measure_one(engine: Engine, prompt: list[int]) -> SwapTime:
     pool, memory = engine.pool.host, engine.pool.kv.memory
     if pool is None:
         raise InvariantError("the engine of this bench has a host pool")
-    request_id = engine.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    request_id = engine.submit(
+        GenerationRequest(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    )
     recompute_s = 0.0
     while not recompute_s or engine.scheduler.running[0].num_computed < len(prompt):
         recompute_s += seconds(engine.step)

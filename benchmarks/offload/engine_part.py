@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -108,7 +109,9 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
     engine = _engine(model, "1GiB", {"stream_recompute": part, "stream_host_attention": "off"})
     taken_s = 0.0
     for seed in (1, 2):
-        engine.submit(random_prompt(model, tokens, seed), SamplingParams(max_tokens=1))
+        engine.submit(
+            GenerationRequest(random_prompt(model, tokens, seed), SamplingParams(max_tokens=1))
+        )
         started_s = time.process_time()
         while engine.has_work:
             engine.step()
@@ -122,7 +125,7 @@ def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[flo
     token_bytes = model.spec.kv_bytes_per_token(4)
     engine = _engine(model, int(_ROOM * (tokens + count) * token_bytes), ARMS[name])
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    engine.submit(random_prompt(model, tokens, 2), params)
+    engine.submit(GenerationRequest(random_prompt(model, tokens, 2), params))
     found: list[float] = []
     while engine.has_work:
         before, started_s = engine.num_generated_tokens, time.perf_counter()

@@ -10,6 +10,7 @@ import time
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -118,7 +119,7 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
         if prefill is not None:
             residency.restoring = _with_costs(learned, engine, prefill)
     started_s = time.perf_counter()
-    engine.submit(prompt, _ANSWER)
+    engine.submit(GenerationRequest(prompt, _ANSWER))
     while engine.has_work:
         engine.step()
     taken_s = time.perf_counter() - started_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common.models import llama_125m, random_model
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -67,7 +68,9 @@ def _filled_engine(config: OverheadConfig) -> Engine:
     rng = random.Random(0)
     for _ in range(config.rows):
         prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
-        engine.submit(prompt, SamplingParams(max_tokens=new_tokens, temperature=0.0))
+        engine.submit(
+            GenerationRequest(prompt, SamplingParams(max_tokens=new_tokens, temperature=0.0))
+        )
     while any(r.num_uncomputed > 1 for r in engine.scheduler.running) or engine.stats().num_waiting:
         engine.step()
     return engine

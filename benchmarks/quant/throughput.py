@@ -15,6 +15,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.quant.config import PLAIN, QuantThroughputConfig
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -117,7 +118,7 @@ def _reading(
     options = SamplingParams(max_tokens=_new_tokens(config), temperature=0.0, ignore_eos=True)
     for _ in range(rows):
         prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
-        engine.submit(prompt, options)
+        engine.submit(GenerationRequest(prompt, options))
     return engine
 
 

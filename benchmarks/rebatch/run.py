@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.rebatch.bound import Forwards
 from benchmarks.rebatch.clock import SkippingClock
 from benchmarks.rebatch.load import Load, prompt_ids
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -250,7 +251,9 @@ def run_paged(
         while coming and coming[0][1].arrival_s <= clock():
             ids, asked = coming.pop(0)
             params = SamplingParams(max_tokens=asked.new_tokens, temperature=0.0, ignore_eos=True)
-            numbers[engine.submit(ids, params, priority=asked.priority)] = len(numbers)
+            numbers[engine.submit(GenerationRequest(ids, params, priority=asked.priority))] = len(
+                numbers
+            )
             run.times_s.append([])
             run.answers.append([])
         for delta in engine.step():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -128,7 +129,7 @@ class Soak:
             prompt = [
                 rng.randrange(vocab_size) for _ in range(rng.randint(1, config.prompt_tokens))
             ]
-            request_id = self.engine.submit(prompt, self._params())
+            request_id = self.engine.submit(GenerationRequest(prompt, self._params()))
             if rng.random() < config.cancelled:
                 self.engine.cancel(request_id)
         running = self.engine.scheduler.running

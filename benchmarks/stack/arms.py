@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.stack.load import StackLoad
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -162,7 +163,7 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
 
 def _submit(engine: Engine, prompt: list[int], new_tokens: int) -> str:
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    return engine.submit(prompt, options)
+    return engine.submit(GenerationRequest(prompt, options))
 
 
 def _checked(load: StackLoad, answers: Mapping[str, list[int]]) -> int:

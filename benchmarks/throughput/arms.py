@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.common.workload import Workload
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -90,7 +91,7 @@ class QuireArm:
             max_tokens=self._workload.new_tokens, temperature=0.0, ignore_eos=True
         )
         started_s = time.perf_counter()
-        ids = [self.engine.submit(prompt, options) for prompt in self._prompts]
+        ids = [self.engine.submit(GenerationRequest(prompt, options)) for prompt in self._prompts]
         answers: dict[str, list[int]] = {key: [] for key in ids}
         decode_s, prefill_s = [], 0.0
         while self.engine.has_work:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
@@ -170,7 +171,7 @@ def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, l
     """Answer all prompts; the steps of each kind in their order."""
     options = SamplingParams(max_tokens=workload.new_tokens, temperature=0.0, ignore_eos=True)
     for prompt in workload.prompt_ids():
-        engine.submit(prompt, options)
+        engine.submit(GenerationRequest(prompt, options))
     found: dict[str, list[_Step]] = {kind: [] for kind in KINDS}
     while engine.has_work:
         step = _timed_step(engine, timed)

@@ -264,7 +264,7 @@ def test_lines_with_a_cache_salt_are_answered(batch):
     errors = {record["line"]: record["error"] for record in read_records(target)}
     assert [errors[number] for number in (1, 2, 3)] == [None] * 3
     assert "expected a cache_salt of 128 characters at most, got 129" in errors[4]
-    assert "expected cache_salt to be a str, got 7" in errors[5]
+    assert "expected cache_salt to be a text, got 7" in errors[5]
 
 
 def test_lines_share_kv_with_those_of_their_salt(batch, tmp_path: Path):

@@ -4,6 +4,7 @@ import json
 import re
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.scheduler.events import KEPT_EVENTS, KINDS
 from snippets import ROOT
 from unit.engine.test_ledger import prove_sums
@@ -34,7 +35,7 @@ def test_the_snapshot_adds_up():
 def test_the_snapshot_has_the_fields_of_a_real_one():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
-    engine.submit([3] * 20, engines.greedy(8))
+    engine.submit(GenerationRequest([3] * 20, engines.greedy(8)))
     engine.step()
 
     real, shown = names(engine.ledger()), names(SNAPSHOT)

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from engines import load
 from exact_products import use_exact_products
 from fuzz.case import Case, RequestCase
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -122,10 +123,12 @@ def submit(engine: Engine, name: str, request: RequestCase, **changed: object) -
     """Submit one of a case's requests."""
     request = replace(request, **changed)
     engine.submit(
-        request.prompt,
-        SamplingParams(**request.params),
-        request_id=name,
-        priority=request.priority,
-        tenant=request.tenant,
-        evict=request.evict,
+        GenerationRequest(
+            request.prompt,
+            SamplingParams(**request.params),
+            request_id=name,
+            priority=request.priority,
+            tenant=request.tenant,
+            evict=request.evict,
+        )
     )

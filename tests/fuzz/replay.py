@@ -3,6 +3,7 @@
 from fuzz.build import ample_engine
 from fuzz.case import Case
 from fuzz.watch import Context, SeenLogits, Watched, difference
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 
@@ -61,7 +62,9 @@ def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
     for number, context in enumerate(contexts):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
         name = f"replay {number}"
-        engine.submit(context[0], params, request_id=name, evict=seen.evict[context])
+        engine.submit(
+            GenerationRequest(context[0], params, request_id=name, evict=seen.evict[context])
+        )
         watched.open(name, context[0])
         for _, request in engine._replies.unfinished(name):
             request.trace = list(seen.traces[context])

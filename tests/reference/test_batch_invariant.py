@@ -15,6 +15,7 @@ from torch import Tensor
 
 import zoo
 from engines import load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -91,7 +92,7 @@ def run(model: LoadedModel, numbers: list[int], kv: dict | None = None, **schedu
 
     engine._runner = Spy()
     for number in numbers:
-        engine.submit(PROMPTS[number], params_of(number), request_id=str(number))
+        engine.submit(GenerationRequest(PROMPTS[number], params_of(number), request_id=str(number)))
     while engine.has_work:
         for delta in engine.step():
             assert not delta.error
@@ -230,7 +231,9 @@ def test_a_request_that_depends_on_the_batch_is_refused():
     config = KVConfig(memory="1MiB", evict="sinks:cap=48")
     engine = Engine(model_of("llama"), config, ScheduleConfig(batch_invariant=True))
     with pytest.raises(RequestError, match="the other requests decide"):
-        engine.submit([5] * 60, SamplingParams(), evict="sinks:cap=40,when=pressure")
+        engine.submit(
+            GenerationRequest([5] * 60, SamplingParams(), evict="sinks:cap=40,when=pressure")
+        )
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])

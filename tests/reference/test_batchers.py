@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from engines import load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -84,7 +85,7 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
     for number, prompt in enumerate(prompts()):
         kv = KVConfig(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
         engine = Engine(model_of(architecture), kv, ScheduleConfig(max_running=1))
-        engine.submit(prompt, params_of(number), request_id=f"r{number}")
+        engine.submit(GenerationRequest(prompt, params_of(number), request_id=f"r{number}"))
         deltas = [
             delta for _ in iter(lambda e=engine: e.has_work, False) for delta in engine.step()
         ]
@@ -108,7 +109,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
     while True:
         try:
             engine = Engine(model_of(architecture), KVConfig(memory=size, **kv), schedule)
-            engine.submit([2] * LONGEST, SamplingParams(max_tokens=28 + COUNT))
+            engine.submit(GenerationRequest([2] * LONGEST, SamplingParams(max_tokens=28 + COUNT)))
         except (NeverFits, ConfigError):
             if size > 4 << 20:
                 raise  # it is not for want of memory
@@ -138,7 +139,9 @@ def check(
                 number, prompt = left.pop()
                 priority = -1 if number % 4 == 3 else 0
                 name = f"r{number}"
-                engine.submit(prompt, params_of(number), request_id=name, priority=priority)
+                engine.submit(
+                    GenerationRequest(prompt, params_of(number), request_id=name, priority=priority)
+                )
         for delta in engine.step():
             assert delta.error is None, delta.error
             tokens[delta.request_id] += delta.token_ids

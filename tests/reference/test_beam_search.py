@@ -8,6 +8,7 @@ import torch
 
 import engines
 import zoo
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.sampling.outputs import Answer, AnswerBuilder
@@ -79,7 +80,7 @@ def options(width, penalty, early, *, ends, **more) -> SamplingParams:
 def search_all(engine: Engine, asked) -> list[Answer]:
     builders, answers = {}, {}
     for prompt, params in asked:
-        request_id = engine.submit(prompt, params)
+        request_id = engine.submit(GenerationRequest(prompt, params))
         builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():

@@ -17,6 +17,7 @@ import torch
 from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.registry import registered as registered_codecs
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import UnsoundCombination
@@ -305,7 +306,7 @@ def test_a_prefix_is_known_under_the_codec_that_made_it(codec):
     ]
     roots = []
     for engine in engines:
-        engine.submit(PROMPTS["a"], greedy(2), request_id="r")
+        engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
         roots.append(engine.scheduler.residency.sharing.identities.of(request).root)

@@ -12,6 +12,7 @@ import torch
 
 from engines import greedy, load, make_prompts, stored_in
 from exact_products import use_exact_products
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -149,7 +150,7 @@ def test_answers_to_one_prompt_share_codes():
 def answers_to(prompt, params, **kv) -> dict:
     config = KVConfig(memory="4MiB", page_tokens=4, codec="int4", **kv)
     engine = Engine(load(MODEL), config, ScheduleConfig())
-    engine.submit(prompt, params, request_id="r")
+    engine.submit(GenerationRequest(prompt, params, request_id="r"))
     found: dict = {}
     while engine.has_work:
         for delta in engine.step():
@@ -204,7 +205,7 @@ def test_the_first_and_last_layers_may_hold_plain_numbers():
 
 def test_the_ledger_names_the_codecs():
     engine = Engine(load(MODEL), KVConfig(memory="1MiB", codec="int8/int4"), ScheduleConfig())
-    engine.submit([3, 4, 5], greedy(), request_id="r")
+    engine.submit(GenerationRequest([3, 4, 5], greedy(), request_id="r"))
     engine.step()
 
     assert list(engine.ledger()["axes"]["codec"]) == ["int8/int4"]
@@ -262,9 +263,11 @@ def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():
     config = KVConfig(memory="4MiB", codec="int4_page/int4", page_tokens=4, evict_allow="h2o")
     engine = Engine(load(MODEL), config, ScheduleConfig())
 
-    engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
+    engine.submit(
+        GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8,granularity=page")
+    )
     with pytest.raises(RequestError, match="the tokens of a page share their scales"):
-        engine.submit([5] * 60, greedy(), evict="h2o:cap=40,every=8")
+        engine.submit(GenerationRequest([5] * 60, greedy(), evict="h2o:cap=40,every=8"))
 
 
 def test_fp8_without_its_type_is_refused_at_the_start(monkeypatch):

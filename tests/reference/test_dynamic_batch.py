@@ -10,6 +10,7 @@ from transformers.models.mistral import modeling_mistral
 
 from dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
 from engines import Expected, engine_for, expect, greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.hf import DynamicBatch
 from quire.kv.dense.slab import DenseSlab
 
@@ -78,7 +79,9 @@ def test_companions_change_nothing_in_any_combination(architecture, rule, how, s
 @pytest.mark.parametrize("architecture", ["llama", "opt", "mistral"])
 def test_the_dense_slab_and_the_engines_pages_give_the_same_tokens(architecture):
     engine = engine_for(load(architecture), room=4, longest=70, page_tokens=4)
-    tokens: dict[str, list[int]] = {engine.submit(prompt, greedy()): [] for prompt in PROMPTS}
+    tokens: dict[str, list[int]] = {
+        engine.submit(GenerationRequest(prompt, greedy())): [] for prompt in PROMPTS
+    }
     while engine.has_work:
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids

@@ -9,6 +9,7 @@ import torch
 
 import zoo
 from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
 from quire.sampling.sampler import SampledToken
@@ -57,7 +58,9 @@ def drive(engine: Engine, expected: list[Expected], seed: int) -> tuple[dict[str
         for _ in range(rng.randint(0, 12)):
             if waiting:
                 i, wanted = waiting.pop()
-                engine.submit(wanted.prompt, greedy(), request_id=f"r{i}", priority=i % 3)
+                engine.submit(
+                    GenerationRequest(wanted.prompt, greedy(), request_id=f"r{i}", priority=i % 3)
+                )
         for delta in engine.step():
             answers[delta.request_id] += delta.token_ids
             if delta.finish_reason:

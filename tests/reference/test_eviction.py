@@ -5,6 +5,7 @@ import torch
 
 import zoo
 from engines import greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
@@ -51,7 +52,7 @@ def run(
     recorder = Recorder(engine._choosing.sampler)
     engine._choosing.sampler = recorder
     for i, prompt in enumerate(prompts):
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=f"r{i}")
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=f"r{i}"))
     usages = {}
     while engine.has_work:
         for delta in engine.step():
@@ -188,7 +189,7 @@ def test_the_kept_positions_are_sinks_and_the_newest():
     """
     model = load("llama")
     engine = Engine(model, KVConfig(memory="1MiB", page_tokens=4, evict=EVICT))
-    engine.submit(list(range(2, 102)), greedy(4), request_id="r")
+    engine.submit(GenerationRequest(list(range(2, 102)), greedy(4), request_id="r"))
     while not engine.step():
         pass
     row = engine.scheduler.running[0].row

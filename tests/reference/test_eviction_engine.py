@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engines import greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -101,7 +102,7 @@ def run(
         lambda event: done.reasons.append(event.data["reason"]) if event.kind == "evicted" else None
     )
     for name, (prompt, evict) in jobs.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=name, evict=evict)
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, evict=evict))
     rng = random.Random(1)
     running = engine.scheduler.running
     while engine.has_work:
@@ -232,8 +233,8 @@ def test_several_answers_lose_what_each_would_lose_alone():
             KVConfig(memory="8MiB", page_tokens=4, evict=RULES["h2o"], prefix_cache=False),
             ScheduleConfig(preempt="recompute"),
         )
-        engine.submit(prompt, drawn, request_id="drawn")
-        engine.submit(prompt, beams, request_id="beams")
+        engine.submit(GenerationRequest(prompt, drawn, request_id="drawn"))
+        engine.submit(GenerationRequest(prompt, beams, request_id="beams"))
         found: dict[tuple[str, int], list[int]] = {}
         while engine.has_work:
             if preempted and engine.num_steps in (12, 20, 28) and engine.scheduler.running:
@@ -392,7 +393,7 @@ def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with
     engine = Engine(loaded("llama"), KVConfig(memory="2MiB", **started_with))
 
     with pytest.raises(RequestError, match=re.escape(says)):
-        engine.submit([3, 4], greedy(), evict=asked)
+        engine.submit(GenerationRequest([3, 4], greedy(), evict=asked))
     engine.check()
     assert not engine.has_work
 
@@ -423,8 +424,8 @@ def test_admission_counts_what_each_policy_needs():
     engine = Engine(loaded("llama"), KVConfig(memory="8MiB", evict_allow=ALLOW, page_tokens=4))
     prompt, needed = [3 + i % 40 for i in range(120)], {}
     for name in ("recent", "h2o", "decoding"):
-        engine.submit(prompt, greedy(), request_id=name, evict=RULES[name])
-    engine.submit(prompt, greedy(), request_id="full", evict="full")
+        engine.submit(GenerationRequest(prompt, greedy(), request_id=name, evict=RULES[name]))
+    engine.submit(GenerationRequest(prompt, greedy(), request_id="full", evict="full"))
     for request in engine.scheduler.waiting.of_tenant("default"):
         need = need_of(request, request.final_tokens)
         needed[request.request_id] = engine.scheduler.peaks.peak_bytes(need)
@@ -439,8 +440,8 @@ def test_admission_counts_what_each_policy_needs():
 def test_traces_are_forgotten_unless_somebody_asks_for_them():
     config = KVConfig(memory="2MiB", evict=RULES["recent"])
     engine = Engine(loaded("llama"), config)
-    engine.submit([5] * 60, greedy(), request_id="kept", record_evictions=True)
-    engine.submit([5] * 60, greedy(), request_id="gone")
+    engine.submit(GenerationRequest([5] * 60, greedy(), request_id="kept", record_evictions=True))
+    engine.submit(GenerationRequest([5] * 60, greedy(), request_id="gone"))
     while engine.has_work:
         engine.step()
 
@@ -467,7 +468,7 @@ def test_a_budget_that_has_yet_to_look_reserves_the_most_it_may_give():
     """Squeeze, cap 24 and 11 of it in every lane: 14 are divided, at most 24 of them and 10."""
     rule = f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze"
     engine = Engine(loaded("llama"), KVConfig(memory="2MiB", evict=rule))
-    engine.submit([5] * 60, greedy(40), request_id="r")
+    engine.submit(GenerationRequest([5] * 60, greedy(40), request_id="r"))
     [request] = engine.scheduler.waiting.of_tenant("default")
 
     assert request.unsettled

@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from engines import load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -78,7 +79,7 @@ def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
         seed = {} if kind is BEAMS else {"seed": number}
         params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **kind, **draws, **seed)
         try:
-            engine.submit(prompt, params, request_id=f"r{number}")
+            engine.submit(GenerationRequest(prompt, params, request_id=f"r{number}"))
         except NeverFits:
             assert kind is BEAMS  # which cannot run apart
     grouped = [request for request in engine._requests() if request.group is not None]

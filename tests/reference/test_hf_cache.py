@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 import zoo
 from engines import greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
@@ -105,7 +106,7 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
     model = load(name)
     engine = Engine(model, KVConfig(memory="16MiB", evict=evict, prefix_cache=False))
     for i, prompt in enumerate(prompts):
-        engine.submit(prompt, greedy(NEW_TOKENS + 1), request_id=str(i))
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS + 1), request_id=str(i)))
     kept: dict[str, object] = {}
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     while engine.has_work:

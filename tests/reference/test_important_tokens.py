@@ -12,6 +12,7 @@ import pytest
 from engines import greedy, load, stored_in
 from exact_products import use_exact_products
 from quire.codecs.fp8 import Float8
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, RequestError, UnsoundCombination
@@ -211,7 +212,9 @@ def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():
     engine = Engine(load("qwen3"), config, ScheduleConfig())
 
     with pytest.raises(RequestError, match=r"every=.*, or a smaller every"):
-        engine.submit(PROMPTS["a"], greedy(2), evict=f"h2o:cap=40,every={EVERY + 1}")
+        engine.submit(
+            GenerationRequest(PROMPTS["a"], greedy(2), evict=f"h2o:cap=40,every={EVERY + 1}")
+        )
 
 
 def test_a_prefix_that_is_lent_brings_no_records_along():

@@ -11,6 +11,7 @@ import torch
 
 from engines import greedy, load
 from exact_products import use_exact_products
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
@@ -190,7 +191,7 @@ def test_other_constants_are_another_codec_to_the_prefix_cache(tmp_path):
         measured = measure(read_vectors(load(MODEL).decoder, LEARNT_FROM[:tokens]), form)
         write_constants(tmp_path, form, measured, {})
         engine = start("int8_channel", tmp_path)
-        engine.submit(PROMPTS["a"], greedy(2), request_id="r")
+        engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
         roots.append(engine.scheduler.residency.sharing.identities.of(request).root)

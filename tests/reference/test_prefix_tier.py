@@ -16,6 +16,7 @@ import pytest
 
 from engines import greedy, load
 from exact_products import use_exact_products
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
@@ -93,7 +94,7 @@ def answer(engine, prompts=PROMPTS, cancel=(), **options):
     """Answer prompts; logits and usages."""
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request, **options)
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request, **options))
     usages, steps = {}, 0
     while engine.has_work:
         steps += 1
@@ -179,7 +180,7 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
     fill("qwen3", tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     usages = {}
-    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     restoring = engine.scheduler.residency.restoring
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restoring.tier.carrier, "urgent", lambda work: None)
@@ -198,7 +199,7 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
 
 def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp_path):
     engine = engine_of("qwen3", **on_disk(tmp_path))
-    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     usages = {}
     while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 100:
         engine.step()
@@ -444,11 +445,11 @@ def test_others_go_on_while_one_waits_for_its_pages(tmp_path, monkeypatch):
         read(self, *arguments)
 
     monkeypatch.setattr(PrefixStore, "read", read_late)
-    engine.submit(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b")
+    engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     engine.step()
     assert engine.step() == []  # nothing to do but wait, and a step does not wait for long
     assert engine.stats().tier.loading_bytes == engine.ledger()["axes"]["owner"]["arriving"] > 0
-    engine.submit([7] * 40, greedy(NEW_TOKENS), request_id="other")
+    engine.submit(GenerationRequest([7] * 40, greedy(NEW_TOKENS), request_id="other"))
     done = set()
     while "other" not in done:
         done |= {delta.request_id for delta in engine.step() if delta.is_last}

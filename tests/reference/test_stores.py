@@ -4,6 +4,7 @@ import pytest
 
 import zoo
 from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
@@ -57,7 +58,7 @@ def test_a_request_longer_than_its_run_is_refused_and_says_why():
     engine = engine_of("llama", "contiguous_max", room=2.0)
 
     with pytest.raises(NeverFits, match=r"more than the 48 the store reserves.*--kv-store-tokens"):
-        engine.submit([5] * STORE_TOKENS, greedy(3))
+        engine.submit(GenerationRequest([5] * STORE_TOKENS, greedy(3)))
 
 
 @pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
@@ -66,7 +67,7 @@ def test_a_store_that_shares_nothing_says_that_the_prefix_cache_is_off(store):
 
     assert "prefix cache off: a page of a contiguous run has one holder" in engine.pool.explanation
     for _ in range(2):
-        engine.submit([7] * 30, greedy(2))
+        engine.submit(GenerationRequest([7] * 30, greedy(2)))
         while engine.has_work:
             usage = [delta.usage for delta in engine.step() if delta.usage]
     assert usage[0].cached_tokens == 0

@@ -12,6 +12,7 @@ import torch
 
 import zoo
 from engines import greedy, load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
@@ -38,7 +39,7 @@ def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, 
     engine = Engine(model, KVConfig(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     steps = 0
     while engine.has_work:
         steps += 1
@@ -201,7 +202,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     carrier.fails = {carrier.num_copies + at: OSError("the disk is gone")}
     for request, prompt in PROMPTS.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     failures = []
     while engine.has_work:
         try:
@@ -243,7 +244,7 @@ def test_two_engines_of_one_model_take_turns():
         recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
         recorders.append(recorder)
         for request, prompt in PROMPTS.items():
-            engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+            engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     while any(engine.has_work for engine in engines):
         for engine in engines:
             engine.step()

@@ -8,6 +8,7 @@ import torch
 import zoo
 from engines import greedy, load, make_prompts
 from quire.api.llm import LLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -66,7 +67,9 @@ def record(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None) -> Rec
     recorder = Recorder(engine._choosing.sampler)
     engine._choosing.sampler = recorder
     for i, prompt in enumerate(prompts):
-        engine.submit(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
+        engine.submit(
+            GenerationRequest(prompt, greedy(new_tokens), request_id=f"r{i}", evict=evict)
+        )
     return recorder
 
 
@@ -123,7 +126,7 @@ def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_t
     """Long-RoPE: up to 24 positions are short. Where nothing leaves, logits are those of full."""
     model, prompt = load("phi3_longrope"), list(range(2, 2 + prompt_tokens))
     engine = engine_of(model, evict=evict)
-    engine.submit(prompt, greedy(8))
+    engine.submit(GenerationRequest(prompt, greedy(8)))
     engine.step()
 
     assert engine.scheduler.running[0].rope_regime == regime
@@ -158,7 +161,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_engine_that_keeps_all(lla
     prompt, scored = [3 + i * i % 60 for i in range(STREAM.cap)], []
     for evict in (EVICT, "full"):
         engine = engine_of(llama, evict=evict, chunk_tokens=7)
-        engine.submit(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
+        engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0)))
         deltas = [delta for _ in range(4) for delta in engine.step()]
         scored.append([score.logprob for score in deltas[-1].prompt_logprobs[1:]])
 
@@ -253,7 +256,7 @@ def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, host_memor
 def test_several_answers_part_from_one_prompt(llama, prompts, expected):
     """Forks copy what they write: each answer is what it would be alone."""
     engine = engine_of(llama)
-    engine.submit(prompts[-1], replace(greedy(NEW_TOKENS), n=3), request_id="r")
+    engine.submit(GenerationRequest(prompts[-1], replace(greedy(NEW_TOKENS), n=3), request_id="r"))
     answers: dict[int, list[int]] = {}
     while engine.has_work:
         for delta in engine.step():
@@ -336,7 +339,7 @@ def test_only_streams_that_stay_below_the_context_go_beyond_it(when, prompt_toke
 def test_prompts_over_the_context_are_refused_where_positions_would_pass_it(evict):
     engine = engine_of(short_context("llama", 48), evict=evict)
     with pytest.raises(RequestError, match=r"100 tokens, the model's context 48"):
-        engine.submit([7] * 100, greedy(4))
+        engine.submit(GenerationRequest([7] * 100, greedy(4)))
 
 
 def test_an_answer_of_no_said_length_is_as_long_as_a_context():
@@ -358,7 +361,7 @@ def test_an_answer_of_no_said_length_is_as_long_as_a_context():
 def test_other_rules_need_an_engine_with_other_pages(llama):
     engine = engine_of(llama)
     with pytest.raises(RequestError, match=r"'recent' needs keys stored after RoPE.*'streaming'"):
-        engine.submit([5] * 9, greedy(4), evict="recent:cap=24,every=6")
+        engine.submit(GenerationRequest([5] * 9, greedy(4), evict="recent:cap=24,every=6"))
     for evict in ("full", "sinks:cap=24,every=6"):
         with pytest.raises(RequestError, match="start one with --evict streaming"):
             engine_of(llama, evict=evict).submit([5] * 9, greedy(4), evict=EVICT)

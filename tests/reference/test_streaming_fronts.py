@@ -14,6 +14,7 @@ import pytest
 from engines import greedy, load
 from exact_products import use_exact_products
 from quire.api.llm import LLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -90,7 +91,7 @@ def run(
         engine.pool.kv.offload.carrier = Dawdling()
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
-        engine.submit(prompt, greedy(new_tokens), request_id=request)
+        engine.submit(GenerationRequest(prompt, greedy(new_tokens), request_id=request))
     usages, steps = {}, 0
     while engine.has_work:
         steps += 1
@@ -329,7 +330,7 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
 
     with pytest.raises(NeverFits):
-        engine.submit(PROMPTS["b"], greedy(NEW_TOKENS))
+        engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS)))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tok
     kv = KVConfig(stream_memory=stream_bytes, stream_recompute="off", **memory)
     less = KVConfig(stream_memory=stream_bytes - 512, stream_recompute="off", **memory)
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
-    engine.submit(PROMPTS["b"], greedy(8))
+    engine.submit(GenerationRequest(PROMPTS["b"], greedy(8)))
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -359,7 +360,7 @@ def test_staging_leaves_its_slabs_to_pages_of_other_sizes():
     kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "stream_recompute": "off"}
     config = KVConfig(memory=40960, stream_memory="1MiB", prefix_cache=False, **kv)
     engine = Engine(model_of("llama_mha"), config, ScheduleConfig(chunk_tokens=5))
-    engine.submit(PROMPTS["b"][:51], greedy(7))
+    engine.submit(GenerationRequest(PROMPTS["b"][:51], greedy(7)))
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -380,7 +381,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     usages = {}
     for request, prompt, count in (("first", PROMPTS["b"][:40], 1), ("b", PROMPTS["b"], 24)):
-        engine.submit(prompt, greedy(count), request_id=request)
+        engine.submit(GenerationRequest(prompt, greedy(count), request_id=request))
         while engine.has_work:
             usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
             engine.check()
@@ -427,8 +428,10 @@ def test_cancelled_ones_leave_nothing_behind():
 def test_those_that_search_stay_in_the_memory():
     config = KVConfig(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
-    engine.submit(PROMPTS["b"], greedy(40), request_id="long")
-    engine.submit(PROMPTS["d"], SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1))
+    engine.submit(GenerationRequest(PROMPTS["b"], greedy(40), request_id="long"))
+    engine.submit(
+        GenerationRequest(PROMPTS["d"], SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1))
+    )
     while engine.has_work:
         engine.step()
         engine.check()

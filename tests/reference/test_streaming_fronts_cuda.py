@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engines import greedy, load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.offload.kv.stream_carrier import StreamCarrier
@@ -20,7 +21,7 @@ def run(name, rows, **options):
     engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, step_tokens=40))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in PROMPTS.items():
-        engine.submit(prompt, greedy(NEW_TOKENS), request_id=request)
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     while engine.has_work:
         engine.step()
         engine.check()

@@ -4,6 +4,7 @@ import random
 
 import zoo
 from engines import load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -28,7 +29,7 @@ def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts(
     )
     rng = random.Random(1)
     prompt = [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(150)]
-    engine.submit(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
+    engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)))
 
     deltas = []
     while engine.has_work:

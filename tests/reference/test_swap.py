@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
+from quire.config.generation_request import GenerationRequest
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
 from quire.offload.swap.swap import append_tail, can_split, swap_in, swap_out
@@ -34,7 +35,7 @@ def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
     largest = max(page_class.page_bytes for page_class in memory.layout.page_classes)
     pool = HostPool(memory.total_bytes, host_copies(store, memory.total_bytes, largest))
     for i, wanted in enumerate(expected):
-        engine.submit(wanted.prompt, greedy(), request_id=f"r{i}")
+        engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id=f"r{i}"))
     swaps = poisoned = 0
     while engine.has_work:
         engine.step()
@@ -79,7 +80,7 @@ def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(arch
     forced = Forced({"r": wanted})
     engine._choosing.sampler = forced
     memory = engine.pool.kv.memory
-    engine.submit(wanted.prompt, greedy(), request_id="r")
+    engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id="r"))
     splits = 0
     while engine.has_work:
         engine.step()

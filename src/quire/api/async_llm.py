@@ -6,16 +6,20 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from quire.api.commands import Command
+from quire.api.inputs import as_requests, as_token_ids
+from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, EngineDead, QuireError
-from quire.sampling.answer_stream import AnswerStream, Submission
+from quire.errors import ConfigError, EngineDead, QuireError, RequestError
+from quire.models.tokenizer import encode_prompt
+from quire.sampling.answer_stream import AnswerStream
 from quire.sampling.outputs import Answer, Delta
 from quire.scheduler.events import KINDS, KVEvent
 
@@ -64,14 +68,17 @@ class AsyncLLM:
         """Whether requests are still taken and steps still run."""
         return not self._closing and not self._ended
 
-    async def submit(self, submissions: Sequence[Submission]) -> AnswerStream:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> AnswerStream:
         """Submit requests, all of them or none; return once the engine has accepted them.
+
+        Args:
+            requests: their prompts are token ids.
 
         Raises:
             RequestError: the engine refused one of the requests; none runs.
             EngineDead: the engine has stopped.
         """
-        answers = AnswerStream(submissions, self._cancel)
+        answers = AnswerStream(requests, self._cancel)
         try:
             await self._call(partial(self._submit, answers))
         except asyncio.CancelledError:
@@ -81,32 +88,26 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        evict: str | None = None,
+        prompt: Prompt | GenerationRequest,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[Delta]:
         """Submit a request and yield its deltas. Closing the iterator cancels the request.
 
         Leaving the loop early closes it as soon as nothing refers to it any more; wrap it in
         `contextlib.aclosing` where that must not wait.
 
+        Args:
+            prompt: a string, a list of token ids, or a `GenerationRequest`.
+            sampling: options; None takes the defaults.
+            options: priority, deadline_s, tenant, cache_salt, evict, record_evictions and
+                request_id; `GenerationRequest` explains them.
+
         Raises:
             RequestError: the engine refused the request.
             EngineDead: the engine has stopped.
         """
-        submission = Submission(
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            evict=evict,
-        )
-        answers = await self.submit([submission])
+        answers = await self.submit([await self._request(prompt, sampling, options)])
         try:
             async for delta in answers:
                 yield delta
@@ -115,28 +116,32 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        evict: str | None = None,
+        prompt: Prompt | GenerationRequest,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """Submit a request and wait for its whole answer; see `stream`."""
-        submission = Submission(
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            evict=evict,
-        )
-        answers = await self.submit([submission])
+        answers = await self.submit([await self._request(prompt, sampling, options)])
         try:
             return (await answers.collect())[0]
         finally:
             answers.cancel()
+
+    async def _request(
+        self,
+        prompt: Prompt | GenerationRequest,
+        sampling: SamplingParams | None,
+        options: RequestOptions,
+    ) -> GenerationRequest:
+        """The request, its prompt as token ids: texts are tokenized beside the event loop."""
+        [request] = as_requests([prompt], sampling, options)
+        if not isinstance(request.prompt, str):
+            return replace(request, prompt=as_token_ids(request.prompt))
+        model = self.engine.model
+        if model.tokenizer is None:
+            raise RequestError(f"{model.name} has no tokenizer: give prompts as token ids")
+        ids = await asyncio.to_thread(encode_prompt, model.tokenizer, request.prompt)
+        return replace(request, prompt=ids)
 
     async def stats(self) -> EngineStats:
         """The engine's numbers, read between two steps.
@@ -243,28 +248,14 @@ class AsyncLLM:
     def _submit(self, answers: AnswerStream) -> None:
         request_ids: list[str] = []
         try:
-            for submission in answers.submissions:
-                self._submit_one(submission, request_ids)
+            for request in answers.requests:  # a refusal leaves the ids of those before it
+                request_ids.append(self.engine.submit(request))  # noqa: PERF401
         except QuireError:
             for request_id in request_ids:  # those before the refused one
                 self.engine.cancel(request_id)
             raise
         answers.accept(request_ids)
         self._streams.update(dict.fromkeys(request_ids, answers))
-
-    def _submit_one(self, submission: Submission, request_ids: list[str]) -> None:
-        request_id = self.engine.submit(
-            submission.prompt_token_ids,
-            submission.params,
-            request_id=submission.request_id,
-            priority=submission.priority,
-            deadline_s=submission.deadline_s,
-            tenant=submission.tenant,
-            cache_salt=submission.cache_salt,
-            evict=submission.evict,
-            record_evictions=submission.record_evictions,
-        )
-        request_ids.append(request_id)
 
     def _withdraw(self, answers: AnswerStream) -> None:
         for request_id in answers.request_ids:

@@ -4,17 +4,19 @@ Everything here takes `object`, because what a caller really gives is what is to
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
+from quire.config.generation_request import OPTION_KINDS, GenerationRequest, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 
 
 def as_prompts(prompts: object) -> list[object]:
     """One prompt or many as a list; what is neither stays one, for `as_token_ids` to refuse."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | Mapping | GenerationRequest) or not isinstance(
+        prompts, Iterable
+    ):
         return [prompts]
     many = list(prompts)
     return [many] if many and isinstance(many[0], Integral) else many
@@ -56,65 +58,55 @@ def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
     return options
 
 
-def as_policies(evict: object, count: int) -> list[str | None]:
-    """Eviction policies, one for each of `count` prompts; None where none are given.
+def as_requests(
+    prompts: object, sampling: object, options: Mapping[str, object]
+) -> list[GenerationRequest]:
+    """Requests, one for each prompt.
+
+    Args:
+        prompts: one or many: texts, token ids, or requests, which bring their own options.
+        sampling: one for all or one for each.
+        options: by name, one for all or one for each; see `GenerationRequest`.
 
     Raises:
-        RequestError: neither one text nor a list of `count` texts.
+        RequestError: an option that there is not, of another type, or not as many as prompts;
+            options beside a request that has its own.
     """
-    if evict is None or isinstance(evict, str):
-        return [evict] * count
-    policies: list[str | None] = []
-    for text in evict if isinstance(evict, Sequence) else [evict]:
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"expected evict to be a text such as 'h2o:cap=512', got {text!r}")
-        policies.append(text)
-    if len(policies) != count:
-        raise RequestError(f"expected one eviction policy or {count} of them, got {len(policies)}")
-    return policies
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A request's place in line.
-
-    Attributes:
-        priority: lower goes first.
-        deadline_s: seconds from now in which its answer is wanted; None: whenever it comes.
-    """
-
-    priority: int = 0
-    deadline_s: float | None = None
-
-
-NO_PLACE = Place()
-
-
-def as_places(priority: object, deadline_s: object, count: int) -> list[Place]:
-    """Places in line, one for each of `count` prompts.
-
-    Raises:
-        RequestError: neither one number nor a list of `count` of them.
-    """
-    priorities = _as_numbers("priority", priority, count, Integral)
-    deadlines = _as_numbers("deadline_s", deadline_s, count, Real, type(None))
+    many = as_prompts(prompts)
+    params = as_options(sampling, len(many))
+    spread = {name: _one_for_each(name, value, len(many)) for name, value in options.items()}
     return [
-        Place(p, None if d is None else float(d))
-        for p, d in zip(priorities, deadlines, strict=True)
+        _as_request(prompt, own, {name: values[i] for name, values in spread.items()})
+        for i, (prompt, own) in enumerate(zip(many, params, strict=True))
     ]
 
 
-def _as_numbers(name: str, given: object, count: int, *kinds: type) -> list[Any]:
+def _as_request(
+    prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]
+) -> GenerationRequest:
+    if not isinstance(prompt, GenerationRequest):
+        # what else a caller gave as a prompt is refused where it is encoded
+        return GenerationRequest(prompt, sampling, **options)
+    if sampling is not None or options:
+        given = ", ".join(["sampling"] * (sampling is not None) + list(options))
+        raise RequestError(
+            f"a GenerationRequest brings its own options, and {given} came beside it: set them in "
+            "the request"
+        )
+    return prompt
+
+
+def _one_for_each(name: str, given: object, count: int) -> list[object]:
+    if name not in OPTION_KINDS:
+        raise RequestError(
+            f"there is no option {name!r} of a request; expected one of {', '.join(OPTION_KINDS)}"
+        )
     many = [given] * count
     if isinstance(given, Sequence) and not isinstance(given, str):
         many = list(given)
     if len(many) != count:
-        raise RequestError(f"expected one {name} or {count} of them, got {len(many)}")
-    for value in many:
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            whole = "a whole number" if Integral in kinds else "a number"
-            raise RequestError(f"expected {name} to be {whole}, got {value!r}")
-    return many
+        raise RequestError(f"expected one {name} or {count} of them, got {len(many)}", param=name)
+    return [checked_option(name, value) for value in many]
 
 
 def _hint(prompt: object) -> str:

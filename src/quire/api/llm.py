@@ -3,19 +3,19 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from quire.api.call_lock import CallLock
-from quire.api.inputs import (
-    NO_PLACE,
-    Place,
-    as_options,
-    as_places,
-    as_policies,
-    as_prompts,
-    as_token_ids,
+from quire.api.inputs import as_requests, as_token_ids
+from quire.config.generation_request import (
+    GenerationRequest,
+    OptionsOfMany,
+    Prompt,
+    RequestOptions,
 )
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -28,10 +28,8 @@ from quire.layout.options import require_type
 from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
 from quire.sampling.outputs import Answer, AnswerBuilder, Delta
-from quire.scheduler.request import DEFAULT_TENANT
 from quire.scheduler.schedule_config import ScheduleConfig
 
-Prompt = str | Sequence[int]
 Progress = Callable[[EngineStats, list[Delta]], None]
 _Taker = Callable[[Delta], None]
 
@@ -137,40 +135,31 @@ class LLM:
         """
         return self.engine.intake.context_tokens(prompt_tokens, evict)
 
-    def generate(  # noqa: PLR0913 - one parameter per option
+    def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | GenerationRequest | Sequence[Prompt | GenerationRequest],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: Progress | None = None,
-        tenant: str = DEFAULT_TENANT,
-        cache_salt: str = "",
-        evict: str | Sequence[str | None] | None = None,
-        priority: int | Sequence[int] = 0,
-        deadline_s: int | float | Sequence[int | float | None] | None = None,
+        **options: Unpack[OptionsOfMany],
     ) -> list[Answer]:
         """Answer prompts, all of them together; answers come in the order of the prompts.
 
         Args:
-            prompts: one or many, each a string or a list of token ids.
+            prompts: one or many, each a string, a list of token ids, or a `GenerationRequest`,
+                which brings its own options.
             sampling: one for all, or one for each.
             progress: called after every step with the engine's numbers and the step's deltas.
-            tenant: on whose account, see `ScheduleConfig.tenants`.
-            cache_salt: only requests of the same tenant and salt share KV.
-            evict: which tokens stay, such as "h2o:cap=512", one for all or one for each; None
-                takes `KVConfig.evict`.
-            priority: lower goes first; one for all or one for each.
-            deadline_s: seconds from now in which an answer is wanted, the earliest goes first; one
-                for all or one for each, None: whenever it comes.
+            options: priority, deadline_s, tenant, cache_salt, evict, record_evictions and
+                request_id, each one for all or a list with one for each; `GenerationRequest`
+                explains them.
 
         Raises:
             EngineDead: the LLM is closed.
             RequestError: a prompt or its options are wrong; nothing has been run then.
             NeverFits: a prompt needs more KV than the whole pool has.
         """
-        many = as_prompts(prompts)
-        options, policies = as_options(sampling, len(many)), as_policies(evict, len(many))
-        places = as_places(priority, deadline_s, len(many))
+        requests = as_requests(prompts, sampling, options)
         builders: dict[str, AnswerBuilder] = {}
         answers: dict[str, Answer] = {}
 
@@ -179,13 +168,12 @@ class LLM:
             if answer is not None:
                 answers[delta.request_id] = answer
 
-        asked = zip(many, options, policies, places, strict=True)
         with self._calls.held(), self._withdrawing(builders):
             self._refuse_closed()
-            for index, (prompt, params, policy, place) in enumerate(asked):
-                with _named(f"prompt {index}" if len(many) > 1 else ""):
-                    ids = self._encode(prompt)
-                    request_id = self._submit(ids, params, take, tenant, cache_salt, policy, place)
+            for index, request in enumerate(requests):
+                with _named(f"prompt {index}" if len(requests) > 1 else ""):
+                    ids = self._encode(request.prompt)
+                    request_id = self._submit(replace(request, prompt=ids), take)
                 builders[request_id] = AnswerBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
@@ -195,10 +183,9 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | GenerationRequest,
         sampling: SamplingParams | None = None,
-        *,
-        evict: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[Delta]:
         """Answer one prompt piece by piece. Closing the iterator cancels the request.
 
@@ -207,17 +194,23 @@ class LLM:
         is left half way blocks no other call. Its request keeps its KV until the iterator is
         closed, which Python does when nothing refers to it any more.
 
+        Args:
+            prompt: a string, a list of token ids, or a `GenerationRequest`.
+            sampling: options; None takes the defaults.
+            options: as for `generate`.
+
         Raises:
             EngineDead: at the next piece; the LLM is closed.
             RequestError: at the first piece; the prompt or its options are wrong.
         """
         inbox: deque[Delta] = deque()
-        [params] = as_options(sampling, 1)
-        ids, request_ids = self.encode(prompt), list[str]()
+        [request] = as_requests([prompt], sampling, options)
+        request = replace(request, prompt=self._encode(request.prompt))
+        request_ids: list[str] = []
         done = False
         with self._withdrawing(request_ids):
             with self._calls.held():
-                request_ids.append(self._submit(ids, params, inbox.append, evict=evict))
+                request_ids.append(self._submit(request, inbox.append))
             while not done:
                 while not inbox:
                     self._step_for(inbox)
@@ -253,28 +246,11 @@ class LLM:
             with self._calls.changing():
                 self.engine.close()
 
-    def _submit(
-        self,
-        ids: list[int],
-        params: SamplingParams | None,
-        take: _Taker,
-        tenant: str = DEFAULT_TENANT,
-        cache_salt: str = "",
-        evict: str | None = None,
-        place: Place = NO_PLACE,
-    ) -> str:
+    def _submit(self, request: GenerationRequest, take: _Taker) -> str:
         self._refuse_closed()
         self._refuse_beside_async()
         with self._calls.changing():
-            request_id = self.engine.submit(
-                ids,
-                params,
-                tenant=tenant,
-                cache_salt=cache_salt,
-                evict=evict,
-                priority=place.priority,
-                deadline_s=place.deadline_s,
-            )
+            request_id = self.engine.submit(request)
         self._takers[request_id] = take
         return request_id
 

@@ -12,20 +12,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 from quire.cli.batch_prompts import read_messages, read_prompt, read_prompts, shown
+from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
 from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 
-T = TypeVar("T")
 LineKind = Literal["plain", "completions", "chat"]
 
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs"}  # what a record has no place for
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
-_OF_ENGINE = ("evict", "record_evictions", "cache_salt", "priority", "deadline_s")
+_OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch is one tenant's
 _PASSED_OVER = IGNORED | {"model", "do_sample"}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED,
@@ -73,23 +73,16 @@ class BatchLine:
         more_prompts: those after the first, of a line for /v1/completions.
         messages: a chat; None when there is a prompt.
         sampling: options this line sets, by the names of SamplingParams.
-        evict: which of its tokens stay; None where it does not say.
-        record_evictions: whether its record is to say which tokens stayed.
-        cache_salt: only lines with the same one share KV; none shares with all that have none.
-        priority: lower goes first, among the lines that have been read.
-        deadline_s: seconds from then on in which its answer is wanted; None: whenever it comes.
+        options: those of a `GenerationRequest` that this line sets. Priorities count among the
+            lines that have been read, and deadlines from then on.
     """
 
     head: LineHead
     prompt: str | list[int] | None = None
     more_prompts: tuple[str | list[int], ...] = ()
     messages: list[dict[str, str]] | None = None
-    evict: str | None = None
-    record_evictions: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    cache_salt: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
 
     @property
     def prompts(self) -> tuple[str | list[int] | None, ...]:
@@ -181,13 +174,8 @@ def _line(
     others = {k: v for k, v in body.items() if k != asked and k not in _OF_ENGINE}
     line = BatchLine(
         head=head,
-        evict=_typed(body, "evict", str, head),
-        record_evictions=_typed(body, "record_evictions", bool, head),
         sampling=_sampling(others, head),
-        # its length and characters are looked at by the engine, as for a request over HTTP
-        cache_salt=_typed(body, "cache_salt", str, head) or "",
-        priority=_typed(body, "priority", int, head) or 0,
-        deadline_s=_typed(body, "deadline_s", float, head),
+        options=_options(body, head),  # what they may be is checked by the engine
     )
     try:
         if asked == "messages":
@@ -195,18 +183,18 @@ def _line(
         prompt, *more = read_prompts(body.get(asked), form.prefix, several=head.kind != "plain")
     except RequestError as error:
         raise BatchError(str(error), head) from None
-    if more and line.record_evictions:
+    if more and line.options.get("record_evictions"):
         raise BatchError("expected one prompt beside record_evictions, got a list of several", head)
     return replace(line, prompt=prompt, more_prompts=tuple(more))
 
 
-def _typed(body: Mapping[str, Any], key: str, kind: type[T], head: LineHead) -> T | None:
-    value = body.get(key)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if value is None or type(value) is kind:  # True is no number of these
-        return value
-    raise BatchError(f"expected {key} to be a {kind.__name__}, got {shown(value)}", head)
+def _options(body: Mapping[str, Any], head: LineHead) -> RequestOptions:
+    found = {name: body[name] for name in sorted(_OF_ENGINE) if body.get(name) is not None}
+    try:
+        found = {name: checked_option(name, value) for name, value in found.items()}
+    except RequestError as error:
+        raise BatchError(str(error), head) from None
+    return cast("RequestOptions", found)
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
 from quire.cli.batch_output import BatchOutput
 from quire.cli.batch_records import BatchTally, Record, answer_record, error_record
 from quire.cli.drive import Driver, Job
+from quire.config.generation_request import GenerationRequest
 from quire.errors import NeverFits, RequestError
 from quire.sampling.outputs import Answer, merged
 from quire.serve.config import MAX_ANSWERS
@@ -76,7 +77,7 @@ class BatchRun:
         record = answer_record(
             line, answer, model=self._llm.model.name, with_prompt=self._task.with_prompt
         )
-        if line.record_evictions:
+        if line.options.get("record_evictions"):
             trace = self._llm.engine.eviction_trace(answer.request_id)
             record["evictions"] = [kept.as_dict() for kept in trace]
         self._put(record, answer)
@@ -110,14 +111,8 @@ class BatchRun:
             Job(
                 key=number,
                 part=part,
-                prompt=prompt,
+                request=GenerationRequest(prompt or "", params, **line.options),
                 messages=line.messages,
-                params=params,
-                evict=line.evict,
-                record_evictions=line.record_evictions,
-                cache_salt=line.cache_salt,
-                priority=line.priority,
-                deadline_s=line.deadline_s,
             )
             for part, prompt in enumerate(line.prompts)
         ]

@@ -13,6 +13,7 @@ from quire.api.llm import LLM
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.drive import Driver, Job
 from quire.cli.progress import LiveProgress
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import QuireError
@@ -139,8 +140,9 @@ class DemoRun:
         return [
             Job(
                 key=key,
-                prompt=prompt.text,
-                params=SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0),
+                request=GenerationRequest(
+                    prompt.text, SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
+                ),
             )
             for key, prompt in enumerate(self._prompts)
         ]

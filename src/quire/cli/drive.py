@@ -4,10 +4,10 @@ Loads torch through the engine: commands import this module when they run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.api.llm import LLM
-from quire.config.sampling_params import SamplingParams
+from quire.config.generation_request import GenerationRequest
 from quire.errors import RequestError
 from quire.sampling.outputs import Answer, AnswerBuilder
 
@@ -21,25 +21,13 @@ class Job:
     Attributes:
         key: the caller's number of it.
         part: which of the caller's prompts under that number.
-        prompt: text or token ids; None when there are messages.
-        messages: a chat, each {"role", "content"}; None when there is a prompt.
-        params: how it samples.
-        evict: which of its tokens stay; None takes the engine's rule.
-        record_evictions: keep which tokens leave.
-        cache_salt: only jobs with the same one share KV.
-        priority: lower goes first.
-        deadline_s: seconds from its submission in which its answer is wanted.
+        request: the prompt and its options.
+        messages: a chat, each {"role", "content"}, in place of the request's prompt.
     """
 
     key: int
-    params: SamplingParams
-    evict: str | None = None
-    record_evictions: bool | None = None
-    prompt: str | Sequence[int] | None = None
+    request: GenerationRequest
     messages: Sequence[Mapping[str, str]] | None = None
-    cache_salt: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
     part: int = 0
 
 
@@ -73,15 +61,7 @@ class Driver:
     def _submit(self, job: Job) -> RequestError | None:
         try:
             token_ids = self._encode(job)
-            request_id = self._llm.engine.submit(
-                token_ids,
-                job.params,
-                evict=job.evict,
-                record_evictions=job.record_evictions,
-                cache_salt=job.cache_salt,
-                priority=job.priority,
-                deadline_s=job.deadline_s,
-            )
+            request_id = self._llm.engine.submit(replace(job.request, prompt=token_ids))
         except RequestError as refusal:
             return refusal
         self._open[request_id] = (job, AnswerBuilder(request_id, tuple(token_ids)))
@@ -90,8 +70,7 @@ class Driver:
     def _encode(self, job: Job) -> list[int]:
         if job.messages is not None:
             return self._llm.encode_chat(job.messages)
-        assert job.prompt is not None, "a job has a prompt or messages"
-        return self._llm.encode(job.prompt)
+        return self._llm.encode(job.request.prompt)
 
     def _step(self) -> Iterator[tuple[Job, Answer | RequestError]]:
         if not self._open:

@@ -126,7 +126,7 @@ class Settings:
         Raises:
             ConfigError: `schedule.tenants` names others only.
         """
-        from quire.scheduler.request import DEFAULT_TENANT
+        from quire.config.generation_request import DEFAULT_TENANT
         from quire.tenancy.tenants import parse_tenants
 
         names = [spec.name for spec in parse_tenants(self.schedule.tenants)]

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.intake import Asked, Intake
+from quire.engine.intake import Intake
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.shared_pool import PoolMember
@@ -26,7 +26,7 @@ from quire.sampling.sampler import Sampler
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import KeptSets
-from quire.scheduler.request import DEFAULT_TENANT, Request, RequestState
+from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.siblings import make_sequences
 from quire.scheduler.step_plan import StepPlan
@@ -124,32 +124,11 @@ class Engine:
         """Tokens of answers chosen since the start."""
         return self._choosing.num_generated_tokens
 
-    def submit(  # noqa: PLR0913 - one parameter per option
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        tenant: str = DEFAULT_TENANT,
-        cache_salt: str = "",
-        evict: str | None = None,
-        record_evictions: bool | None = None,
-    ) -> str:
+    def submit(self, generation_request: GenerationRequest) -> str:
         """Queue a request; return its id.
 
         Args:
-            prompt_token_ids: at least one.
-            params: sampling options.
-            request_id: of the caller's choice; None for one of ours.
-            priority: lower goes first, within its tenant.
-            deadline_s: seconds in which its answer is wanted; the earliest goes first.
-            tenant: on whose account.
-            cache_salt: only requests of the same tenant and salt share this prompt's KV.
-            evict: which of its tokens stay, such as "h2o:cap=512"; None takes `KVConfig.evict`.
-            record_evictions: keep which tokens leave, for `eviction_trace`; None takes
-                `KVConfig.record_evictions`.
+            generation_request: its prompt is a list of token ids.
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, a prompt over the context,
@@ -157,17 +136,10 @@ class Engine:
                 characters, an eviction rule this engine was not started for, or an id in use.
             NeverFits: it needs more KV than the whole pool has.
         """
-        asked = Asked(
-            params=params,
-            priority=priority,
-            deadline_s=deadline_s,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            evict=evict,
-            record_evictions=record_evictions,
+        request = self.intake.make(generation_request)
+        request.request_id = self._replies.free_id(
+            generation_request.request_id, self._arrivals + 1
         )
-        request = self.intake.make(prompt_token_ids, asked)
-        request.request_id = self._replies.free_id(request_id, self._arrivals + 1)
         request.arrival = self._arrivals + 1
         sequences = make_sequences(request)
         reply = self._replies.make(request.request_id, request.params, sequences)

@@ -2,9 +2,10 @@
 
 import logging
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
+from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
@@ -23,35 +24,12 @@ from quire.layout.pages import CacheLayout
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
-from quire.scheduler.request import DEFAULT_TENANT, Request
+from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 
 MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one object
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a caller says of a request besides its prompt.
-
-    Attributes:
-        params: sampling options; None takes the defaults.
-        priority: lower goes first, within its tenant.
-        deadline_s: seconds from now in which its answer is wanted; None: whenever it comes.
-        tenant: on whose account.
-        cache_salt: only requests of the same tenant and salt share this prompt's KV.
-        evict: which tokens stay; None takes the engine's rule.
-        record_evictions: keep which tokens leave; None as the engine says.
-    """
-
-    params: SamplingParams | None = None
-    priority: int = 0
-    deadline_s: float | None = None
-    tenant: str = DEFAULT_TENANT
-    cache_salt: str = ""
-    evict: str | None = None
-    record_evictions: bool | None = None
 
 
 class Intake:
@@ -80,19 +58,22 @@ class Intake:
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
 
-    def make(self, prompt_token_ids: Sequence[int], asked: Asked) -> Request:
+    def make(self, asked: GenerationRequest) -> Request:
         """A request without an id.
+
+        Args:
+            asked: its prompt is a list of token ids.
 
         Raises:
             RequestError: see `Engine.submit`.
         """
         model = self._model
-        rule = self._rules.rule(asked.evict)
+        rule, token_ids = self._rules.rule(asked.evict), token_ids_of(asked)
         # the length first: steps wait while the ids of a prompt are checked
-        context = self._rules.context_tokens(rule, len(prompt_token_ids))
-        check_context(len(prompt_token_ids), context)
-        prompt = checked_prompt(prompt_token_ids, model.spec)
-        params = checked_params(asked.params or SamplingParams(), len(prompt), model, context)
+        context = self._rules.context_tokens(rule, len(token_ids))
+        check_context(len(token_ids), context)
+        prompt = checked_prompt(token_ids, model.spec)
+        params = checked_params(asked.sampling or SamplingParams(), len(prompt), model, context)
         seed, records = params.seed, asked.record_evictions
         now_s = self._clock()
         request = Request(

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -83,7 +84,7 @@ def measure_chunks(
 
 
 def _steps(engine: Engine, prompt: list[int], chunk: int) -> Iterator[ChunkTime]:
-    engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
     before = 0
     while engine.has_work:
         done = engine.num_processed_tokens

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -88,7 +89,7 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
     spec = rules.resolve(rules.default, shape.prompt_tokens).spec
     options = SamplingParams(max_tokens=shape.new_tokens, temperature=0.0, ignore_eos=True)
     for row in range(shape.rows):
-        engine.submit(random_prompt(model, shape.prompt_tokens, row), options)
+        engine.submit(GenerationRequest(random_prompt(model, shape.prompt_tokens, row), options))
     for step in row_steps(spec, shape.prompt_tokens, shape.new_tokens):
         done = engine.num_processed_tokens
         taken_s = seconds(engine.step)

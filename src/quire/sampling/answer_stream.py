@@ -2,39 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from quire.config.sampling_params import SamplingParams
+from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.errors import EngineDead
 from quire.sampling.outputs import Answer, AnswerBuilder, Delta
-from quire.scheduler.request import DEFAULT_TENANT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """One request to be submitted.
-
-    Attributes:
-        prompt_token_ids: at least one.
-        params: None takes the defaults.
-        request_id: None lets the engine choose.
-        priority: lower goes first, within its tenant.
-        deadline_s: seconds in which its answer is wanted; None: whenever it comes.
-        tenant: on whose account it runs.
-        cache_salt: only requests of the same tenant and salt share its KV.
-        evict: which of its tokens stay; None takes the engine's rule.
-        record_evictions: keep which tokens leave; None as the engine says.
-    """
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams | None = None
-    request_id: str | None = None
-    priority: int = 0
-    deadline_s: float | None = None
-    tenant: str = DEFAULT_TENANT
-    cache_salt: str = ""
-    evict: str | None = None
-    record_evictions: bool | None = None
 
 
 class AnswerStream:
@@ -44,14 +15,14 @@ class AnswerStream:
     Whoever stops before that calls `cancel`.
 
     Attributes:
-        submissions: what was asked.
-        request_ids: one for each submission, in their order.
+        requests: what was asked, prompts as token ids.
+        request_ids: one for each request, in their order.
     """
 
     def __init__(
-        self, submissions: Sequence[Submission], on_cancel: "Callable[[AnswerStream], None]"
+        self, requests: Sequence[GenerationRequest], on_cancel: "Callable[[AnswerStream], None]"
     ) -> None:
-        self.submissions = tuple(submissions)
+        self.requests = tuple(requests)
         self.request_ids: tuple[str, ...] = ()
         self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
@@ -77,14 +48,14 @@ class AnswerStream:
         return item
 
     async def collect(self) -> list[Answer]:
-        """Wait for all answers; they come in the order of the submissions.
+        """Wait for all answers; they come in the order of the requests.
 
         Raises:
             EngineDead: the engine has stopped.
         """
         builders = {
-            request_id: AnswerBuilder(request_id, tuple(submission.prompt_token_ids))
-            for request_id, submission in zip(self.request_ids, self.submissions, strict=True)
+            request_id: AnswerBuilder(request_id, token_ids_of(request))
+            for request_id, request in zip(self.request_ids, self.requests, strict=True)
         }
         answers: dict[str, Answer] = {}
         async for delta in self:
@@ -101,7 +72,7 @@ class AnswerStream:
     # ---- for the engine's thread ---------------------------------------------------------------
 
     def accept(self, request_ids: Sequence[str]) -> None:
-        """Note that the engine has taken all submissions, under these ids."""
+        """Note that the engine has taken all requests, under these ids."""
         self.request_ids = tuple(request_ids)
         self._num_open = len(self.request_ids)
 

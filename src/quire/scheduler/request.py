@@ -4,6 +4,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
 from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
@@ -11,7 +12,6 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.offload.swap.swapped import Swapped
 from quire.scheduler.eviction_trace import EvictionEntry
 
-DEFAULT_TENANT = "default"
 Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
 
 

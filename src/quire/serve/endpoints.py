@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
 from quire.serve.field_names import naming_fields_of
@@ -24,7 +26,7 @@ from quire.serve.protocol import (
     TokenizeBody,
 )
 from quire.serve.responses import Envelope
-from quire.serve.service import Caller, Service
+from quire.serve.service import Service
 from quire.serve.streaming import Reply
 from quire.serve.template import template_kwargs, unread_fields, unread_kwargs
 from quire.serve.text import Prompt, Turn
@@ -137,16 +139,14 @@ class Endpoints:
         envelope: Envelope,
     ) -> Response:
         answers = await self._service.submit(
-            prompts,
-            params,
-            caller=Caller(
-                tenant=tenant_of(request),
-                cache_salt=body.cache_salt or "",
-                priority=body.priority or 0,
-                deadline_s=body.deadline_s,
-                evict=body.evict,
-            ),
-            response_id=envelope.id,
+            [
+                replace(
+                    GenerationRequest(prompt.token_ids, params, **body.request_options()),
+                    request_id=f"{envelope.id}-{number}",
+                    tenant=tenant_of(request),
+                )
+                for number, prompt in enumerate(prompts)
+            ]
         )
         reply = Reply(
             answers=answers,

@@ -3,10 +3,11 @@
 Types are checked here, ranges by `SamplingParams` and the engine. `None` always means "not said".
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.option_checks import MAX_CHOICES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
@@ -126,6 +127,12 @@ class GenerationBody(Body):
                 "put each into a list of its own"
             )
         return value
+
+    def request_options(self) -> RequestOptions:
+        """The options of a `GenerationRequest` that the body sets."""
+        names = OPTION_KINDS.keys() & GenerationBody.model_fields.keys()
+        found = {name: getattr(self, name) for name in sorted(names)}
+        return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
 
     def unknown_fields(self) -> list[str]:
         """Those of the body and of its stream options."""

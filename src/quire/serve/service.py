@@ -2,39 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
-from quire.sampling.answer_stream import AnswerStream, Submission
+from quire.sampling.answer_stream import AnswerStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
 from quire.serve.pieces import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
-from quire.serve.text import Prompt, Texts, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Who asks, and how urgently.
-
-    Attributes:
-        tenant: on whose account.
-        cache_salt: only requests of the same tenant and salt share KV.
-        priority: lower goes first, within its tenant.
-        deadline_s: seconds in which the answer is wanted; None: whenever it comes.
-        evict: which tokens stay; None takes the engine's rule.
-    """
-
-    tenant: str
-    cache_salt: str
-    priority: int
-    deadline_s: float | None = None
-    evict: str | None = None
+from quire.serve.text import Texts, Turn
 
 
 class Service:
@@ -171,32 +152,11 @@ class Service:
                 "requests",
             )
 
-    async def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        caller: Caller,
-        response_id: str,
-    ) -> AnswerStream:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> AnswerStream:
         """Have every prompt answered, each as often as the options say.
 
         Raises:
             RequestError: any of them is refused; then none runs.
             EngineDead: the engine has stopped.
         """
-        return await self._running().submit(
-            [
-                Submission(
-                    prompt_token_ids=prompt.token_ids,
-                    params=params,
-                    request_id=f"{response_id}-{number}",
-                    priority=caller.priority,
-                    deadline_s=caller.deadline_s,
-                    tenant=caller.tenant,
-                    cache_salt=caller.cache_salt,
-                    evict=caller.evict,
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-        )
+        return await self._running().submit(requests)

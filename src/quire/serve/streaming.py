@@ -113,7 +113,7 @@ class Reply:
     def _usage_so_far(self) -> dict[str, object] | None:
         if not self.options.continuous_usage_stats:
             return None
-        prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in self.answers.submissions)
+        prompt_tokens = sum(len(request.prompt) for request in self.answers.requests)
         return token_counts(prompt_tokens, self._num_tokens)
 
     def _usage(self) -> dict[str, object]:

@@ -10,8 +10,8 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError, UnknownName
-from quire.scheduler.request import DEFAULT_TENANT
 from quire.serve.errors import Unauthorized
 from quire.tenancy.tenants import TenantSpec, check_tenant_name
 

@@ -9,11 +9,11 @@ import pytest
 
 import engines
 from quire.api.async_llm import AsyncLLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import EngineDead, InvariantError, NeverFits, RequestError, StorageError
-from quire.sampling.answer_stream import Submission
 from quire.scheduler.schedule_config import ScheduleConfig
 
 LONG = engines.greedy(max_tokens=200)
@@ -98,7 +98,7 @@ def test_answers_of_one_submission_come_in_its_order(engine):
         async with AsyncLLM(engine) as llm:
             answers = await llm.submit(
                 [
-                    Submission(prompt_token_ids=prompt, params=engines.greedy(length))
+                    GenerationRequest(prompt=prompt, sampling=engines.greedy(length))
                     for prompt, length in zip(prompts, lengths, strict=True)
                 ]
             )
@@ -188,7 +188,7 @@ def test_a_task_cancelled_while_it_submits_leaves_no_request(engine, submitted):
 def test_whoever_cancels_and_goes_on_reading_sees_the_abort(engine):
     async def main():
         async with AsyncLLM(engine) as llm:
-            answers = await llm.submit([Submission(prompt_token_ids=[3, 4], params=LONG)])
+            answers = await llm.submit([GenerationRequest(prompt=[3, 4], sampling=LONG)])
             await anext(answers)
             answers.cancel()
             return [delta.finish_reason async for delta in answers]
@@ -220,8 +220,8 @@ def test_one_refused_submission_takes_back_the_others(engine):
             with pytest.raises(RequestError, match="already running"):
                 await llm.submit(
                     [
-                        Submission(prompt_token_ids=[3], params=LONG, request_id="same"),
-                        Submission(prompt_token_ids=[4], params=LONG, request_id="same"),
+                        GenerationRequest(prompt=[3], sampling=LONG, request_id="same"),
+                        GenerationRequest(prompt=[4], sampling=LONG, request_id="same"),
                     ]
                 )
             await idle(llm)
@@ -234,7 +234,7 @@ def test_a_request_refused_for_its_id_does_not_cancel_the_one_that_has_it(engine
     async def main():
         async with AsyncLLM(engine) as llm:
             answers = await llm.submit(
-                [Submission(prompt_token_ids=[3], params=engines.greedy(30), request_id="same")]
+                [GenerationRequest(prompt=[3], sampling=engines.greedy(30), request_id="same")]
             )
             with pytest.raises(RequestError, match="already running"):
                 await llm.generate([4], LONG, request_id="same")
@@ -246,7 +246,7 @@ def test_a_request_refused_for_its_id_does_not_cancel_the_one_that_has_it(engine
 def test_cancelling_late_does_not_hit_a_new_request_with_the_same_id(engine):
     def submission(max_tokens):
         params = engines.greedy(max_tokens)
-        return Submission(prompt_token_ids=[3], params=params, request_id="same")
+        return GenerationRequest(prompt=[3], sampling=params, request_id="same")
 
     async def main():
         async with AsyncLLM(engine) as llm:
@@ -266,7 +266,7 @@ def test_lower_priorities_go_first(model):
     async def main():
         async with AsyncLLM(engine) as llm:
             submissions = [
-                Submission(prompt_token_ids=[3], params=engines.greedy(2), priority=priority)
+                GenerationRequest(prompt=[3], sampling=engines.greedy(2), priority=priority)
                 for priority in (2, 0, 1)
             ]
             answers = await llm.submit(submissions)
@@ -290,8 +290,8 @@ def test_a_dead_engine_is_reported_to_everybody(engine, caplog):
 
     async def main():
         async with AsyncLLM(engine) as llm:
-            streams = [await llm.submit([Submission(prompt_token_ids=[3], params=LONG)])]
-            streams += [await llm.submit([Submission(prompt_token_ids=[4], params=LONG)])]
+            streams = [await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])]
+            streams += [await llm.submit([GenerationRequest(prompt=[4], sampling=LONG)])]
             await anext(streams[0])
             engine.step = broken_step
             open_ones = await asyncio.gather(*(outcome(s.collect()) for s in streams))
@@ -347,7 +347,7 @@ def test_commands_that_the_engine_never_came_to_do_not_wait_for_ever(engine):
 def test_closing_ends_open_requests_and_leaves_the_engine_idle(engine):
     async def main():
         llm = AsyncLLM(engine)
-        answers = await llm.submit([Submission(prompt_token_ids=[3], params=LONG)])
+        answers = await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)])
         await anext(answers)
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineDead, match="closed"):
@@ -368,7 +368,7 @@ def test_an_engine_survives_a_loop_that_went_away(engine):
     streams = []
 
     async def submit_and_go():
-        streams.append(await llm.submit([Submission(prompt_token_ids=[3], params=LONG)]))
+        streams.append(await llm.submit([GenerationRequest(prompt=[3], sampling=LONG)]))
 
     try:
         run(submit_and_go())  # its loop is closed while the request is open

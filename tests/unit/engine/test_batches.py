@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -180,7 +181,7 @@ def test_as_many_rows_as_the_engine_runs_together(evict, held, kv_bytes):
     options = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     try:
         for _ in range(expected + 1):
-            engine.submit([1] * 50, options)
+            engine.submit(GenerationRequest([1] * 50, options))
     except NeverFits:
         assert expected == 0
         return

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.sampling.beam import BeamSearch, Candidate
@@ -159,7 +160,9 @@ def engine_of(model, *, room=8.0, longest=40, **kv):
 
 
 def search(engine, params, prompt=PROMPT):
-    builder = AnswerBuilder(engine.submit(prompt, params, request_id="r"), tuple(prompt))
+    builder = AnswerBuilder(
+        engine.submit(GenerationRequest(prompt, params, request_id="r")), tuple(prompt)
+    )
     answers = []
     while engine.has_work:
         answers += [a for delta in engine.step() if (a := builder.add(delta)) is not None]
@@ -176,7 +179,7 @@ def test_one_beam_is_greedy(model):
 
 def test_nothing_comes_before_the_search_has_ended(model):
     engine = engine_of(model)
-    engine.submit(PROMPT, beams(n=2, beam_width=3))
+    engine.submit(GenerationRequest(PROMPT, beams(n=2, beam_width=3)))
     steps = []
     while engine.has_work:
         steps.append(engine.step())
@@ -227,7 +230,7 @@ def test_only_allowed_tokens_make_fewer_beams_until_there_are_enough(model):
 @pytest.mark.parametrize("after_steps", [0, 1, 3])
 def test_a_search_can_be_cancelled(model, after_steps):
     engine = engine_of(model)
-    engine.submit(PROMPT, beams(n=2, beam_width=4), request_id="r")
+    engine.submit(GenerationRequest(PROMPT, beams(n=2, beam_width=4), request_id="r"))
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
     engine.cancel("r", 1)  # ranked answers go together
     deltas += engine.step()
@@ -285,7 +288,7 @@ def test_more_beams_than_memory_holds_are_refused(model):
     most = (pages // 2 - 5) // 2
 
     with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* ask for fewer beams"):
-        engine.submit(PROMPT, beams(beam_width=most + 1))
+        engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
     assert len(search(engine, beams(beam_width=most)).choices) == 2
 
 
@@ -293,4 +296,4 @@ def test_beams_need_a_store_that_shares(model):
     engine = engine_of(model, store="contiguous_growing", prefix_cache=False)
 
     with pytest.raises(RequestError, match="beams share pages"):
-        engine.submit(PROMPT, beams())
+        engine.submit(GenerationRequest(PROMPT, beams()))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -50,7 +51,7 @@ def small_engine(model: LoadedModel) -> Engine:
 
 def submit_all(engine: Engine) -> None:
     for i, prompt in enumerate(PROMPTS):
-        engine.submit(prompt, engines.greedy(), request_id=f"r{i}")
+        engine.submit(GenerationRequest(prompt, engines.greedy(), request_id=f"r{i}"))
 
 
 def finish(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, str]:
@@ -109,7 +110,7 @@ def test_requests_of_a_step_without_memory_fail_and_the_others_go_on(
 def test_the_cpu_allocators_error_is_known(model):
     engine = small_engine(model)
     break_part(engine, "decoder", 1, cpu_is_full())
-    engine.submit([3], engines.greedy())
+    engine.submit(GenerationRequest([3], engines.greedy()))
 
     assert "can't allocate memory" in engine.step()[0].error
     engine.check()
@@ -157,7 +158,7 @@ def test_a_request_whose_text_cannot_be_followed_leaves_nothing_behind(model):
     engine = small_engine(model)
     object.__setattr__(engine.model, "tokenizer", NoDecoder())
     with pytest.raises(OverflowError):
-        engine.submit([3, 4], engines.greedy())
+        engine.submit(GenerationRequest([3, 4], engines.greedy()))
     object.__setattr__(engine.model, "tokenizer", None)
 
     assert not engine.has_work
@@ -165,9 +166,9 @@ def test_a_request_whose_text_cannot_be_followed_leaves_nothing_behind(model):
 
 def test_an_id_the_engine_chooses_is_nobody_elses(model):
     engine = small_engine(model)
-    engine.submit([3], engines.greedy(), request_id="request-2")
+    engine.submit(GenerationRequest([3], engines.greedy(), request_id="request-2"))
 
-    assert engine.submit([3], engines.greedy()) != "request-2"
+    assert engine.submit(GenerationRequest([3], engines.greedy())) != "request-2"
 
 
 def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_processed(monkeypatch):
@@ -193,8 +194,8 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
     monkeypatch.setattr(evictor, "evict", break_once)
     monkeypatch.setattr(engine._runner, "run", run_rows)
     beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
-    engine.submit([3, 4, 5, 6], beams, request_id="beams")
-    engine.submit([7, 8], engines.greedy(12), request_id="other")
+    engine.submit(GenerationRequest([3, 4, 5, 6], beams, request_id="beams"))
+    engine.submit(GenerationRequest([7, 8], engines.greedy(12), request_id="other"))
 
     tokens: dict[str, list[int]] = {}
     errors = finish(engine, tokens)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -57,7 +58,7 @@ def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
 def run(engine: Engine, asked) -> list[list[tuple[int, ...]]]:
     builders, done = {}, {}
     for prompt, params in asked:
-        request_id = engine.submit(prompt, params)
+        request_id = engine.submit(GenerationRequest(prompt, params))
         builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
     finish(engine, builders, done)
     return [[choice.token_ids for choice in done[key].choices] for key in builders]
@@ -90,7 +91,9 @@ def test_a_group_forced_out_at_any_time_is_the_same(llama, steps):
     expected = run(engine_of(llama, room=60.0, preempt="recompute"), asked)
     engine = engine_of(llama, room=60.0, chunk_tokens=4)
     [(prompt, params)] = asked
-    builder = AnswerBuilder(engine.submit(prompt, params, request_id="r"), tuple(prompt))
+    builder = AnswerBuilder(
+        engine.submit(GenerationRequest(prompt, params, request_id="r")), tuple(prompt)
+    )
     deltas = []
     for number in range(3):
         for _ in range(steps):
@@ -112,7 +115,8 @@ def test_a_group_forced_out_at_any_time_is_the_same(llama, steps):
 def test_one_of_a_group_on_the_host_can_be_cancelled(llama, index, back):
     engine = engine_of(llama, room=60.0, chunk_tokens=4)
     builder = AnswerBuilder(
-        engine.submit(PROMPT, drawn(n=3, max_tokens=8), request_id="r"), tuple(PROMPT)
+        engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=8), request_id="r")),
+        tuple(PROMPT),
     )
     deltas = [delta for _ in range(9) for delta in engine.step()]
     engine.scheduler.preempter.swapper._mode = "recompute"

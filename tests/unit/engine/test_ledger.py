@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -217,8 +218,8 @@ def test_a_row_without_a_request_is_shown_as_nobodys():
 def test_a_running_engine_shows_its_requests():
     model = engines.load("llama")
     engine = engines.engine_for(model, room=2, longest=40, page_tokens=4)
-    engine.submit([3] * 20, engines.greedy(8), request_id="a")
-    engine.submit([4] * 9, engines.greedy(8), request_id="b")
+    engine.submit(GenerationRequest([3] * 20, engines.greedy(8), request_id="a"))
+    engine.submit(GenerationRequest([4] * 9, engines.greedy(8), request_id="b"))
     engine.step()
 
     found, stats = engine.ledger(), engine.stats()
@@ -247,7 +248,7 @@ def test_engines_that_share_an_arena_have_a_ledger_each():
         for name in ("llama_mqa", "gpt2")
     )
     for engine in (small, large):
-        engine.submit([3] * 9, engines.greedy(4))
+        engine.submit(GenerationRequest([3] * 9, engines.greedy(4)))
         engine.step()
 
     for engine in (small, large):

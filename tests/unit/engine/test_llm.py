@@ -3,14 +3,21 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 import engines
-from quire.api.inputs import as_options, as_places, as_policies, as_prompts, as_token_ids
+from quire.api.inputs import as_options, as_prompts, as_requests, as_token_ids
 from quire.api.llm import LLM
+from quire.config.generation_request import (
+    OPTION_KINDS,
+    GenerationRequest,
+    OptionsOfMany,
+    RequestOptions,
+)
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead, RequestError, StorageError
@@ -58,7 +65,7 @@ def test_one_policy_for_all_prompts_or_one_for_each(model):
     assert any(delta.usage for delta in llm.stream(prompts[0], GREEDY, evict=capped))
     for wrong, says in {3: "a text such as", (capped,): "or 2 of them, got 1"}.items():
         with pytest.raises(RequestError, match=says):
-            as_policies(wrong, 2)
+            as_requests(PROMPTS[:2], None, {"evict": wrong})
     assert not llm.engine.has_work
 
 
@@ -87,7 +94,7 @@ def test_wrong_places_in_line_are_refused_before_anything_runs(llm):
         (0, [1.0, True], "deadline_s to be a number, got True"),
     ):
         with pytest.raises(RequestError, match=says):
-            as_places(priority, deadline_s, 2)
+            as_requests(PROMPTS[:2], None, {"priority": priority, "deadline_s": deadline_s})
     with pytest.raises(RequestError, match="prompt 1: expected deadline_s above 0"):
         llm.generate(PROMPTS[:2], GREEDY, deadline_s=[1.0, 0.0])
     assert not llm.engine.has_work
@@ -305,3 +312,33 @@ def test_prompts_run_on_the_account_they_are_given(llm):
         assert answer.usage.cached_tokens == cached
 
     assert [stats.tenant for stats in llm.stats().served] == ["a", "b"]
+
+
+def test_a_request_brings_its_own_options(llm, expected):
+    requests = [
+        GenerationRequest(prompt, GREEDY, priority=n, cache_salt=str(n), request_id=f"own-{n}")
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    answers = llm.generate(requests)
+    assert [answer.request_id for answer in answers] == [f"own-{n}" for n in range(len(PROMPTS))]
+    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(llm.stream(requests[0])) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "message"),
+    [
+        (GREEDY, {}, "and sampling came beside it"),
+        (None, {"priority": 1}, "and priority came beside it"),
+        (None, {"prioritty": 1}, "no option 'prioritty' of a request; expected one of request_id"),
+    ],
+)
+def test_options_beside_a_request_are_refused(sampling, options, message):
+    with pytest.raises(RequestError, match=message):
+        as_requests([GenerationRequest([3])], sampling, options)
+
+
+def test_every_option_of_a_request_has_its_kinds_and_types():
+    names = {field.name for field in fields(GenerationRequest)} - {"prompt", "sampling"}
+    assert names == set(OPTION_KINDS)
+    assert names == RequestOptions.__annotations__.keys() == OptionsOfMany.__annotations__.keys()

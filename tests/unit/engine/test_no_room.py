@@ -5,6 +5,7 @@ import re
 import pytest
 
 from engines import load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -26,7 +27,7 @@ def test_a_refusal_counts_what_is_needed_and_what_there_is_in_the_same_unit():
     peaks, spec = engine.scheduler.peaks, engine.pool.eviction.spec
 
     with pytest.raises(NeverFits) as refusal:
-        engine.submit([2] * 330, SamplingParams(max_tokens=1))
+        engine.submit(GenerationRequest([2] * 330, SamplingParams(max_tokens=1)))
 
     numbers = NUMBERS.search(str(refusal.value)).groups()
     needed, has = (int(number.replace(",", "")) for number in numbers)
@@ -129,7 +130,7 @@ def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream
     for option, size in named:
         sizes = {"memory": memory, "stream_memory": stream, OPTIONS[option]: size}
         engine = Engine(load(name, times=3), KVConfig(**sizes, stream_recompute="off"))
-        engine.submit(prompt, SamplingParams(max_tokens=8))
+        engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=8)))
         deltas = []
         while engine.has_work:
             deltas += engine.step()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
@@ -26,7 +27,10 @@ def engine_of(model, *, kv=None, **schedule):
 
 def ask(engine, prompts, params=None, **options):
     """Submit all at once; return answers by their order, and their usages."""
-    ids = [engine.submit(prompt, params or engines.greedy(), **options) for prompt in prompts]
+    ids = [
+        engine.submit(GenerationRequest(prompt, params or engines.greedy(), **options))
+        for prompt in prompts
+    ]
     tokens, usages = {i: [] for i in ids}, {}
     while engine.has_work:
         for delta in engine.step():
@@ -86,7 +90,7 @@ def test_logits_behind_a_cached_prefix_are_those_of_a_whole_read(model):
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=3)
 
     def logprobs(engine):
-        engine.submit(PROMPT, params)
+        engine.submit(GenerationRequest(PROMPT, params))
         found = []
         while engine.has_work:
             for delta in engine.step():
@@ -148,7 +152,7 @@ def test_a_prefix_registered_as_public_is_shared_by_all_tenants():
 def test_a_salt_that_is_no_plain_text_is_refused(salt):
     engine = engine_of(engines.load("llama"))
     with pytest.raises(RequestError, match="salt"):
-        engine.submit(PROMPT, cache_salt=salt)
+        engine.submit(GenerationRequest(PROMPT, cache_salt=salt))
 
 
 def test_nothing_is_published_after_an_eviction():

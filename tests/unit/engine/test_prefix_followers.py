@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.engine.block_events import BlockEvents
 from unit.engine.test_ledger import prove_sums
 
@@ -17,7 +18,7 @@ def engine_with(room, **kv):
 
 
 def run(engine, prompt, **options):
-    engine.submit(prompt, engines.greedy(4), **options)
+    engine.submit(GenerationRequest(prompt, engines.greedy(4), **options))
     while engine.has_work:
         engine.step()
         engine._ledger.check()
@@ -97,7 +98,7 @@ def test_a_cached_prefix_that_is_used_is_its_users():
     engine = engine_with(room=4)
     run(engine, PROMPT, tenant="red")
     cached = engine.stats().cached_bytes
-    engine.submit([*PROMPT, 2], engines.greedy(4), tenant="red")
+    engine.submit(GenerationRequest([*PROMPT, 2], engines.greedy(4), tenant="red"))
     engine.step()
 
     found = engine.ledger()
@@ -106,7 +107,9 @@ def test_a_cached_prefix_that_is_used_is_its_users():
     used = [e["bytes"] for e in row["extents"] if (e["references"], e["sequences"]) == (2, 1)]
     assert engine.stats().cached_bytes == found["axes"]["owner"]["prefix_cache"] < cached
     assert row["alone_bytes"] == row["kv_bytes"] > sum(used) > 0
-    engine.submit([*PROMPT, 2], engines.greedy(4), tenant="blue")  # may not share red's prefix
+    engine.submit(
+        GenerationRequest([*PROMPT, 2], engines.greedy(4), tenant="blue")
+    )  # may not share red's prefix
     engine.step()
     assert all(row["alone_bytes"] == row["kv_bytes"] for row in engine.ledger()["requests"])
     while engine.has_work:

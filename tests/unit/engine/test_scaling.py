@@ -3,6 +3,7 @@
 import pytest
 
 from engines import greedy, load
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
@@ -115,7 +116,7 @@ def test_who_comes_back_does_not_hold_cached_pages_that_have_it_taken_out_again(
     engine = Engine(load("mistral"), kv, schedule)
     lengths = (5, 40, 24, 30, 8, 40, 26, 33)
     for number, tokens in enumerate(lengths):
-        engine.submit([3 + number] * tokens, greedy(29))
+        engine.submit(GenerationRequest([3 + number] * tokens, greedy(29)))
 
     while engine.has_work:
         engine.step()

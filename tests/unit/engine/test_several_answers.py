@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import engines
+from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, RequestError
@@ -42,7 +43,7 @@ def answer(engine, params, prompt=PROMPT, **submit):
 def answers(engine, asked, on_step=lambda: None, **submit):
     builders, done = {}, {}
     for prompt, params in asked:
-        request_id = engine.submit(prompt, params, **submit)
+        request_id = engine.submit(GenerationRequest(prompt, params, **submit))
         builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():
@@ -104,7 +105,7 @@ def test_the_prompt_is_read_once_and_counted_once(llama):
 
 def test_deltas_say_whose_they_are_and_the_last_of_all_has_the_usage(llama):
     engine = engine_of(llama)
-    request_id = engine.submit(PROMPT, drawn(n=2, max_tokens=3))
+    request_id = engine.submit(GenerationRequest(PROMPT, drawn(n=2, max_tokens=3)))
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -131,7 +132,7 @@ def test_best_of_returns_the_likeliest_best_first(llama):
 
 def test_nothing_of_ranked_answers_comes_before_all_have_ended(llama):
     engine = engine_of(llama)
-    engine.submit(PROMPT, drawn(n=1, best_of=2, logprobs=1, max_tokens=4))
+    engine.submit(GenerationRequest(PROMPT, drawn(n=1, best_of=2, logprobs=1, max_tokens=4)))
     steps = []
     while engine.has_work:
         steps.append(engine.step())
@@ -215,7 +216,9 @@ def test_a_prompt_of_whole_pages_is_not_copied_at_all(llama):
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
 def test_one_of_several_can_be_cancelled(llama, index, after_steps):
     engine = engine_of(llama, chunk_tokens=8)
-    builder = AnswerBuilder(engine.submit(PROMPT, drawn(n=3), request_id="r"), tuple(PROMPT))
+    builder = AnswerBuilder(
+        engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
+    )
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
     engine.cancel("r", index)
     while engine.has_work:
@@ -237,7 +240,8 @@ def test_one_of_several_can_be_cancelled(llama, index, after_steps):
 def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
     engine = engine_of(llama, chunk_tokens=8)
     builder = AnswerBuilder(
-        engine.submit(PROMPT, drawn(n=3, best_of=best_of), request_id="r"), tuple(PROMPT)
+        engine.submit(GenerationRequest(PROMPT, drawn(n=3, best_of=best_of), request_id="r")),
+        tuple(PROMPT),
     )
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
     engine.cancel("r")
@@ -251,19 +255,21 @@ def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
 
 def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llama):
     engine = engine_of(llama)
-    engine.submit(PROMPT, drawn(n=2), request_id="r")
+    engine.submit(GenerationRequest(PROMPT, drawn(n=2), request_id="r"))
     with pytest.raises(RequestError, match="already running"):
-        engine.submit(PROMPT, drawn(), request_id="r")
+        engine.submit(GenerationRequest(PROMPT, drawn(), request_id="r"))
 
     while engine.has_work:
         engine.step()
 
-    assert engine.submit(PROMPT, drawn(), request_id="r") == "r"
+    assert engine.submit(GenerationRequest(PROMPT, drawn(), request_id="r")) == "r"
 
 
 def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
     engine = engine_of(llama, chunk_tokens=4, prefix_cache=False)
-    builder = AnswerBuilder(engine.submit(PROMPT, drawn(n=3), request_id="r"), tuple(PROMPT))
+    builder = AnswerBuilder(
+        engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
+    )
     deltas = [delta for _ in range(9) for delta in engine.step()]
     engine.scheduler._preempt(engine.scheduler.running[0], "forced")
     deltas += engine.step()  # one reads again, the others wait for it
@@ -301,7 +307,7 @@ def test_groups_that_are_thrown_out_come_back_with_the_same_answers(model, prefi
 
 def test_what_is_shared_is_shared_again_after_a_preemption(llama):
     engine = engine_of(llama, prefix_cache=False)
-    engine.submit(PROMPT, drawn(n=4), request_id="r")
+    engine.submit(GenerationRequest(PROMPT, drawn(n=4), request_id="r"))
     for _ in range(6):
         engine.step()
     memory, processed = engine.pool.kv.memory, engine.num_processed_tokens
@@ -362,7 +368,7 @@ def test_a_group_runs_whole_up_to_the_bound_of_its_pages_and_apart_beyond(llama)
     most = (pages // 2 - 5) // 3
 
     for n, whole in ((most, True), (most + 1, False)):
-        engine.submit(PROMPT, drawn(n=n), request_id="r")
+        engine.submit(GenerationRequest(PROMPT, drawn(n=n), request_id="r"))
         assert engine.scheduler.num_waiting == (1 if whole else n)
         engine.cancel("r")
         engine.step()
@@ -404,7 +410,7 @@ def test_what_does_not_fit_even_apart_is_refused_whole(llama):
     engine = engine_of(llama, room=1.0, longest=30)
 
     with pytest.raises(NeverFits):
-        engine.submit(PROMPT, drawn(n=3, max_tokens=100))
+        engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=100)))
     assert not engine.has_work
     assert len(answer(engine, drawn(n=3, max_tokens=8)).choices) == 3
 

@@ -6,6 +6,7 @@ import torch
 
 import engines
 from quire.api.async_llm import AsyncLLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.shared_pool import SharedPool
@@ -42,7 +43,7 @@ def together(models, total, **guaranteed):
 
 
 def submit(engine, expected):
-    ids = [engine.submit(e.prompt, engines.greedy()) for e in expected]
+    ids = [engine.submit(GenerationRequest(e.prompt, engines.greedy())) for e in expected]
     return dict(zip(ids, expected, strict=True))
 
 

@@ -9,6 +9,7 @@ import torch
 
 import engines
 from quire.api.async_llm import AsyncLLM
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, PolicyError
@@ -94,7 +95,7 @@ class Unchecked(Eviction):
 
 def ask(engine: Engine, policy: EvictionPolicy) -> None:
     """Submit a request that asks a policy which stands in no registry."""
-    engine.submit([3] * 40, engines.greedy(), request_id="long")
+    engine.submit(GenerationRequest([3] * 40, engines.greedy(), request_id="long"))
     [request] = engine.scheduler.waiting.of_tenant("default")
     request.selection = Unchecked(policy=policy, spec=request.eviction, text=request.evict)
 
@@ -116,7 +117,7 @@ def test_a_mask_that_breaks_the_contract_fails_its_request_only(make_mask, hint)
     config = KVConfig(memory="1MiB", page_tokens=4, evict="recent:cap=24,every=6")
     engine = Engine(model, config)
     ask(engine, Masked(make_mask))
-    engine.submit([4] * 5, engines.greedy(), request_id="short")
+    engine.submit(GenerationRequest([4] * 5, engines.greedy(), request_id="short"))
 
     last = {}
     while engine.has_work:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import isnan
 
-from quire.api.inputs import as_places
+from quire.config.generation_request import checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.hf.dynamic.query import Query
@@ -59,7 +59,8 @@ def check_query(
         NeverFits: more tokens than the slab may have columns.
     """
     prompt_token_ids, params = query.prompt_token_ids, query.params
-    as_places(query.priority, query.deadline_s, 1)
+    checked_option("priority", query.priority)
+    checked_option("deadline_s", query.deadline_s)
     if query.deadline_s is not None and isnan(query.deadline_s):
         raise RequestError("expected deadline_s to be a time on the batch's clock, got NaN")
     if not prompt_token_ids:

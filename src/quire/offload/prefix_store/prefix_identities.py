@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config.generation_request import DEFAULT_TENANT
 from quire.kv.prefix_key import PrefixIdentity, private_salt, root_key
-from quire.scheduler.request import DEFAULT_TENANT, Request
+from quire.scheduler.request import Request
 
 SECRET_BYTES = 32
 
