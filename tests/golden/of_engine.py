@@ -6,6 +6,7 @@ from pathlib import Path
 
 from golden.cases import case
 from golden.workshop import Workshop, finish, greedy
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.block_events import MEDIA, BlockEvents, as_arrays
@@ -51,8 +52,10 @@ def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Wa
     engine.events.subscribe(events.append)
     for number, prompt in enumerate(CROWD):
         tenant = "red" if number == 1 else "default"
-        engine.submit(prompt, greedy(16), request_id=f"r{number}", tenant=tenant)
-    engine.submit(PROMPT[:23], SamplingParams(n=2, seed=1, max_tokens=2), request_id="two")
+        engine.submit(GenerationRequest(prompt, greedy(16), request_id=f"r{number}", tenant=tenant))
+    engine.submit(
+        GenerationRequest(PROMPT[:23], SamplingParams(n=2, seed=1, max_tokens=2), request_id="two")
+    )
     for _ in range(STEPS):
         engine.step()
     found = Watched(engine.stats().as_dict(), engine.ledger(), events)
@@ -91,7 +94,7 @@ def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
     engine = workshop.engine(**kv)
     restoring = engine.scheduler.residency.restoring
     restoring._costs = restoring.tier.rate = _SlowPrefill()
-    engine.submit(PROMPT, greedy(2))
+    engine.submit(GenerationRequest(PROMPT, greedy(2)))
     return engine
 
 
@@ -109,7 +112,7 @@ def restored(workshop: Workshop) -> Watched:
     for number in range(MOST_TRIES):  # a thread stores what leaves: a later step tells of it
         if any(event.kind == "stored" for event in events):
             break
-        engine.submit([number % 100 + 5] * 40, greedy(2))
+        engine.submit(GenerationRequest([number % 100 + 5] * 40, greedy(2)))
         finish(engine)
     engine.close()
     return found
@@ -192,7 +195,7 @@ def block_events(workshop: Workshop) -> object:
     engine = workshop.engine(**SMALL_PAGES, memory="512KiB")
     engine.prefix_events.subscribe(listener)
     for prompt in (PROMPT[:24], *([i, 11, 4, 8] * 10 for i in range(3))):
-        engine.submit(prompt, greedy(4))
+        engine.submit(GenerationRequest(prompt, greedy(4)))
     finish(engine)
     kinds = {batch["events"][0]["type"]: batch for batch in reversed(batches)}
     return {
@@ -215,6 +218,6 @@ def eviction_trace(workshop: Workshop) -> object:
 
 def _trace(workshop: Workshop, **options: object) -> object:
     engine = workshop.engine(**options, record_evictions=True)
-    request_id = engine.submit(PROMPT[:24], greedy(4))
+    request_id = engine.submit(GenerationRequest(PROMPT[:24], greedy(4)))
     finish(engine)
     return [kept.as_dict() for kept in engine.eviction_trace(request_id)]

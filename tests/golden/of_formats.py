@@ -17,6 +17,7 @@ from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
 from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
 from quire.cli.options import SECTIONS, OptionField
+from quire.config.generation_request import GenerationRequest
 from quire.kv.measured import read_constants
 from quire.layout.kv_format import read_format
 from quire.offload.tiers.disk import DiskTier
@@ -116,7 +117,7 @@ def disk_prefixes(workshop: Workshop, folder: Path) -> None:
     """What an engine leaves there; the secret is set, so that a salt is the same everywhere."""
     (folder / "secret").write_bytes(bytes(range(32)))
     engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
-    engine.submit(_PREFIX, greedy(1))
+    engine.submit(GenerationRequest(_PREFIX, greedy(1)))
     finish(engine)
     engine.close()
     cut_zeros(folder)
