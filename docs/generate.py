@@ -284,7 +284,7 @@ def policies() -> str:
             _named(row.options),
             row.summary,
             _listed(row.statistics),
-            row.grain,
+            row.granularity,
             row.cost,
             row.source,
         )
@@ -296,7 +296,7 @@ def policies() -> str:
             _named(row.options),
             row.summary,
             _listed(row.statistics),
-            row.looks,
+            row.queries_seen,
             "kept" if row.keeps_total else "not kept",
             row.source,
         )

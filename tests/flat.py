@@ -17,7 +17,7 @@ def sequences(*lengths: int, vocab_size: int, seed: int = 1) -> list[Tensor]:
 
 
 def flat_logits(
-    decoder: Decoder, prompts: list[Tensor], *, chunk_tokens: Sequence[int], rope_regime: int = 0
+    decoder: Decoder, prompts: list[Tensor], *, chunk_tokens: Sequence[int], rope_variant: int = 0
 ) -> list[Tensor]:
     """Logits of every position of every prompt, [tokens, vocab] each.
 
@@ -38,7 +38,7 @@ def flat_logits(
             torch.tensor([position for _, position in places]),
             torch.tensor(sampled),
             dense.batch(*zip(*places, strict=True)),
-            rope_regime=rope_regime,
+            rope_variant=rope_variant,
         )
         for row, values in zip(sampled, logits, strict=True):
             number, position = places[row]

@@ -87,10 +87,10 @@ class HostedModel:
         self.parts[op.layer] = attend(self.hidden.cpu(), self.kv[op.layer][first:])
 
     def _attend(self, op: Operation) -> None:
-        carried = self.tokens.x + self.tokens.kv
-        first = carried + self.tokens.resident
-        kv = self.kv_slots[op.slot, :carried]
-        resident = self.kv[op.layer][carried:first].to(self.device)
+        transferred = self.tokens.x + self.tokens.kv
+        first = transferred + self.tokens.resident
+        kv = self.kv_slots[op.slot, :transferred]
+        resident = self.kv[op.layer][transferred:first].to(self.device)
         out, lse = attend(self.hidden, torch.cat([kv, resident]))
         if op.layer in self.parts:
             out = merge((out, lse), [part.to(self.device) for part in self.parts.pop(op.layer)])

@@ -220,8 +220,8 @@ def poison(memory: KVMemory, store: PageStore) -> None:
         pages[torch.from_numpy(np.flatnonzero(pool.ref_counts))] = True
     store.arena[~in_use] = POISON
     written = {c: np.zeros(len(pool.ref_counts), np.int64) for c, pool in memory.pools.items()}
-    for loan in memory.loans.values():
-        for name, pages in loan.items():
+    for cached_reference in memory.cached_references.values():
+        for name, pages in cached_reference.items():
             page_class = memory.tables[name].group.page_class
             written[page_class][pages.reshape(-1)] = page_class.tokens
     for table in memory.tables.values():
@@ -295,8 +295,8 @@ class Watched:
         assert not scheduler.has_work
         assert not len(memory.live_rows)
         assert self.engine.pool.host is None or not self.engine.pool.host.used_bytes
-        scheduler.residency.sharing.drop_cached()
-        assert not memory.loans
+        scheduler.sequence_memory.sharing.drop_cached()
+        assert not memory.cached_references
         assert memory.arena.num_free_slabs == memory.arena.num_slabs
 
 

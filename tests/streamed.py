@@ -12,12 +12,12 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
-from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.swap.carrier import ThreadTransferWorker
 from quire.offload.weights.layers import layer_weights
 from quire.offload.weights.place import stream_weights
 
 
-class Dawdling(ThreadCarrier):
+class Dawdling(ThreadTransferWorker):
     """Copies take as long as they like, and fail where they are told to."""
 
     def __init__(self, seed: int = 0, most_s: float = 0.0005) -> None:
@@ -56,7 +56,7 @@ def load_streamed(
     stay: int = 0,
     times: int = 3,
     device: str = "cpu",
-    carrier: Dawdling | None = None,
+    transfer_worker: Dawdling | None = None,
 ) -> LoadedModel:
     """A zoo model of which so many layers stay on the device beside two slots.
 
@@ -68,7 +68,7 @@ def load_streamed(
     place, weights = stream_weights(model, budget, torch.device(device))
     if device == "cpu" and weights is not None:
         poison(weights.link)
-        weights.link.carrier = carrier or Dawdling()
+        weights.link.transfer_worker = transfer_worker or Dawdling()
     decoder = TransformersDecoder(model, weights)
     return LoadedModel(
         decoder=decoder,

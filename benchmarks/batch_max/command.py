@@ -150,11 +150,11 @@ def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConf
 
 def _dtype(settings: Settings, speed: "SpeedConfig") -> str:
     """What was asked for; random weights are not stored in any type."""
-    asked = settings.loading.dtype
-    if asked == "auto":
+    requested = settings.loading.dtype
+    if requested == "auto":
         return speed.dtype
-    dtype_bytes(asked)
-    return asked
+    dtype_bytes(requested)
+    return requested
 
 
 def _standard(

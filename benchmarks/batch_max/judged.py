@@ -49,7 +49,7 @@ class Encoded:
     """A prompt as token ids, with its judge."""
 
     tokens: tuple[int, ...]
-    asked: Asked
+    requested: Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def judge(model: LoadedModel, task: str, prompts: Sequence[Encoded], how: Batche
             raise InvariantError(f"{done.rows_peak} rows of a batch of {len(together)} ran at once")
         total_s, preemptions = total_s + done.total_s, preemptions + done.preemptions
         texts = [text_of(model, answer) for answer in done.answers]
-        grades += [prompt.asked.grade(text) for prompt, text in zip(together, texts, strict=True)]
+        grades += [prompt.requested.grade(text) for prompt, text in zip(together, texts, strict=True)]
     engine.check()
     return Judged(
         task=task,

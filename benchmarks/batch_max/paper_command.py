@@ -108,7 +108,7 @@ def _encoded(
     if len(tokens) > input_tokens:
         tokens = tokens[:1] + tokens[len(tokens) - input_tokens + 1 :]
     grade = partial(_judge, task, sample.references)
-    return Encoded(tokens=tuple(tokens), asked=Asked(prompt=sample.prompt, grade=grade))
+    return Encoded(tokens=tuple(tokens), requested=Asked(prompt=sample.prompt, grade=grade))
 
 
 def _judge(task: "FewShotTask", references: tuple[str, ...], text: str) -> float:

@@ -62,10 +62,10 @@ def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:
 
 def _encoded(model: LoadedModel, config: QualityConfig, asking: Asking, task: str) -> list[Encoded]:
     assert model.tokenizer is not None, "questions are texts"
-    asked = asking(task, config.tokens, config.samples)
+    requested = asking(task, config.tokens, config.samples)
     return [
-        Encoded(tokens=tuple(encode_prompt(model.tokenizer, found.prompt)), asked=found)
-        for found in asked
+        Encoded(tokens=tuple(encode_prompt(model.tokenizer, found.prompt)), requested=found)
+        for found in requested
     ]
 
 

@@ -100,17 +100,17 @@ def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
 def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]":
     from quire.profile.step_rates import RunShape, run_batch
 
-    asked = report.question
+    requested = report.question
     return {
         arm.arm: run_batch(
             model,
             RunShape(
                 rows=arm.rows,
-                prompt_tokens=asked.prompt_tokens,
-                new_tokens=asked.new_tokens,
+                prompt_tokens=requested.prompt_tokens,
+                new_tokens=requested.new_tokens,
                 evict=arm.evict,
             ),
-            asked.kv_bytes,
+            requested.kv_bytes,
         )
         for arm in report.arms
         if arm.rows

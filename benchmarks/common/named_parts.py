@@ -25,13 +25,13 @@ def names_of(text: str, known: Mapping[str, object], what: str = "part") -> tupl
     """
     if not text.strip():
         return tuple(known)
-    asked = [name.strip() for name in text.split(",")]
-    for name in asked:
+    requested = [name.strip() for name in text.split(",")]
+    for name in requested:
         if name not in known:
             raise UnknownName(what, name, known)
-    if len(set(asked)) != len(asked):
+    if len(set(requested)) != len(requested):
         raise ConfigError(f"expected each {what} once, got {text!r}")
-    return tuple(name for name in known if name in asked)
+    return tuple(name for name in known if name in requested)
 
 
 def run_named(

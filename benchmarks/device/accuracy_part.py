@@ -77,11 +77,11 @@ def logit_errors(rig: DeviceRig) -> Numbers:
     for layout in (rig.layout(BY_NAME["prefetch"]), rig.split_layout(half)):
         rig.run(layout)
         logits.append(rig.hidden.float() @ head)
-    carried, made = logits
+    transferred, made = logits
     return {
-        "accuracy_logits": relative(made, carried),
-        "accuracy_logits_largest": float((made - carried).abs().max()),
-        "accuracy_same_token": float((made.argmax(1) == carried.argmax(1)).float().mean()),
+        "accuracy_logits": relative(made, transferred),
+        "accuracy_logits_largest": float((made - transferred).abs().max()),
+        "accuracy_same_token": float((made.argmax(1) == transferred.argmax(1)).float().mean()),
     }
 
 

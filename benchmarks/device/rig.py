@@ -78,8 +78,8 @@ class DeviceRig:
             self.executor, [self._probe(batch) for batch in self._probes(host=host)]
         )
         if host and not found.host_token_s:  # tokens too few to tell from a call
-            hosted = max(1, self.case.rows // 2) * self.case.context
-            found = replace(found, host_token_s=found.host_call_s / hosted, host_call_s=0.0)
+            offloaded = max(1, self.case.rows // 2) * self.case.context
+            found = replace(found, host_token_s=found.host_call_s / offloaded, host_call_s=0.0)
         return replace(found, outward=found.inward)
 
     def _probes(self, *, host: bool) -> list[BatchTokens]:
@@ -90,8 +90,8 @@ class DeviceRig:
                 x = int(share * tokens)
                 found.append(BatchTokens(rows=case.rows, x=x, kv=tokens - x))
         for rows in sorted({max(1, case.rows // 4), max(1, case.rows // 2)}) if host else ():
-            hosted = rows * case.context
-            found.append(BatchTokens(rows=case.rows, kv=case.tokens - hosted, host=hosted))
+            offloaded = rows * case.context
+            found.append(BatchTokens(rows=case.rows, kv=case.tokens - offloaded, host=offloaded))
         # the largest first: staging is made once
         return sorted(found, key=lambda batch: (batch.x, batch.kv), reverse=True)
 

@@ -207,12 +207,12 @@ class DeviceStep:
             self._query = normed(self.hidden) @ self._bed.layer(number).query
             if not self._host_rows:
                 return
-            asked = self._query[self._rows :]
+            requested = self._query[self._rows :]
             if not self._host_query.numel():  # outside the step: here the host may wait
-                self._host_query, self._host_out = (self._pinned(asked) for _ in range(2))
-                self._host_query.copy_(asked)
+                self._host_query, self._host_out = (self._pinned(requested) for _ in range(2))
+                self._host_query.copy_(requested)
             else:
-                self._host_query.copy_(asked, non_blocking=True)
+                self._host_query.copy_(requested, non_blocking=True)
 
     def _pinned(self, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")

@@ -37,8 +37,8 @@ class CellsConfig:
 
     def __post_init__(self) -> None:
         if not all(0 < budget < 1 for budget in self.budgets):
-            asked = ", ".join(f"{100 * budget:g} %" for budget in self.budgets)
-            raise ConfigError(f"expected budgets above 0 and below 100 %, got {asked}")
+            requested = ", ".join(f"{100 * budget:g} %" for budget in self.budgets)
+            raise ConfigError(f"expected budgets above 0 and below 100 %, got {requested}")
         if self.prompts < 1:
             raise ConfigError(f"expected prompts of 1 or more, got {self.prompts}")
 

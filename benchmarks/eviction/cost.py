@@ -128,8 +128,8 @@ def measure_cost(config: CostConfig, names: Collection[str] = ()) -> list[Round]
         names: of arms; none: all.
     """
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
-    asked = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
-    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in asked.items()}
+    requested = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
+    timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in requested.items()}
     return [_round(timed, config.every) for _ in range(config.repeats + 1)][1:]
 
 

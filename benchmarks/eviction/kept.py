@@ -24,7 +24,7 @@ SINKS = 4
 def run_kept(model: LoadedModel, config: KeptConfig, running: RunningText) -> PartResult:
     """The part."""
     texts = pieces(model, running, config.tokens, config.texts)
-    found = {rule: kept_positions(model, config, texts, rule) for rule in config.rules}
+    found = {rule: retained_positions(model, config, texts, rule) for rule in config.rules}
     maps = {rule.text: binned(kept, config.bins) for rule, kept in found.items()}
     return PartResult(
         claims=claims(found, model.spec.num_kv_heads),
@@ -34,7 +34,7 @@ def run_kept(model: LoadedModel, config: KeptConfig, running: RunningText) -> Pa
     )
 
 
-def kept_positions(
+def retained_positions(
     model: LoadedModel, config: KeptConfig, texts: Sequence[list[int]], rule: Rule
 ) -> Kept:
     """What a rule has kept at the last eviction of each text; what was read since counts as kept.

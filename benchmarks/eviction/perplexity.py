@@ -23,7 +23,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.sampling.outputs import Answer
+from quire.sampling.outputs import RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -88,7 +88,7 @@ def read_texts(
     )
 
 
-def mean_nats(answer: Answer, first: int) -> float:
+def mean_nats(answer: RequestOutput, first: int) -> float:
     """What a token costs, mean over those from position `first` on.
 
     Raises:

@@ -12,7 +12,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
-from quire.sampling.outputs import Answer
+from quire.sampling.outputs import RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
 OLD_DEPTH = 0.25
@@ -29,7 +29,7 @@ class Judge:
 
     def __init__(self, model: LoadedModel, config: CellsConfig, asking: Asking) -> None:
         self._model, self._config, self._asking = model, config, asking
-        self._asked: dict[str, list[Asked]] = {}
+        self._requested: dict[str, list[Asked]] = {}
 
     def cell(self, key: CellKey) -> Cell:
         """Answer all prompts of a cell; the memory holds every row whole, so nobody waits for it.
@@ -38,17 +38,17 @@ class Judge:
             InvariantError: a request failed.
         """
         started_s = time.perf_counter()
-        asked = self._prompts(key)
+        requested = self._prompts(key)
         llm = self._open(key)
-        most = max(len(llm.encode(found.answer)) for found in asked)
+        most = max(len(llm.encode(found.answer)) for found in requested)
         options = SamplingParams(max_tokens=most, temperature=0.0)
-        answers = llm.generate([found.prompt for found in asked], options)
-        return judged(key, asked, answers, time.perf_counter() - started_s)
+        answers = llm.generate([found.prompt for found in requested], options)
+        return judged(key, requested, answers, time.perf_counter() - started_s)
 
     def _prompts(self, key: CellKey) -> list[Asked]:
-        if key.task not in self._asked:
-            self._asked = {key.task: self._asking(key.task, key.tokens, key.prompts)}
-        return self._asked[key.task]
+        if key.task not in self._requested:
+            self._requested = {key.task: self._asking(key.task, key.tokens, key.prompts)}
+        return self._requested[key.task]
 
     def _open(self, key: CellKey) -> LLM:
         rows, spec = self._config.rows, self._model.spec
@@ -63,14 +63,14 @@ class Judge:
         )
 
 
-def judged(key: CellKey, asked: Sequence[Asked], answers: Sequence[Answer], seconds: float) -> Cell:
+def judged(key: CellKey, requested: Sequence[Asked], answers: Sequence[RequestOutput], seconds: float) -> Cell:
     """A cell of answers to all of its prompts.
 
     Raises:
         InvariantError: a request failed.
     """
-    hits = [_is_hit(found, answer) for found, answer in zip(asked, answers, strict=True)]
-    old = [hit for hit, found in zip(hits, asked, strict=True) if _is_old(found)]
+    hits = [_is_hit(found, answer) for found, answer in zip(requested, answers, strict=True)]
+    old = [hit for hit, found in zip(hits, requested, strict=True) if _is_old(found)]
     return Cell(
         key=key,
         hits=sum(hits),
@@ -82,14 +82,14 @@ def judged(key: CellKey, asked: Sequence[Asked], answers: Sequence[Answer], seco
     )
 
 
-def _is_hit(asked: Asked, answer: Answer) -> bool:
+def _is_hit(requested: Asked, answer: RequestOutput) -> bool:
     if answer.error is not None:
         raise InvariantError(f"a request of a bench failed: {answer.error}")
-    return asked.grade(answer.text) == 1.0
+    return requested.grade(answer.text) == 1.0
 
 
-def _is_old(asked: Asked) -> bool:
-    return asked.depth is not None and asked.depth <= OLD_DEPTH
+def _is_old(requested: Asked) -> bool:
+    return requested.depth is not None and requested.depth <= OLD_DEPTH
 
 
 def measure_cells(

@@ -125,14 +125,14 @@ class Compared:
 
 def by_token(config: QualityConfig) -> tuple[Compared, ...]:
     """Of all base rules, and of one under a pyramid budget."""
-    asked = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
+    requested = [(base, "") for base in config.bases] + [(config.pyramid, "budget=pyramid")]
     return tuple(
         Compared(
             alone=base_arm(config, with_options(base, budget)),
             one_set=base_arm(config, one_set(base, budget)),
             crushing=base_arm(config, crushed(base, config.share, budget)),
         )
-        for base, budget in asked
+        for base, budget in requested
     )
 
 

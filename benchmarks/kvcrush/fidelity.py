@@ -39,8 +39,8 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
         added = config.blocks * config.page_tokens
         return replace(arm(rule), cap=config.cap - added) if added else None
 
-    asked = [(base, "") for base in config.bases]
-    asked += [] if config.pyramid is None else [(config.pyramid, "budget=pyramid")]
+    requested = [(base, "") for base in config.bases]
+    requested += [] if config.pyramid is None else [(config.pyramid, "budget=pyramid")]
     return tuple(
         Compared(
             alone=arm(with_options(base, budget)),
@@ -48,7 +48,7 @@ def compared(config: FidelityConfig) -> tuple[Compared, ...]:
             crushing=arm(crushed(base, config.share, budget)),
             openvino=None if budget else form(base),
         )
-        for base, budget in asked
+        for base, budget in requested
     )
 
 

@@ -29,7 +29,7 @@ class _Task:
 
     name: str
     llm: LLM
-    asked: list[Asked]
+    requested: list[Asked]
     token_ids: list[list[int]]
     answer_tokens: int
 
@@ -61,7 +61,7 @@ class ManyRules:
         task = self._of(key)
         options = SamplingParams(max_tokens=task.answer_tokens, temperature=0.0)
         answers = task.llm.generate(task.token_ids, options, evict=key.evict)
-        return judged(key, task.asked, answers, time.perf_counter() - started_s)
+        return judged(key, task.requested, answers, time.perf_counter() - started_s)
 
     def _of(self, key: CellKey) -> _Task:
         if self._task is None or self._task.name != key.task:
@@ -70,13 +70,13 @@ class ManyRules:
         return self._task
 
     def _begun(self, key: CellKey) -> _Task:
-        asked, llm = self._asking(key.task, key.tokens, key.prompts), self._open(key)
+        requested, llm = self._asking(key.task, key.tokens, key.prompts), self._open(key)
         return _Task(
             name=key.task,
             llm=llm,
-            asked=asked,
-            token_ids=[llm.encode(found.prompt) for found in asked],
-            answer_tokens=max(len(llm.encode(found.answer)) for found in asked),
+            requested=requested,
+            token_ids=[llm.encode(found.prompt) for found in requested],
+            answer_tokens=max(len(llm.encode(found.answer)) for found in requested),
         )
 
     def _open(self, key: CellKey) -> LLM:

@@ -41,25 +41,25 @@ class Listening:
         return self._decoder.device
 
     @property
-    def num_rope_regimes(self) -> int:
+    def num_rope_variants(self) -> int:
         """See `Decoder`."""
-        return self._decoder.num_rope_regimes
+        return self._decoder.num_rope_variants
 
-    def rope_regime(self, final_tokens: int) -> int:
+    def rope_variant(self, final_tokens: int) -> int:
         """See `Decoder`."""
-        return self._decoder.rope_regime(final_tokens)
+        return self._decoder.rope_variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder`."""
         return self._decoder.prepare(statistic)
 
-    def prepare_unrotated(self) -> str | None:
+    def prepare_pre_rope(self) -> str | None:
         """See `Decoder`."""
-        return self._decoder.prepare_unrotated()
+        return self._decoder.prepare_pre_rope()
 
-    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
         """See `Decoder`."""
-        return self._decoder.rotations(rope_regime)
+        return self._decoder.rotations(rope_variant)
 
     def forward(
         self,
@@ -68,11 +68,11 @@ class Listening:
         sample_rows: Int[Tensor, " num_samples"],
         attention: PagedAttention,
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder`."""
         logits = self._decoder.forward(
-            token_ids, positions, sample_rows, attention, rope_regime=rope_regime
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )
         self._heard.append(logits.float().cpu())
         return logits

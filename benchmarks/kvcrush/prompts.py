@@ -28,13 +28,13 @@ class Recorded:
         name: of the task.
         score: what the mean of the judge's scores is called.
         prompts: token ids, no longer than was asked for.
-        asked: the same, with judges.
+        requested: the same, with judges.
     """
 
     name: str
     score: str
     prompts: tuple[list[int], ...]
-    asked: tuple[Asked, ...]
+    requested: tuple[Asked, ...]
 
 
 def run_prompts(
@@ -78,7 +78,7 @@ def _reading(config: PromptsConfig, own: Recorded) -> FidelityConfig:
 
 
 def _score(own: Recorded, continuations: Sequence[str]) -> float:
-    scores = (a.grade(text) for a, text in zip(own.asked, continuations, strict=True))
+    scores = (a.grade(text) for a, text in zip(own.requested, continuations, strict=True))
     return statistics.mean(scores)
 
 

@@ -74,8 +74,8 @@ def _of_task(
             f"{config.least_tokens} tokens, {n} were asked for; name a file of longer ones or of "
             "more"
         )
-    prompts, asked = zip(*found, strict=True)
-    return Recorded(name=task.name, score=task.score, prompts=prompts, asked=asked)
+    prompts, requested = zip(*found, strict=True)
+    return Recorded(name=task.name, score=task.score, prompts=prompts, requested=requested)
 
 
 def _fitting(

@@ -52,7 +52,7 @@ def _shared(rates: OffloadRates, tokens: int) -> tuple[int, int]:
     return round(found.x_tokens), min(tokens - round(found.x_tokens), round(found.host_tokens))
 
 
-def _hosted(_rates: OffloadRates, tokens: int) -> tuple[int, int]:
+def _offloaded(_rates: OffloadRates, tokens: int) -> tuple[int, int]:
     return 0, tokens
 
 
@@ -76,7 +76,7 @@ ARMS = (
         coded=True,
     ),
     Arm(name="host_share", label="link, device and host", rules=Rules(), ring=True, divide=_shared),
-    Arm(name="all_host", label="all attention on the host", rules=Rules(), divide=_hosted),
+    Arm(name="all_host", label="all attention on the host", rules=Rules(), divide=_offloaded),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}
 

@@ -181,7 +181,7 @@ class _Step:
         held = batch.x + batch.kv
         self._kv = [torch.zeros(held, shape.kv_width) for _ in range(slots)]
         self._stored = torch.zeros(shape.rows, shape.kv_width)
-        self._hosted: tuple[Tensor, Tensor] | None = None
+        self._offloaded: tuple[Tensor, Tensor] | None = None
         self._attended = torch.zeros(0)
 
     def bring_x(self, op: Operation) -> None:
@@ -212,14 +212,14 @@ class _Step:
     def host_attend(self, op: Operation) -> None:
         _, kv = self._bed.source(op.layer, coded=False)
         first = self._bed.shape.tokens - op.tokens
-        self._hosted = _attend(self._bed.queries(), kv.values[first:])
+        self._offloaded = _attend(self._bed.queries(), kv.values[first:])
 
     def attend(self, op: Operation) -> None:
         kv = self._kv[op.slot]
         if self._coded:
             kv[self._batch.x :] = self._codes[op.slot].numbers()
-        self._attended = _merged(_attend(self._bed.queries(), kv), self._hosted)
-        self._hosted = None
+        self._attended = _merged(_attend(self._bed.queries(), kv), self._offloaded)
+        self._offloaded = None
         if self._poison:
             kv.fill_(float("nan"))
 

@@ -55,7 +55,7 @@ def run_engine(config: OffloadBenchConfig) -> PartResult:
         )
         - 1,
         "engine_auto_over_off": statistics.median(times["auto"]) / statistics.median(times["off"]),
-        "engine_hosted_bytes": _hosted_bytes(ends["off"]),
+        "engine_hosted_bytes": _offloaded_bytes(ends["off"]),
     }
     return PartResult(
         claims=claims,
@@ -116,7 +116,7 @@ def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
         while engine.has_work:
             engine.step()
         taken_s = time.process_time() - started_s
-        engine.scheduler.residency.sharing.drop_cached()
+        engine.scheduler.sequence_memory.sharing.drop_cached()
     return taken_s
 
 
@@ -135,7 +135,7 @@ def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[flo
     return statistics.median(found), engine
 
 
-def _hosted_bytes(engine: Engine) -> int:
+def _offloaded_bytes(engine: Engine) -> int:
     """Most KV that was on the host."""
     return 0 if engine.pool.fronts is None else engine.pool.fronts.fronts.pool.peak_bytes
 
@@ -152,8 +152,8 @@ def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Eng
             (
                 name,
                 1e3 * statistics.median(times[name]),
-                ends[name].stats().made_again_tokens,
-                ends[name].stats().host_attended_tokens,
+                ends[name].stats().recomputed_tokens,
+                ends[name].stats().cpu_attended_tokens,
                 "" if (fronts := ends[name].pool.fronts) is None else fronts.why,
             )
             for name in ARMS

@@ -15,7 +15,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
-from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.prefix_store.restoring import PrefixLoader
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
@@ -111,26 +111,26 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
         prompt: tokens.
         prefill: what reading is said to take; None: what the engine has learned.
     """
-    residency = engine.scheduler.residency
-    residency.sharing.drop_cached()
-    learned = residency.restoring
+    sequence_memory = engine.scheduler.sequence_memory
+    sequence_memory.sharing.drop_cached()
+    learned = sequence_memory.restoring
     if learned is not None:
-        learned.tier.carrier.drain()
+        learned.tier.transfer_worker.drain()
         if prefill is not None:
-            residency.restoring = _with_costs(learned, engine, prefill)
+            sequence_memory.restoring = _with_costs(learned, engine, prefill)
     started_s = time.perf_counter()
     engine.submit(GenerationRequest(prompt, _ANSWER))
     while engine.has_work:
         engine.step()
     taken_s = time.perf_counter() - started_s
-    residency.restoring = learned
+    sequence_memory.restoring = learned
     return taken_s
 
 
-def _with_costs(learned: Restoring, engine: Engine, prefill: PrefillRates) -> Restoring:
+def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) -> PrefixLoader:
     copies = CopyRate(bytes_per_s=1e9)
     costs = LearnedCosts(Costs(copies=CopyRates(out=copies, back=copies), prefill=prefill))
-    return Restoring(learned.tier, costs, engine.scheduler.residency.sharing, engine.events)
+    return PrefixLoader(learned.tier, costs, engine.scheduler.sequence_memory.sharing, engine.events)
 
 
 def _read_again(engine: Engine, tokens: int) -> int:

@@ -31,8 +31,8 @@ def run_host(config: OffloadBenchConfig) -> PartResult:
             steps = run_rounds(rig, arms, config.repeats)
             gain = ratio(steps, "prefetch", "host_share")
             formula = 1 + 1 / host  # S / (1 / k + 1 / u) under S k
-            hosted = ratio(steps, "prefetch", "all_host")
-            rows.append((xi, host, gain, formula, hosted, steps["host_share"][-1].error))
+            offloaded = ratio(steps, "prefetch", "all_host")
+            rows.append((xi, host, gain, formula, offloaded, steps["host_share"][-1].error))
             gains.append(gain)
             offs.append(abs(gain / formula - 1))
             errors += [step.error for step in steps["host_share"]]
@@ -90,8 +90,8 @@ def _table(scaling: Scaling) -> Table:
         ),
         columns=("devices", "all attention on the host", "pipelined split"),
         rows=tuple(
-            (n, hosted, recomputed)
-            for (n, hosted), (_, recomputed) in zip(scaling["all_host"], scaling["lB"], strict=True)
+            (n, offloaded, recomputed)
+            for (n, offloaded), (_, recomputed) in zip(scaling["all_host"], scaling["lB"], strict=True)
         ),
     )
 

@@ -85,10 +85,10 @@ def ideal_s(load: Load, rows: int, costs: Costs) -> float:
     running: list[list[int]] = []  # [slots, tokens to come]
     while coming or running:
         while coming and len(running) < rows:
-            asked = coming.pop(0)
-            total_s += costs.read_s(asked.prompt_tokens)
-            if asked.new_tokens > 1:
-                running.append([asked.prompt_tokens, asked.new_tokens - 1])
+            requested = coming.pop(0)
+            total_s += costs.read_s(requested.prompt_tokens)
+            if requested.new_tokens > 1:
+                running.append([requested.prompt_tokens, requested.new_tokens - 1])
         for row in running:
             row[0] += 1
             row[1] -= 1

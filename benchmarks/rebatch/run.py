@@ -33,7 +33,7 @@ class RebatchRun:
         arm: a batcher.
         batch_size: rows.
         total_s: until the last token, or until the slab was full.
-        asked: queries there were.
+        requested: queries there were.
         times_s: when each token of each query came, from the start.
         waited_s: from arrival to the first token, of each query that has one.
         kv_bytes: (seconds, bytes) after each step.
@@ -50,7 +50,7 @@ class RebatchRun:
 
     arm: str
     batch_size: int
-    asked: int
+    requested: int
     total_s: float = 0.0
     times_s: list[list[float]] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class RebatchRun:
     @property
     def answered(self) -> float:
         """Share of the queries that have got all."""
-        return sum(map(bool, self.answers)) / self.asked
+        return sum(map(bool, self.answers)) / self.requested
 
     @property
     def idle_fraction(self) -> float:
@@ -199,10 +199,10 @@ def run_dense(
         if not batch.has_work:
             clock.skip_to(coming[0][1].arrival_s)
         while coming and coming[0][1].arrival_s <= clock():
-            ids, asked = coming.pop(0)
+            ids, requested = coming.pop(0)
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             queries.append(
-                batch.submit(ids, asked.new_tokens, sampling=params, priority=asked.priority)
+                batch.submit(ids, requested.new_tokens, sampling=params, priority=requested.priority)
             )
         try:
             batch.step()
@@ -213,12 +213,12 @@ def run_dense(
         run.kv_bytes.append((clock(), batch.last.kv_bytes))
     run.total_s = clock()
     run.kv_peak_bytes = batch.device_meter.peak_bytes
-    for query, asked in zip(queries, load, strict=False):
+    for query, requested in zip(queries, load, strict=False):
         run.times_s.append(query.times_s)
         run.answers.append(query.token_ids if query.finished else [])
         run.preemptions += query.preemptions
         if query.times_s:
-            run.waited_s.append(query.times_s[0] - asked.arrival_s)
+            run.waited_s.append(query.times_s[0] - requested.arrival_s)
     return run
 
 
@@ -249,9 +249,9 @@ def run_paged(
         if not engine.has_work:
             clock.skip_to(coming[0][1].arrival_s)
         while coming and coming[0][1].arrival_s <= clock():
-            ids, asked = coming.pop(0)
-            params = SamplingParams(max_tokens=asked.new_tokens, temperature=0.0, ignore_eos=True)
-            numbers[engine.submit(GenerationRequest(ids, params, priority=asked.priority))] = len(
+            ids, requested = coming.pop(0)
+            params = SamplingParams(max_tokens=requested.new_tokens, temperature=0.0, ignore_eos=True)
+            numbers[engine.submit(GenerationRequest(ids, params, priority=requested.priority))] = len(
                 numbers
             )
             run.times_s.append([])
@@ -264,8 +264,8 @@ def run_paged(
     run.total_s = clock()
     stats = engine.stats()
     run.kv_peak_bytes, run.preemptions = stats.kv_peak_bytes, stats.num_preemptions
-    for times, asked in zip(run.times_s, load, strict=True):
-        run.waited_s.append(times[0] - asked.arrival_s)
+    for times, requested in zip(run.times_s, load, strict=True):
+        run.waited_s.append(times[0] - requested.arrival_s)
     return run
 
 
@@ -276,5 +276,5 @@ def check(run: RebatchRun, load: Load) -> None:
         InvariantError: one has not.
     """
     got = [len(answer) for answer in run.answers]
-    if not run.ended and got != [asked.new_tokens for asked in load]:
+    if not run.ended and got != [requested.new_tokens for requested in load]:
         raise InvariantError(f"the arm {run.arm} of the rebatch bench left answers unfinished")

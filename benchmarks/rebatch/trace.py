@@ -34,18 +34,18 @@ def run_trace(config: RebatchConfig) -> PartResult:
 
 def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
     """The load, the memory, and every arm in turns."""
-    asked = config.trace
+    requested = config.trace
     models = Models.of(config.model)
-    together = recorded(asked.requests, asked.scale, 0.0, asked.urgent_every)
+    together = recorded(requested.requests, requested.scale, 0.0, requested.urgent_every)
     warm_up(models, together, config)
-    free = run_arm(models, together, EMBEDDING, asked.batch, config)
-    span_s = ideal_s(together, asked.batch, fit([free.forwards])) / asked.load
-    load = recorded(asked.requests, asked.scale, span_s, asked.urgent_every)
-    memory_bytes = max(int(free.kv_peak_bytes * asked.memory_share), _least_bytes(models, load))
+    free = run_arm(models, together, EMBEDDING, requested.batch, config)
+    span_s = ideal_s(together, requested.batch, fit([free.forwards])) / requested.load
+    load = recorded(requested.requests, requested.scale, span_s, requested.urgent_every)
+    memory_bytes = max(int(free.kv_peak_bytes * requested.memory_share), _least_bytes(models, load))
     rounds: list[Round] = [
         {
-            arm: run_arm(models, load, arm, asked.batch, config, memory_bytes=memory_bytes)
-            for arm in asked.arms
+            arm: run_arm(models, load, arm, requested.batch, config, memory_bytes=memory_bytes)
+            for arm in requested.arms
         }
         for _ in range(config.repeats)
     ]
@@ -54,7 +54,7 @@ def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
 
 def _least_bytes(models: Models, load: Load) -> int:
     """What the longest query may take alone while it is read and put into a slab."""
-    longest = max(asked.final_tokens for asked in load)
+    longest = max(requested.final_tokens for requested in load)
     return 3 * models.paged.spec.kv_bytes(longest, 4)
 
 
@@ -89,14 +89,14 @@ def _median(runs: Sequence[RebatchRun], number: Callable[[RebatchRun], float]) -
 
 
 def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequence[Round]) -> Table:
-    asked = config.trace
+    requested = config.trace
     return Table(
         name="rebatch_trace",
         caption=(
             f"The first {len(load)} requests of the Azure conversation trace, lengths times "
-            f"{asked.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: {asked.load:.0%} of what "
-            f"ideal list scheduling answers. {asked.batch} rows, {memory_bytes / 2**20:.1f} MiB of "
-            f"KV, every {asked.urgent_every}th request urgent. Rows are taken out for urgent ones "
+            f"{requested.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: {requested.load:.0%} of what "
+            f"ideal list scheduling answers. {requested.batch} rows, {memory_bytes / 2**20:.1f} MiB of "
+            f"KV, every {requested.urgent_every}th request urgent. Rows are taken out for urgent ones "
             "and for want of memory, but not by static and pd, which begin smaller batches. "
             f"Medians of {len(rounds)} rounds, in turns."
         ),
@@ -134,9 +134,9 @@ def _row(load: Load, runs: Sequence[RebatchRun]) -> tuple[Cell, ...]:
 def urgent(run: RebatchRun, load: Load) -> RebatchRun:
     """The same run, as those saw it who were urgent."""
     waited = [
-        times[0] - asked.arrival_s
-        for times, asked in zip(run.times_s, load, strict=False)
-        if times and asked.priority == 0
+        times[0] - requested.arrival_s
+        for times, requested in zip(run.times_s, load, strict=False)
+        if times and requested.priority == 0
     ]
     return replace(run, waited_s=waited)
 

@@ -51,12 +51,12 @@ def run_w2(config: RebatchConfig) -> PartResult:
     return _run(config, config.w2)
 
 
-def _run(config: RebatchConfig, asked: WorkloadConfig) -> PartResult:
-    found = measure(config, asked)
+def _run(config: RebatchConfig, requested: WorkloadConfig) -> PartResult:
+    found = measure(config, requested)
     return PartResult(
-        claims=claims(asked, found),
-        tables=tuple(_table(config, asked, at) for at in found),
-        charts=tuple(chart for at in found for chart in _charts(asked, at)),
+        claims=claims(requested, found),
+        tables=tuple(_table(config, requested, at) for at in found),
+        charts=tuple(chart for at in found for chart in _charts(requested, at)),
         raw={
             str(at.batch): [
                 {"ideal_s": ideal, "arms": {arm: run.to_json() for arm, run in runs.items()}}
@@ -67,15 +67,15 @@ def _run(config: RebatchConfig, asked: WorkloadConfig) -> PartResult:
     )
 
 
-def measure(config: RebatchConfig, asked: WorkloadConfig) -> list[AtBatch]:
+def measure(config: RebatchConfig, requested: WorkloadConfig) -> list[AtBatch]:
     """Every arm at every batch size; arms take turns."""
-    load = workload(asked.name, asked.scale, asked.queries)
+    load = workload(requested.name, requested.scale, requested.queries)
     models = Models.of(config.model)
     warm_up(models, load, config)
     found = []
-    for batch in asked.batches:
+    for batch in requested.batches:
         rounds: list[Round] = [
-            {arm: run_arm(models, load, arm, batch, config) for arm in asked.arms}
+            {arm: run_arm(models, load, arm, batch, config) for arm in requested.arms}
             for _ in range(config.repeats)
         ]
         found.append(AtBatch(batch, rounds, [ideal_s(load, batch, costs(runs)) for runs in rounds]))
@@ -87,7 +87,7 @@ def costs(runs: Round) -> Costs:
     return fit([run.forwards for arm, run in runs.items() if arm != CONTINUOUS])
 
 
-def claims(asked: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
+def claims(requested: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
     """Ratios within rounds, medians over them. A speed is that of the first arm over the second.
 
     W_batonpd_over_bound_bB: of vector embedding, over ideal list scheduling; W_bound_bB is what
@@ -98,7 +98,7 @@ def claims(asked: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
     W_batonpd_idle_fraction: rows of ended queries while others wait, at any batch size.
     W_batonpd_peak_over_static_bB: KV bytes, the prefilled queue and growing counted.
     """
-    name = asked.name
+    name = requested.name
     numbers: Numbers = {}
     for at in found:
         mark = f"b{at.batch}"
@@ -113,9 +113,9 @@ def claims(asked: WorkloadConfig, found: Sequence[AtBatch]) -> Numbers:
         numbers[f"{name}_batonpd_peak_over_static_{mark}"] = at.median(
             lambda runs, _: runs[EMBEDDING].kv_peak_bytes / runs[STATIC].kv_peak_bytes
         )
-        if SHAPING in asked.arms:
+        if SHAPING in requested.arms:
             numbers |= _shaping(name, at)
-    if SHAPING in asked.arms:
+    if SHAPING in requested.arms:
         last = f"{name}_batonpd_over_baton_shaping"
         numbers[last] = numbers[f"{last}_b{found[-1].batch}"]
     numbers[f"{name}_batonpd_idle_fraction"] = max(
@@ -139,12 +139,12 @@ def _shaping(name: str, at: AtBatch) -> Numbers:
     }
 
 
-def _table(config: RebatchConfig, asked: WorkloadConfig, at: AtBatch) -> Table:
-    load: Load = workload(asked.name, asked.scale, asked.queries)
+def _table(config: RebatchConfig, requested: WorkloadConfig, at: AtBatch) -> Table:
+    load: Load = workload(requested.name, requested.scale, requested.queries)
     return Table(
-        name=f"rebatch_{asked.name}_b{at.batch}",
+        name=f"rebatch_{requested.name}_b{at.batch}",
         caption=(
-            f"{asked.name}: {len(load)} queries at once, lengths times {asked.scale:g}, "
+            f"{requested.name}: {len(load)} queries at once, lengths times {requested.scale:g}, "
             f"{at.batch} rows, random-weight Llama ({config.model}), float32. The bound is ideal "
             "first-come list scheduling at the costs measured in the round: static's makespan over "
             f"it is {at.median(lambda runs, ideal: runs[STATIC].total_s / ideal):.2f}. Idle: rows "
@@ -166,7 +166,7 @@ def _table(config: RebatchConfig, asked: WorkloadConfig, at: AtBatch) -> Table:
             "token p50 ms",
             "token p99 ms",
         ),
-        rows=tuple(_row(at, arm) for arm in asked.arms),
+        rows=tuple(_row(at, arm) for arm in requested.arms),
     )
 
 
@@ -196,16 +196,16 @@ def _row(at: AtBatch, arm: str) -> tuple[Cell, ...]:
 _SHOWN = (STATIC, SHAPING, EMBEDDING, CONTINUOUS)
 
 
-def _charts(asked: WorkloadConfig, at: AtBatch) -> tuple[Chart, ...]:
+def _charts(requested: WorkloadConfig, at: AtBatch) -> tuple[Chart, ...]:
     """The paper's figures 5 to 7, at the largest batch."""
-    if at.batch != max(asked.batches):
+    if at.batch != max(requested.batches):
         return ()
-    runs = {arm: at.rounds[0][arm] for arm in _SHOWN if arm in asked.arms}
+    runs = {arm: at.rounds[0][arm] for arm in _SHOWN if arm in requested.arms}
 
     def chart(what: str, label: str, lines: Mapping[str, object]) -> Chart:
         return Chart(
-            name=f"rebatch_{asked.name}_{what}",
-            title=f"{asked.name}, {at.batch} rows: {label}",
+            name=f"rebatch_{requested.name}_{what}",
+            title=f"{requested.name}, {at.batch} rows: {label}",
             x_label="seconds",
             y_label=label,
             lines=lines,  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ class Arm(Protocol):
         ...
 
     def run(self) -> ArmResult:
-        """Answer all prompts once."""
+        """RequestOutput all prompts once."""
         ...
 
 

@@ -67,25 +67,25 @@ class TimedDecoder:
         return self._inner.device
 
     @property
-    def num_rope_regimes(self) -> int:
+    def num_rope_variants(self) -> int:
         """See `Decoder`."""
-        return self._inner.num_rope_regimes
+        return self._inner.num_rope_variants
 
-    def rope_regime(self, final_tokens: int) -> int:
+    def rope_variant(self, final_tokens: int) -> int:
         """See `Decoder`."""
-        return self._inner.rope_regime(final_tokens)
+        return self._inner.rope_variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder`."""
         return self._inner.prepare(statistic)
 
-    def prepare_unrotated(self) -> str | None:
+    def prepare_pre_rope(self) -> str | None:
         """See `Decoder`."""
-        return self._inner.prepare_unrotated()
+        return self._inner.prepare_pre_rope()
 
-    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
         """See `Decoder`."""
-        return self._inner.rotations(rope_regime)
+        return self._inner.rotations(rope_variant)
 
     def forward(
         self,
@@ -94,14 +94,14 @@ class TimedDecoder:
         sample_rows: Int[Tensor, " num_samples"],
         attention: PagedAttention,
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`; what no part accounts for is the rest."""
         parts_s = self._parts_s()
         started_s = time.perf_counter()
         timed = _TimedAttention(attention, self.seconds)
         logits = self._inner.forward(
-            token_ids, positions, sample_rows, timed, rope_regime=rope_regime
+            token_ids, positions, sample_rows, timed, rope_variant=rope_variant
         )
         whole_s = time.perf_counter() - started_s
         self.seconds["rest"] += whole_s - (self._parts_s() - parts_s)

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
-    from quire.sampling.outputs import Answer, Delta, Usage
+    from quire.sampling.outputs import RequestOutput, OutputDelta, Usage
     from quire.scheduler.schedule_config import ScheduleConfig
 
 __all__ = [
     "LLM",
-    "Answer",
+    "RequestOutput",
     "AsyncLLM",
-    "Delta",
+    "OutputDelta",
     "KVConfig",
     "SamplingParams",
     "ScheduleConfig",
@@ -30,9 +30,9 @@ __all__ = [
 
 _HOMES = {
     "LLM": "quire.api.llm",
-    "Answer": "quire.sampling.outputs",
+    "RequestOutput": "quire.sampling.outputs",
     "AsyncLLM": "quire.api.async_llm",
-    "Delta": "quire.sampling.outputs",
+    "OutputDelta": "quire.sampling.outputs",
     "KVConfig": "quire.config.kv_config",
     "SamplingParams": "quire.config.sampling_params",
     "ScheduleConfig": "quire.scheduler.schedule_config",

@@ -61,10 +61,10 @@ def completion(name: str, prompt: object, **body: object) -> object:
 
 
 def test_a_line_with_several_prompts_has_one_record_with_all_choices(batch):
-    asked = [[2, 7, 9], [3, 7, 9], [4, 7, 9]]
-    alone = [completion(str(i), prompt) for i, prompt in enumerate(asked)]
+    requested = [[2, 7, 9], [3, 7, 9], [4, 7, 9]]
+    alone = [completion(str(i), prompt) for i, prompt in enumerate(requested)]
 
-    result, target = batch([*alone, completion("all", asked)])
+    result, target = batch([*alone, completion("all", requested)])
 
     assert result.exit_code == 0, result.output
     found = {r["custom_id"]: r["response"]["body"] for r in read_records(target)}
@@ -132,8 +132,8 @@ def test_failed_lines_are_tried_again_when_told_to_and_the_others_stay(batch):
 
 def test_failed_lines_of_openais_format_are_tried_again_too(batch):
     body = {"prompt": [5] * 300, "max_tokens": 2}
-    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
-    batch([asked])
+    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    batch([requested])
 
     result, target = batch(None, "--retry-failed", "--kv-memory", "512KiB")
 
@@ -151,9 +151,9 @@ def test_blank_lines_are_no_requests(batch):
 
 def test_both_formats_may_stand_in_one_file(batch):
     body = {"prompt": [3, 4], "max_tokens": 2}
-    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
 
-    _, target = batch([asked, *prompts(1)])
+    _, target = batch([requested, *prompts(1)])
 
     by_line = {record["line"]: record for record in read_records(target)}
     assert by_line[1]["response"]["body"]["usage"]["completion_tokens"] == 2
@@ -393,9 +393,9 @@ def test_answers_of_a_state_file_are_readable(batch):
 
 def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
     body = {"prompt": [3, 4], "max_tokens": 2}
-    asked = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
 
-    result, target = batch([*prompts(2), asked, {"id": "c", "prompt": [3]}, "{", asked, asked])
+    result, target = batch([*prompts(2), requested, {"id": "c", "prompt": [3]}, "{", requested, requested])
 
     warnings = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warnings == [

@@ -68,11 +68,11 @@ def test_a_demo_of_no_requests_or_too_many_is_refused(quire):
 
 
 def test_the_questions_are_whole_and_different():
-    asked = questions()
+    requested = questions()
 
-    assert len(set(asked)) == NUM_QUESTIONS
-    assert asked[0].startswith("Janet")
-    assert all(len(question) > 40 for question in asked)
+    assert len(set(requested)) == NUM_QUESTIONS
+    assert requested[0].startswith("Janet")
+    assert all(len(question) > 40 for question in requested)
 
 
 def test_a_healthy_machine_passes(quire):

@@ -15,16 +15,16 @@ from fuzz.run import FAILED, run_case
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run seeds; the exit status is 1 where one failed."""
-    asked = _parser().parse_args(arguments)
+    requested = _parser().parse_args(arguments)
     torch.set_num_threads(1)
-    if asked.show is not None:
-        print(json.dumps(json.loads(draw(asked.show).to_json()), indent=2))
+    if requested.show is not None:
+        print(json.dumps(json.loads(draw(requested.show).to_json()), indent=2))
         return 0
-    if asked.case is not None:
-        outcome = run_case(from_json(asked.case.read_text()))
+    if requested.case is not None:
+        outcome = run_case(from_json(requested.case.read_text()))
         print(json.dumps(outcome.as_dict(), indent=2))
         return int(outcome.outcome == FAILED)
-    return _run_seeds(_seeds(asked.seeds, asked.shard), asked.out)
+    return _run_seeds(_seeds(requested.seeds, requested.shard), requested.out)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,11 +48,11 @@ def leaves(seen: SeenLogits, contexts: list[Context]) -> list[Context]:
 
 
 def _passes(seen: SeenLogits, leaf: Context, context: Context) -> bool:
-    tokens, digests, regime = context
+    tokens, digests, variant = context
     if leaf[0][: len(tokens)] != tokens or leaf[1][: len(digests)] != digests:
         return False
     later = seen.traces[leaf][len(digests) :]
-    return leaf[2] == regime and all(entry.num_computed >= len(tokens) for entry in later)
+    return leaf[2] == variant and all(entry.num_computed >= len(tokens) for entry in later)
 
 
 def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
@@ -68,7 +68,7 @@ def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
         watched.open(name, context[0])
         for _, request in engine._replies.unfinished(name):
             request.trace = list(seen.traces[context])
-            request.rope_regime = context[2]
+            request.rope_variant = context[2]
     while engine.has_work:
         watched.step()
     return watched.seen

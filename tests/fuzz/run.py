@@ -12,7 +12,7 @@ from fuzz.case import Case
 from fuzz.replay import worst_against_replay
 from fuzz.watch import SeenLogits, Watched, difference
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
-from quire.sampling.outputs import Answer, Choice
+from quire.sampling.outputs import RequestOutput, Choice
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4
@@ -212,7 +212,7 @@ def first_difference(case: Case, scarce: Watched, ample: Watched) -> str | None:
     return None
 
 
-def _ranks(answer: Answer) -> bool:
+def _ranks(answer: RequestOutput) -> bool:
     """Whether a cancelled answer has no tokens because its choices were to be ranked."""
     return any(choice.finish_reason == "abort" for choice in answer.choices)
 
@@ -231,7 +231,7 @@ def _choice_difference(ours: Choice, theirs: Choice) -> str | None:
     return None
 
 
-def _scores_differ(ours: Answer, theirs: Answer) -> bool:
+def _scores_differ(ours: RequestOutput, theirs: RequestOutput) -> bool:
     if ours.finish_reason == "abort":
         return False
     pairs = zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or (), strict=True)

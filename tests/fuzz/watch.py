@@ -9,7 +9,7 @@ import torch
 from pressure import POISON, poison
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
-from quire.sampling.outputs import Answer, AnswerBuilder
+from quire.sampling.outputs import RequestOutput, OutputBuilder
 from quire.scheduler.eviction_trace import EvictionEntry
 
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
@@ -56,7 +56,7 @@ class SeenLogits:
         digests = tuple(map(self._digest, entries))
         known = request.token_ids(0, first + len(rows))
         for i, row in enumerate(rows):
-            context = tuple(known[: first + i + 1]), digests, request.rope_regime
+            context = tuple(known[: first + i + 1]), digests, request.rope_variant
             if context in self.logits:
                 self.worst = max(self.worst, difference(row, self.logits[context]))
                 continue
@@ -87,12 +87,12 @@ class Watched:
 
     engine: Engine
     poisoned: bool = False
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, RequestOutput] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)
     steps: int = 0
 
     def __post_init__(self) -> None:
-        self._builders: dict[str, AnswerBuilder] = {}
+        self._builders: dict[str, OutputBuilder] = {}
         self.seen = self.engine._runner = SeenLogits(self.engine._runner)
         self.engine.events.subscribe(self._hear)
         self._generated, self._since, self._since_s = 0, 0, time.monotonic()
@@ -102,7 +102,7 @@ class Watched:
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
         """A request has been submitted."""
-        self._builders[name] = AnswerBuilder(name, prompt)
+        self._builders[name] = OutputBuilder(name, prompt)
 
     def step(self) -> None:
         """One step, and every check behind it.
@@ -174,8 +174,8 @@ class Watched:
         fronts = self.engine.pool.fronts
         if fronts is not None and fronts.fronts.pool.used_bytes:
             held.append(f"{fronts.fronts.pool.used_bytes} B of offloaded KV")
-        scheduler.residency.sharing.drop_cached()
-        if memory.loans or memory.arena.num_free_slabs != memory.arena.num_slabs:
+        scheduler.sequence_memory.sharing.drop_cached()
+        if memory.cached_references or memory.arena.num_free_slabs != memory.arena.num_slabs:
             held.append(f"{memory.used_bytes} B of the arena")
         if held:
             raise InvariantError(f"an engine without work holds {'; '.join(held)}")

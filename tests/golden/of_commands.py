@@ -90,8 +90,8 @@ def plan(workshop: Workshop) -> object:
 @case()
 def plan_maximize_batch(workshop: Workshop) -> object:
     _store_rates(workshop)
-    asked = ("--maximize-batch=256,64", "--cap=64", "--every=8", "--memory=1GiB")
-    return workshop.run("plan", *asked, "--kv-memory=16MiB")
+    requested = ("--maximize-batch=256,64", "--cap=64", "--every=8", "--memory=1GiB")
+    return workshop.run("plan", *requested, "--kv-memory=16MiB")
 
 
 def _store_rates(workshop: Workshop) -> None:

@@ -68,7 +68,7 @@ def swapped(workshop: Workshop) -> Watched:
     return crowd(workshop, host_memory="4MiB", preempt="swap")
 
 
-def hosted(workshop: Workshop) -> Watched:
+def offloaded(workshop: Workshop) -> Watched:
     return crowd(workshop, stream_memory="4MiB", stream_recompute="off")
 
 
@@ -92,7 +92,7 @@ def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
     """An engine that keeps prefixes on disk and loads what it finds there, with one request."""
     kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
     engine = workshop.engine(**kv)
-    restoring = engine.scheduler.residency.restoring
+    restoring = engine.scheduler.sequence_memory.restoring
     restoring._costs = restoring.tier.rate = _SlowPrefill()
     engine.submit(GenerationRequest(PROMPT, greedy(2)))
     return engine
@@ -124,7 +124,7 @@ def engine_stats(workshop: Workshop) -> object:
     return {
         "running": found.stats,
         "ended": found.stats_at_end,
-        "with_pages_on_host": {"hosted_bytes": workshop.once(hosted).stats["hosted_bytes"]},
+        "with_pages_on_host": {"offloaded_bytes": workshop.once(offloaded).stats["offloaded_bytes"]},
         "tier": workshop.once(restored).stats["tier"],
     }
 
@@ -132,7 +132,7 @@ def engine_stats(workshop: Workshop) -> object:
 @case(loose=("*.peak_bytes",))
 def ledger(workshop: Workshop) -> object:
     found = workshop.once(swapped)
-    host = workshop.once(hosted).ledger["host"]
+    host = workshop.once(offloaded).ledger["host"]
     return {"running": found.ledger, "ended": found.ledger_at_end, "with_pages_on_host": host}
 
 
@@ -149,7 +149,7 @@ def by_kind(events: Iterable[KVEvent]) -> dict[str, list[Mapping[str, object]]]:
 
 @case(loose=("*_bytes", "*tokens", "*.blocks", "*.length"))
 def events(workshop: Workshop) -> object:
-    found = [event for make in (swapped, hosted, restored) for event in workshop.once(make).events]
+    found = [event for make in (swapped, offloaded, restored) for event in workshop.once(make).events]
     found += crowd(workshop, preempt="recompute").events
     for engine in _others(workshop):
         found += engine.events.newest()
@@ -181,7 +181,7 @@ def events_of_simulation(workshop: Workshop) -> object:
     config = SimConfig(model=model_shape("quire-tiny"), rates=rates, kv=kv)
     simulator = make_simulator(load_trace(trace, TraceOptions()), config)
     found: list[KVEvent] = []
-    simulator.scheduler.residency.events.subscribe(found.append)
+    simulator.scheduler.sequence_memory.events.subscribe(found.append)
     simulator.run()
     return by_kind(found)
 

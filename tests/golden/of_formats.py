@@ -92,7 +92,7 @@ _SMALLEST = {"page_tokens": 4, "codec": "int2", "disk_memory": "8MiB"}
 def _read_prefixes(workshop: Workshop, folder: Path) -> object:
     """A new engine finds the blocks; their records begin with their tokens."""
     engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
-    store = engine.scheduler.residency.restoring.tier.store
+    store = engine.scheduler.sequence_memory.restoring.tier.store
     found = engine.stats().tier
     assert found.found_blocks, "the nature or the keys of stored prefixes have changed"
     [(key, entry)] = [item for item in store._tier.stored().items() if "keys" in item[1].facts]
@@ -127,7 +127,7 @@ def disk_prefixes(workshop: Workshop, folder: Path) -> None:
 
 _MESSAGES = (
     Message(what=What.WRITE, key="a", facts={"nature": "n"}, data=memoryview(b"0123456789")),
-    Message(what=What.READ, key="a", first=2, asked_bytes=4),
+    Message(what=What.READ, key="a", first=2, requested_bytes=4),
     Message(what=What.DROP, key="a"),
     Message(what=What.STORED),
     Message(what=What.ROOM),
@@ -158,7 +158,7 @@ def _read_messages(workshop: Workshop, folder: Path) -> object:
             "key": message.key,
             "facts": message.facts,
             "first": message.first,
-            "asked_bytes": message.asked_bytes,
+            "requested_bytes": message.requested_bytes,
             "data": bytes(message.data),
         }
         for message in found

@@ -120,10 +120,10 @@ def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tup
     largest = numbers * model.decoder.dtype.itemsize * (max(LENGTHS) + NEW_TOKENS + 32)
     memory = 1 << 24 if rng.random() < 0.3 else int(largest * rng.choice((1.1, 1.4, 2)))
     preempt = rng.choice(("recompute", "recompute", "swap", "auto"))
-    asked = {"memory": memory, "host_memory": 0 if preempt == "recompute" else "1MiB"}
-    asked["prefix_cache"] = rng.random() < 0.5
+    requested = {"memory": memory, "host_memory": 0 if preempt == "recompute" else "1MiB"}
+    requested["prefix_cache"] = rng.random() < 0.5
     schedule = {
-        "kv": {**asked, **(kv or {})},
+        "kv": {**requested, **(kv or {})},
         "chunk_tokens": rng.choice((2, 7, 16, 40, 2048)),
         "step_tokens": rng.choice((16, 50, 2048)),
         "max_running": rng.choice((3, 8, 16)),

@@ -11,7 +11,7 @@ import zoo
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.sampling.outputs import Answer, AnswerBuilder
+from quire.sampling.outputs import RequestOutput, OutputBuilder
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 10
@@ -77,11 +77,11 @@ def options(width, penalty, early, *, ends, **more) -> SamplingParams:
     )
 
 
-def search_all(engine: Engine, asked) -> list[Answer]:
+def search_all(engine: Engine, requested) -> list[RequestOutput]:
     builders, answers = {}, {}
-    for prompt, params in asked:
+    for prompt, params in requested:
         request_id = engine.submit(GenerationRequest(prompt, params))
-        builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
+        builders[request_id] = OutputBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():
             whole = builders[delta.request_id].add(delta)
@@ -91,7 +91,7 @@ def search_all(engine: Engine, asked) -> list[Answer]:
     return [answers[request_id] for request_id in builders]
 
 
-def check(answer: Answer, expected) -> None:
+def check(answer: RequestOutput, expected) -> None:
     for choice, (tokens, score) in zip(answer.choices, expected, strict=True):
         assert choice.score == pytest.approx(score, abs=TOLERANCE)
         assert list(choice.token_ids) == tokens
@@ -102,11 +102,11 @@ def check(answer: Answer, expected) -> None:
 def test_beams_equal_transformers(architecture, ends):
     """All widths, length penalties and kinds of early stopping, at once in one engine."""
     engine = engines.engine_for(engines.load(architecture), room=40.0, longest=30, page_tokens=4)
-    asked = [(prompt, case) for prompt in prompts() for case in CASES]
+    requested = [(prompt, case) for prompt in prompts() for case in CASES]
 
-    answers = search_all(engine, [(p, options(*case, ends=ends)) for p, case in asked])
+    answers = search_all(engine, [(p, options(*case, ends=ends)) for p, case in requested])
 
-    for (prompt, case), answer in zip(asked, answers, strict=True):
+    for (prompt, case), answer in zip(requested, answers, strict=True):
         check(answer, transformers_beams(architecture, prompt, *case, ends=ends))
     reasons = {choice.finish_reason for answer in answers for choice in answer.choices}
     assert ("stop" in reasons) == ends
@@ -117,10 +117,10 @@ def test_beams_that_are_thrown_out_and_read_again_are_the_same(architecture):
     engine = engines.engine_for(
         engines.load(architecture), room=3.4, longest=30, page_tokens=4, prefix_cache=False
     )
-    asked = [(prompt, case) for prompt in prompts() for case in CASES[::5]]
+    requested = [(prompt, case) for prompt in prompts() for case in CASES[::5]]
 
-    answers = search_all(engine, [(p, options(*case, ends=True)) for p, case in asked])
+    answers = search_all(engine, [(p, options(*case, ends=True)) for p, case in requested])
 
     assert engine.scheduler.num_preemptions > 0
-    for (prompt, case), answer in zip(asked, answers, strict=True):
+    for (prompt, case), answer in zip(requested, answers, strict=True):
         check(answer, transformers_beams(architecture, prompt, *case, ends=True))

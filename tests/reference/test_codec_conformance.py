@@ -50,7 +50,7 @@ def rule_of(policy: str, granularity: str) -> str | None:
 
 
 SOUND = [(p, g) for p, g in product(registered(), GRANULARITIES) if rule_of(p, g)]
-RENUMBERS = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.renumbers}
+RENUMBERS = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.rerotates_keys}
 
 
 def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
@@ -309,7 +309,7 @@ def test_a_prefix_is_known_under_the_codec_that_made_it(codec):
         engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
-        roots.append(engine.scheduler.residency.sharing.identities.of(request).root)
+        roots.append(engine.scheduler.sequence_memory.sharing.identities.of(request).root)
 
     assert roots[0] == roots[3]
     assert len(set(roots)) == 3

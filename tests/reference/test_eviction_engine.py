@@ -153,7 +153,7 @@ def test_a_cap_that_is_never_reached_changes_no_bit_and_takes_no_byte(everything
         assert usage.kv_peak_bytes == capped.usages[name].kv_peak_bytes
 
 
-@pytest.mark.parametrize("name", [n for n, rule in registered().items() if not rule().renumbers])
+@pytest.mark.parametrize("name", [n for n, rule in registered().items() if not rule().rerotates_keys])
 def test_what_is_remembered_of_a_prompt_changes_no_bit_of_it(everything, name):
     """Until the first token leaves, behind the prompt, all is as with everything kept."""
     rule = policy_of(name, {})
@@ -389,11 +389,11 @@ def test_who_needs_statistics_begins_where_they_were_kept():
         ),
     ],
 )
-def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with, asked, says):
+def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with, requested, says):
     engine = Engine(loaded("llama"), KVConfig(memory="2MiB", **started_with))
 
     with pytest.raises(RequestError, match=re.escape(says)):
-        engine.submit(GenerationRequest([3, 4], greedy(), evict=asked))
+        engine.submit(GenerationRequest([3, 4], greedy(), evict=requested))
     engine.check()
     assert not engine.has_work
 
@@ -471,5 +471,5 @@ def test_a_budget_that_has_yet_to_look_reserves_the_most_it_may_give():
     engine.submit(GenerationRequest([5] * 60, greedy(40), request_id="r"))
     [request] = engine.scheduler.waiting.of_tenant("default")
 
-    assert request.unsettled
+    assert request.pending
     assert request.eviction.lane_caps == (34,) * 4

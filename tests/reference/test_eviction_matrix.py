@@ -37,7 +37,7 @@ from quire.policies.crushed_share import CrushedShare
 from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
-from quire.scheduler.eviction_trace import kept_sets
+from quire.scheduler.eviction_trace import retained_sets
 from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
 
 CAP, EVERY, PIECE, PAGE_TOKENS = 36, 5, 3, 4
@@ -184,7 +184,7 @@ def compare_lanes_with_traces(engine: Engine) -> None:
         if request.trace and request.replayed == len(request.trace):
             lying = LaneReader(engine.pool.kv, "full", request.row).positions
             lanes = lying[:: table.group.page_class.heads].tolist()
-            last = list(kept_sets(request.trace))[-1]
+            last = list(retained_sets(request.trace))[-1]
             left = [lane.tolist() for lane in last.kept]
             assert [[p for p in lane if p >= 0] for lane in lanes] == and_all_since(
                 left, last.num_computed, request.num_computed
@@ -281,10 +281,10 @@ def _say_near_ties():
 
 @cases
 def test_a_budget_of_all_tokens_gives_the_answers_of_no_eviction(case):
-    asked = case.requests.items()
-    evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in asked}
+    requested = case.requests.items()
+    evict = {name: case.with_cap(NEVER_REACHED, option) for name, (_, option) in requested}
     if case.budget == "uniform":  # the last answer is never processed
-        evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1, o) for n, (p, o) in asked}
+        evict = {n: case.with_cap(len(p) + NEW_TOKENS - 1, o) for n, (p, o) in requested}
     full, capped = run_case(case, dict.fromkeys(case.requests, "full")), run_case(case, evict)
 
     assert not any(usage.evicted_tokens for usage in capped.usages.values())
@@ -318,16 +318,16 @@ def test_a_preempted_request_holds_the_same_tokens_again(case, preempt):
 
 @cases
 def test_rows_of_a_padded_batch_in_transformers_hold_what_the_engine_holds(case):
-    if make_eviction(case.text).policy.renumbers or case.when == PRESSURE:
+    if make_eviction(case.text).policy.rerotates_keys or case.when == PRESSURE:
         pytest.skip("keys of generate are rotated; what its memory presses for is its own")
     model = zoo.build("llama")
     model.generation_config.eos_token_id = None
-    asked, traces = case.requests, together(case).traces()
-    for option in {option for _, option in asked.values()}:
-        names = [name for name, (_, own) in asked.items() if own == option]
-        longest = max(len(asked[name][0]) for name in names)
-        pads = [longest - len(asked[name][0]) for name in names]
-        rows = [[0] * n + asked[name][0] for n, name in zip(pads, names, strict=True)]
+    requested, traces = case.requests, together(case).traces()
+    for option in {option for _, option in requested.values()}:
+        names = [name for name, (_, own) in requested.items() if own == option]
+        longest = max(len(requested[name][0]) for name in names)
+        pads = [longest - len(requested[name][0]) for name in names]
+        rows = [[0] * n + requested[name][0] for n, name in zip(pads, names, strict=True)]
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
         evict = case.with_cap(CAP, option)
         with QuireCache(model, evict, page_tokens=PAGE_TOKENS, verify=False) as cache:
@@ -335,9 +335,9 @@ def test_rows_of_a_padded_batch_in_transformers_hold_what_the_engine_holds(case)
             ids = torch.tensor(rows)
             model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
             for row, name in enumerate(names):
-                held = [lane for layer in (0, 1) for lane in cache.kept_positions(row, layer)]
+                held = [lane for layer in (0, 1) for lane in cache.retained_positions(row, layer)]
                 start, kept = [(0, [[]]), *traces[name]][-1]
                 every_head = [lane for lane in kept for _ in range(4 // len(kept))]
-                tokens = len(asked[name][0]) + NEW_TOKENS - 1
+                tokens = len(requested[name][0]) + NEW_TOKENS - 1
 
                 assert held == and_all_since(every_head, start, tokens)

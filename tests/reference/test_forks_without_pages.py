@@ -15,7 +15,7 @@ from quire.errors import NeverFits, OutOfPages
 from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import Need
 from quire.scheduler.forks import NO_PAGES
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 
 NEW_TOKENS = 10
@@ -115,14 +115,14 @@ def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room
 def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
     """Every third fork behind all known tokens fails, and no token leaves under this cap."""
     ample, _ = answer(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
-    rng, copy = random.Random(3), Residency.copy
+    rng, copy = random.Random(3), SequenceMemory.copy
 
-    def fail_often(residency, parent, child):
+    def fail_often(sequence_memory, parent, child):
         if parent.num_uncomputed == 0 and rng.random() < 1 / 3:
             raise OutOfPages("as if there were none")
-        copy(residency, parent, child)
+        copy(sequence_memory, parent, child)
 
-    monkeypatch.setattr(Residency, "copy", fail_often)
+    monkeypatch.setattr(SequenceMemory, "copy", fail_often)
     size = int(2.5 * peak_bytes(rule, "none"))
     options = {"preempt": preempt, "host_memory": 4 * size if preempt == "swap" else 0}
 

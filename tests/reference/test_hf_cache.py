@@ -11,7 +11,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
-from quire.hf.kept import kept_positions
+from quire.hf.kept import retained_positions
 from quire.kv.memory import KVMemory
 
 NEW_TOKENS = 16
@@ -54,7 +54,7 @@ def memory_of(cache: QuireCache) -> KVMemory:
 
 
 def all_kept(cache: QuireCache, row: int) -> list[list[list[int]]]:
-    return [cache.kept_positions(row, layer) for layer in range(cache._decoder.spec.num_layers)]
+    return [cache.retained_positions(row, layer) for layer in range(cache._decoder.spec.num_layers)]
 
 
 PROMPTS = make_prompts(3, 60, seed=7)
@@ -117,7 +117,7 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
             if len(request.output_token_ids) == NEW_TOKENS:
                 layers = range(model.spec.num_layers)
                 kept[request.request_id] = [
-                    kept_positions(engine.pool.kv, request.row, layer) for layer in layers
+                    retained_positions(engine.pool.kv, request.row, layer) for layer in layers
                 ]
     return [(tokens[key][:NEW_TOKENS], kept[key]) for key in tokens]
 
@@ -174,7 +174,7 @@ def test_the_prompt_leaves_at_once_when_it_is_read() -> None:
     with QuireCache(model, "h2o", "25%", when="prefill_end") as cache:
         model(torch.tensor([[3, 5, 7, 9] * 20]), past_key_values=cache)
 
-        assert {len(head) for head in cache.kept_positions(0, 1)} == {20}
+        assert {len(head) for head in cache.retained_positions(0, 1)} == {20}
 
 
 def test_under_pressure_nothing_leaves_while_there_is_room() -> None:
@@ -183,12 +183,12 @@ def test_under_pressure_nothing_leaves_while_there_is_room() -> None:
 
     with QuireCache(model, "recent", CAP, **ample) as cache:
         generate(model, inputs, past_key_values=cache)
-        assert len(cache.kept_positions(0, 0)[0]) == 120 + NEW_TOKENS - 1
+        assert len(cache.retained_positions(0, 0)[0]) == 120 + NEW_TOKENS - 1
         needed = cache.kv_peak_bytes
 
     with QuireCache(model, "recent", CAP, memory=needed // 2, **ample) as cache:
         generate(model, inputs, past_key_values=cache)
-        assert len(cache.kept_positions(0, 0)[0]) < 120
+        assert len(cache.retained_positions(0, 0)[0]) < 120
         assert cache.kv_peak_bytes <= needed // 2
 
 
@@ -228,7 +228,7 @@ def test_prompts_read_in_chunks_by_generate_keep_the_same() -> None:
     for chunk in (None, 7):
         with QuireCache(model, "recent", CAP, every=EVERY) as cache:
             generate(model, inputs, past_key_values=cache, prefill_chunk_size=chunk)
-            kept.append(max(map(len, cache.kept_positions(0, 0))))
+            kept.append(max(map(len, cache.retained_positions(0, 0))))
 
     assert max(kept) <= CAP
 

@@ -44,11 +44,11 @@ def answer(rule: str = RULE, codec: str = CODEC, **options) -> Run:
     return run(jobs, model="qwen3", kv=kv, **options)
 
 
-def important(done: Run) -> dict[str, list]:
+def promoted(done: Run) -> dict[str, list]:
     """For each request and eviction, the tokens of each lane that have a record."""
     return {
         name: [
-            [lane.tolist() for lane in sets.important] for sets in done.engine.eviction_trace(name)
+            [lane.tolist() for lane in sets.promoted] for sets in done.engine.eviction_trace(name)
         ]
         for name in PROMPTS
     }
@@ -88,8 +88,8 @@ def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, p
 
     assert all(usage.preemptions for usage in other.usages.values())
     assert other.traces() == expected.traces()
-    assert important(other) == important(expected)
-    assert any(lane for found in important(expected).values() for lane in found[-1])
+    assert promoted(other) == promoted(expected)
+    assert any(lane for found in promoted(expected).values() for lane in found[-1])
     assert largest_difference(other.logits, expected.logits) <= 1e-4
 
 
@@ -103,7 +103,7 @@ def test_precision_is_chosen_once_and_never_lowered():
             for lane in range(len(after.kept)):
                 kept, old, new = (
                     set(x.tolist())
-                    for x in (after.kept[lane], before.important[lane], after.important[lane])
+                    for x in (after.kept[lane], before.promoted[lane], after.promoted[lane])
                 )
                 assert old & kept <= new <= kept
                 assert len(new) <= RECORDS
@@ -131,9 +131,9 @@ def test_the_tokens_that_score_highest_are_raised(monkeypatch):
     checked = 0
     for positions, num_computed, scores in seen:
         number, now = at[num_computed]
-        for lane, (kept, raised) in enumerate(zip(now.kept, now.important, strict=True)):
-            old = set(sets[number - 1].important[lane].tolist()) if number else set()
-            new = set(raised.tolist()) - old
+        for lane, (kept, promoted) in enumerate(zip(now.kept, now.promoted, strict=True)):
+            old = set(sets[number - 1].promoted[lane].tolist()) if number else set()
+            new = set(promoted.tolist()) - old
             candidates = {p for p in kept.tolist() if p >= num_computed - EVERY} - old
             of = dict(zip(positions[lane].tolist(), scores[lane].tolist(), strict=True))
             assert new <= candidates
@@ -151,22 +151,22 @@ def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, m
 
     done = answer(host=host, preempt=preempt, preempts=2)
 
-    raised = sum(
-        entry.raised.num_slots for name in PROMPTS for entry in done.engine._traces._recorded[name]
+    promoted = sum(
+        entry.promoted.num_slots for name in PROMPTS for entry in done.engine._traces._recorded[name]
     )
     heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].kept)
     bodies = 2 * 2 * 2 * done.engine.stats().num_processed_tokens
     if preempt == "swap":
-        assert seen.vectors == bodies + 2 * heads_of_lane * raised
+        assert seen.vectors == bodies + 2 * heads_of_lane * promoted
     else:  # evictions are played again, with the same tokens raised
-        assert seen.vectors > bodies + 2 * heads_of_lane * raised
+        assert seen.vectors > bodies + 2 * heads_of_lane * promoted
 
 
 def test_sinks_need_no_record():
     """Six first tokens, as they were made for everybody; all six are in a window of 28."""
     sinks, first = 6, 30 - 28
     done = answer(codec=f"int2+sinks={sinks}+residual=28+important={RECORDS}:int8")
-    records = [lane for found in important(done).values() for lanes in found for lane in lanes]
+    records = [lane for found in promoted(done).values() for lanes in found for lane in lanes]
 
     assert first < sinks
     assert any(records)
@@ -177,7 +177,7 @@ def test_records_are_counted_in_the_bytes_of_a_request():
     """For 2 layers x 2 lanes a page of 5 records: codes, scales, positions."""
     plain = answer(codec=f"int2+residual={EVERY}")
     finer = answer()
-    [group] = [g for g in finer.engine.pool.kv.memory.layout.groups if g.important is not None]
+    [group] = [g for g in finer.engine.pool.kv.memory.layout.groups if g.promoted is not None]
 
     for name in PROMPTS:
         more = finer.usages[name].kv_peak_bytes - plain.usages[name].kv_peak_bytes
@@ -233,5 +233,5 @@ def test_a_prefix_that_is_lent_brings_no_records_along():
         for one, other in zip(
             shared.engine.eviction_trace(name), alone.engine.eviction_trace(name), strict=True
         ):
-            pairs = zip(one.important, other.important, strict=True)
+            pairs = zip(one.promoted, other.promoted, strict=True)
             assert all(np.array_equal(*pair) for pair in pairs)

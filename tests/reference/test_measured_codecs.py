@@ -194,7 +194,7 @@ def test_other_constants_are_another_codec_to_the_prefix_cache(tmp_path):
         engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
-        roots.append(engine.scheduler.residency.sharing.identities.of(request).root)
+        roots.append(engine.scheduler.sequence_memory.sharing.identities.of(request).root)
 
     assert roots[0] == roots[1] != roots[2]
 

@@ -20,8 +20,8 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
-from quire.offload.kv.arriving import ArrivingPages
-from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.kv.arriving import InFlightPages
+from quire.offload.prefix_store.restoring import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
@@ -60,7 +60,7 @@ class Rates:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    reach_down = ArrivingPages.reach_down
+    reach_down = InFlightPages.reach_down
 
     def poisoned(self, first):
         before = self.first
@@ -70,7 +70,7 @@ def poison(monkeypatch):
             page_class = self._memory.tables[name].group.page_class
             store.views(page_class).whole[store._index(numbers.reshape(-1))] = 0xFF
 
-    monkeypatch.setattr(ArrivingPages, "reach_down", poisoned)
+    monkeypatch.setattr(InFlightPages, "reach_down", poisoned)
 
 
 @cache
@@ -82,7 +82,7 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
     options = {"memory": 4 * MIB, "page_tokens": 4} | options
     config = ScheduleConfig(**({"chunk_tokens": 16, "step_tokens": 40} | (schedule or {})))
     engine = Engine(model_of(name), KVConfig(**options), config)
-    restoring = engine.scheduler.residency.restoring
+    restoring = engine.scheduler.sequence_memory.restoring
     if restoring is not None and prefill is not None:
         restoring._costs = Rates(prefill)
         restoring.tier.rate = Rates(None)
@@ -181,9 +181,9 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     usages = {}
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
-    restoring = engine.scheduler.residency.restoring
+    restoring = engine.scheduler.sequence_memory.restoring
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring.tier.carrier, "urgent", lambda work: None)
+        patch.setattr(restoring.tier.transfer_worker, "urgent", lambda work: None)
         engine.step()
         [request] = engine.scheduler.running
         engine.scheduler._preempt(request, "test")
@@ -257,7 +257,7 @@ def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
 
     for _ in range(3):
         logits, _ = answer(engine)
-        engine.scheduler.residency.restoring.tier.carrier.drain()
+        engine.scheduler.sequence_memory.restoring.tier.transfer_worker.drain()
         assert largest_difference(logits, plain("qwen3")) <= 1e-4
 
     assert restored(engine)
@@ -371,7 +371,7 @@ def test_tenants_find_their_own_prefixes_and_no_others(tmp_path):
     engine = engine_of("qwen3", prefill=READ_SLOWLY, schedule=tenants, **on_disk(tmp_path))
     answer(engine, tenant="blue")
     assert not restored(engine)
-    engine.scheduler.residency.sharing.drop_cached()
+    engine.scheduler.sequence_memory.sharing.drop_cached()
     logits, _ = answer(engine, tenant="red")
     assert restored(engine)
     assert largest_difference(logits, plain("qwen3")) <= 1e-4
@@ -404,10 +404,10 @@ def test_a_store_serves_several_engines(store):
     second = engine_of("qwen3", prefill=READ_SLOWLY, remote=address)
     answer(first)
     first.close()
-    restoring = second.scheduler.residency.restoring
+    restoring = second.scheduler.sequence_memory.restoring
     restoring._rate._refreshed_s = -100  # it looks at the store now and then
     answer(second, {"d": PROMPTS["d"]})
-    restoring.tier.carrier.drain()
+    restoring.tier.transfer_worker.drain()
 
     logits, _ = answer(second)
 
@@ -564,7 +564,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 def test_an_engine_that_nobody_closed_keeps_its_prefixes_too(tmp_path):
     engine = engine_of("qwen3", **on_disk(tmp_path))
     answer(engine)
-    assert isinstance(engine.scheduler.residency.restoring, Restoring)
+    assert isinstance(engine.scheduler.sequence_memory.restoring, PrefixLoader)
     closing = engine._closing
     del engine
     closing()  # as the process does at its end

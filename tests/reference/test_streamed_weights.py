@@ -192,15 +192,15 @@ def test_cancelled_ones_leave_nothing_behind(objective):
 @pytest.mark.parametrize("at", [0, 3, 8])
 def test_a_copy_that_fails_fails_the_step_and_nothing_else(objective, at):
     """The step can be tried again, and its requests are read anew; nothing wrong is computed."""
-    carrier = Dawdling()
-    model = load_streamed("qwen3", carrier=carrier)
+    transfer_worker = Dawdling()
+    model = load_streamed("qwen3", transfer_worker=transfer_worker)
     engine = Engine(
         model,
         KVConfig(memory="2MiB", page_tokens=4),
         ScheduleConfig(**STEPS, objective=objective),
     )
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
-    carrier.fails = {carrier.num_copies + at: OSError("the disk is gone")}
+    transfer_worker.fails = {transfer_worker.num_copies + at: OSError("the disk is gone")}
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
     failures = []
@@ -282,9 +282,9 @@ def test_throughput_is_refused_where_the_memory_holds_all_weights():
 def test_recomputing_keys_is_refused_with_the_reason():
     assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
     options = {"memory": "1MiB", "stream_memory": "1MiB"}
-    for asked in ({"stream_recompute": "0.5"}, {"stream_input_codec": "int8"}):
+    for requested in ({"stream_recompute": "0.5"}, {"stream_input_codec": "int8"}):
         with pytest.raises(UnsoundCombination, match="--weights-memory"):
-            Engine(load_streamed("opt"), KVConfig(**options, **asked))
+            Engine(load_streamed("opt"), KVConfig(**options, **requested))
     assert Engine(load_streamed("opt"), KVConfig(**options)).pool.fronts.splits is None
 
 

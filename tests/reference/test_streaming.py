@@ -122,14 +122,14 @@ def test_under_the_cap_it_is_plain_rope(name):
         ("streaming:cap=20,every=6,when=prefill_end", 40, 1),
     ],
 )
-def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_tokens, regime):
+def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_tokens, variant):
     """Long-RoPE: up to 24 positions are short. Where nothing leaves, logits are those of full."""
     model, prompt = load("phi3_longrope"), list(range(2, 2 + prompt_tokens))
     engine = engine_of(model, evict=evict)
     engine.submit(GenerationRequest(prompt, greedy(8)))
     engine.step()
 
-    assert engine.scheduler.running[0].rope_regime == regime
+    assert engine.scheduler.running[0].rope_variant == variant
     if "cap=100" in evict:
         full = run(engine_of(model, evict="full"), [prompt], new_tokens=8)
         got = run(engine_of(model, evict=evict), [prompt], new_tokens=8)
@@ -382,7 +382,7 @@ def test_rules_that_renumber_and_rules_that_do_not_are_no_mixture(llama):
     with pytest.raises(UnsoundCombination, match=r"'streaming' needs keys .* 'h2o' after it"):
         engine_of(llama, kv={"evict_allow": "h2o"})
     everything = engine_of(llama, evict="sinks:cap=24,every=6", kv={"evict_allow": "all"})
-    assert not everything.pool.rules.renumbers
+    assert not everything.pool.rules.rerotates_keys
     streams = engine_of(llama, kv={"evict_allow": "all"})
     assert {rule.name for rule in streams.pool.rules.served} == {"streaming"}
 
@@ -406,7 +406,7 @@ def test_prompts_share_no_prefix_and_the_engine_says_why(llama):
     engine = engine_of(llama)
     run(engine, [list(range(2, 22))] * 2, new_tokens=4)
 
-    assert engine.scheduler.residency.sharing.prefix is None
+    assert engine.scheduler.sequence_memory.sharing.prefix is None
     assert "prefix cache off: keys are stored before RoPE" in engine.pool.explanation
 
 

@@ -20,10 +20,10 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.models.loader import load_model
-from quire.offload.kv.front_splits import FrontSplits
-from quire.offload.kv.hosted import HostedFronts
+from quire.offload.kv.front_splits import PrefixSplits
+from quire.offload.kv.hosted import OffloadedPrefixes
 from quire.offload.schedule.work import Speeds
-from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.swap.carrier import ThreadTransferWorker
 from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
@@ -39,7 +39,7 @@ MODELS = ("llama_mha", "qwen3", "gemma2", "opt")
 ROW_TOKENS = 96
 
 
-class Dawdling(ThreadCarrier):
+class Dawdling(ThreadTransferWorker):
     """A link whose copies take as long as they like."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -88,7 +88,7 @@ def run(
     )
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
     if engine.pool.kv.offload is not None:
-        engine.pool.kv.offload.carrier = Dawdling()
+        engine.pool.kv.offload.transfer_worker = Dawdling()
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(new_tokens), request_id=request))
@@ -112,7 +112,7 @@ def whole(name: str, codec: str = "none"):
     return run(name, 16, codec=codec, stream=0)[1]
 
 
-def hosted(engine: Engine) -> int:
+def offloaded(engine: Engine) -> int:
     """Times pages of somebody went to the host."""
     return len(engine.events.newest(["hosted"]))
 
@@ -131,7 +131,7 @@ def most_running(engine: Engine) -> int:
 def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
     engine, logits, usages = run(name, rows)
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert set(usages) == set(PROMPTS)
     assert largest_difference(logits, whole(name)) <= 1e-4
     assert not engine.pool.fronts.fronts.pool.used_bytes
@@ -154,8 +154,8 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
 def test_keys_and_values_made_again_answer_alike(name, part):
     engine, logits, _ = run(name, 0.8, stream_recompute=part)
 
-    assert hosted(engine)
-    assert bool(engine.stats().made_again_tokens) == (part != "0")
+    assert offloaded(engine)
+    assert bool(engine.stats().recomputed_tokens) == (part != "0")
     assert largest_difference(logits, whole(name)) <= 1e-4
 
 
@@ -173,8 +173,8 @@ def test_keys_and_values_made_again_answer_alike(name, part):
 def test_attention_on_the_host_answers_alike(name, part):
     engine, logits, _ = run(name, 0.8, stream_recompute="off", stream_host_attention=part)
 
-    assert hosted(engine)
-    assert engine.stats().host_attended_tokens
+    assert offloaded(engine)
+    assert engine.stats().cpu_attended_tokens
     assert largest_difference(logits, whole(name)) <= 1e-4
 
 
@@ -196,7 +196,7 @@ def test_codes_are_made_again_and_attended_to_on_the_host(parts, tolerance):
         engine, logits, _ = run("llama_mha", 0.7, codec="int8", **parts)
 
     stats = engine.stats()
-    assert stats.made_again_tokens or stats.host_attended_tokens
+    assert stats.recomputed_tokens or stats.cpu_attended_tokens
     assert largest_difference(logits, expected) <= tolerance
 
 
@@ -207,10 +207,10 @@ def test_inputs_in_codes_cost_their_bytes_and_little_else():
         for codec in ("none", "int8")
     }
 
-    plain, coded = (runs[codec][0].pool.fronts.hosting.remaking.store for codec in runs)
+    plain, coded = (runs[codec][0].pool.fronts.kv_offload.kv_recompute.store for codec in runs)
     assert coded.codec.row_bytes < 0.3 * plain.codec.row_bytes
     assert coded.book.num_blocks * coded.block_bytes < plain.book.num_blocks * plain.block_bytes
-    assert runs["int8"][0].stats().made_again_tokens
+    assert runs["int8"][0].stats().recomputed_tokens
     assert 0 < until_they_part(runs["int8"][1], whole("llama_mha")) <= 0.1
 
 
@@ -231,7 +231,7 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
     use_exact_products(monkeypatch)
     options = {"codec": "int8+plain_layers=2", "prompts": {"c": PROMPTS["c"]}, "new_tokens": 6}
     expected = run("gpt2*4", 4, stream=0, **options)[1]
-    moves = HostedFronts._moves
+    moves = OffloadedPrefixes._moves
 
     def fewer(fronts, row, slots):
         for table, first, columns in moves(fronts, row, slots):
@@ -239,11 +239,11 @@ def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkey
             if left:
                 yield table, first, left
 
-    monkeypatch.setattr(HostedFronts, "_moves", fewer)
+    monkeypatch.setattr(OffloadedPrefixes, "_moves", fewer)
     engine, logits, _ = run("gpt2*4", 0.7, **options, **parts)
 
     stats = engine.stats()
-    assert stats.made_again_tokens or stats.host_attended_tokens
+    assert stats.recomputed_tokens or stats.cpu_attended_tokens
     assert largest_difference(logits, expected) <= 1e-4
 
 
@@ -262,7 +262,7 @@ def test_codes_are_brought_as_they_are(codec, rows):
         expected = run("qwen3", 16, codec=codec, stream=0)[1]
         engine, logits, _ = run("qwen3", rows, codec=codec)
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert largest_difference(logits, expected) <= 1e-4
 
 
@@ -272,7 +272,7 @@ def test_more_run_at_once_where_the_host_has_room():
     with_host, _, usages = run("qwen3", 1.3, schedule=reserved)
     without, _, _ = run("qwen3", 1.3, stream=0, schedule=reserved)
 
-    assert hosted(with_host)
+    assert offloaded(with_host)
     assert with_host.stats().num_preemptions == 0
     assert most_running(with_host) > most_running(without)
     assert all(usage.kv_peak_bytes for usage in usages.values())
@@ -305,7 +305,7 @@ def test_a_prefill_chunk_shrinks_to_what_the_memory_holds(name, rows, parts):
     schedule = {"chunk_tokens": 2048, "step_tokens": 2048}
     engine, logits, _ = run(name, rows, schedule=schedule, **parts)
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert set(logits) == set(PROMPTS)
     assert largest_difference(logits, whole(name)) <= 1e-4
     assert not engine.pool.fronts.fronts.pool.used_bytes
@@ -395,7 +395,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
 def test_engines_without_a_prefix_cache_stream_too():
     engine, logits, _ = run("qwen3", 0.8, prefix_cache=False)
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert largest_difference(logits, whole("qwen3")) <= 1e-4
 
 
@@ -411,7 +411,7 @@ def test_one_whose_front_is_on_the_host_can_give_way(preempt):
         schedule={"admission": "optimistic", "preempt": preempt},
     )
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert engine.stats().num_preemptions
     assert largest_difference(logits, whole("qwen3")) <= 1e-4
 
@@ -419,7 +419,7 @@ def test_one_whose_front_is_on_the_host_can_give_way(preempt):
 def test_cancelled_ones_leave_nothing_behind():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
 
-    assert hosted(engine)
+    assert offloaded(engine)
     assert not engine.pool.fronts.fronts.pool.used_bytes
     kept = {name: whole("qwen3")[name] for name in ("c", "d")}
     assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
@@ -465,10 +465,10 @@ def test_those_that_evict_have_fronts_between_evictions(
     engine, logits, _ = run(name, rows, stream_recompute=recompute, **options, **host)
     expected = run(name, 16, stream=0, **options)[1]
 
-    front_room = engine.scheduler.residency.front_room
-    assert front_room.num_returned
+    prefix_offloader = engine.scheduler.sequence_memory.prefix_offloader
+    assert prefix_offloader.num_returned
     assert engine.stats().num_evictions
-    assert bool(engine.stats().made_again_tokens) == makes
+    assert bool(engine.stats().recomputed_tokens) == makes
     logits.pop("c", None), expected.pop("c", None)
     assert largest_difference(logits, expected) <= 1e-4
 
@@ -595,23 +595,23 @@ def test_rates_decide_and_are_followed(monkeypatch):
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
     monkeypatch.setattr(
-        "quire.offload.kv.front_choice.measure_front_speeds", lambda *_, **__: speeds
+        "quire.offload.kv.front_choice.measure_offload_speeds", lambda *_, **__: speeds
     )
-    parts, learn = [], FrontSplits.learn
+    parts, learn = [], PrefixSplits.learn
 
     def learn_of_a_fast_link(splits, timed):
         parts.append(splits.made_tokens / splits.tokens)
         learn(splits, as_on_a_fast_link(timed))
 
-    monkeypatch.setattr(FrontSplits, "learn", learn_of_a_fast_link)
+    monkeypatch.setattr(PrefixSplits, "learn", learn_of_a_fast_link)
     engine, logits, _ = run("llama_mha", 0.8)
 
     fronts = engine.pool.fronts
     assert "activations are 0.5x the KV of this model: part" in fronts.why
-    assert engine.stats().made_again_tokens
+    assert engine.stats().recomputed_tokens
     assert fronts.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
     assert parts[0] > 0.5 > parts[-1]
-    assert fronts.hosting.remaking.store.book.peak_blocks
+    assert fronts.kv_offload.kv_recompute.store.book.peak_blocks
     assert largest_difference(logits, whole("llama_mha")) <= 1e-4
 
 

@@ -135,9 +135,9 @@ def test_huge_integers_are_refused_by_name(serve, path, name):
     """Beside a temperature: `top_k` alone is not read by a greedy request."""
 
     async def main(client):
-        asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+        requested = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
         shape = SHAPES.get(name, lambda number: number)
-        base = asked | {"temperature": 1, "max_tokens": 1}
+        base = requested | {"temperature": 1, "max_tokens": 1}
         bodies = [base | {name: shape(number)} for number in HUGE]
         return [await client.post(path, json=body) for body in bodies]
 

@@ -274,11 +274,11 @@ def test_text_completions_of_litellm_are_answered(post, options):
 
 @pytest.mark.parametrize("path", ASKED)
 def test_do_sample_false_stands_for_temperature_0(post, path):
-    asked = {name: value for name, value in ASKED[path].items() if name != "temperature"}
+    requested = {name: value for name, value in ASKED[path].items() if name != "temperature"}
     options = {"max_tokens": 8, "seed": 3}
 
     def choices(**more):
-        response = post(path, **asked | options | more)
+        response = post(path, **requested | options | more)
         assert response.status_code == 200, response.text
         return response.json()["choices"]
 
@@ -371,9 +371,9 @@ def test_token_ids_without_lists_around_them_are_refused_with_the_shape(post):
 
 @pytest.mark.parametrize("path", ASKED)
 def test_a_negative_length_is_named_as_the_body_names_it(post, path):
-    asked = ASKED[path] | {"max_completion_tokens": -1}
+    requested = ASKED[path] | {"max_completion_tokens": -1}
 
-    assert refused(post(path, **asked), "max_completion_tokens").startswith("max_completion_tokens")
+    assert refused(post(path, **requested), "max_completion_tokens").startswith("max_completion_tokens")
 
 
 @pytest.mark.parametrize("field", ["extra_body", "options"])

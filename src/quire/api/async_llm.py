@@ -19,8 +19,8 @@ from quire.engine.ledger import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QuireError, RequestError
 from quire.models.tokenizer import encode_prompt
-from quire.sampling.answer_stream import AnswerStream
-from quire.sampling.outputs import Answer, Delta
+from quire.sampling.answer_stream import OutputStream
+from quire.sampling.outputs import RequestOutput, OutputDelta
 from quire.scheduler.events import KINDS, KVEvent
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class AsyncLLM:
         self.engine = engine
         engine.enter_thread()
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
-        self._streams: dict[str, AnswerStream] = {}  # by request id; the engine's thread only
+        self._streams: dict[str, OutputStream] = {}  # by request id; the engine's thread only
         self._state = threading.Lock()  # guards the three below against a last command
         self._closing = False
         self._ended = False
@@ -68,7 +68,7 @@ class AsyncLLM:
         """Whether requests are still taken and steps still run."""
         return not self._closing and not self._ended
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> AnswerStream:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Submit requests, all of them or none; return once the engine has accepted them.
 
         Args:
@@ -78,7 +78,7 @@ class AsyncLLM:
             RequestError: the engine refused one of the requests; none runs.
             EngineDead: the engine has stopped.
         """
-        answers = AnswerStream(requests, self._cancel)
+        answers = OutputStream(requests, self._cancel)
         try:
             await self._call(partial(self._submit, answers))
         except asyncio.CancelledError:
@@ -91,7 +91,7 @@ class AsyncLLM:
         prompt: Prompt | GenerationRequest,
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[OutputDelta]:
         """Submit a request and yield its deltas. Closing the iterator cancels the request.
 
         Leaving the loop early closes it as soon as nothing refers to it any more; wrap it in
@@ -119,7 +119,7 @@ class AsyncLLM:
         prompt: Prompt | GenerationRequest,
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Answer:
+    ) -> RequestOutput:
         """Submit a request and wait for its whole answer; see `stream`."""
         answers = await self.submit([await self._request(prompt, sampling, options)])
         try:
@@ -206,7 +206,7 @@ class AsyncLLM:
             self._commands.put(command)  # type: ignore[arg-type]
         return await asyncio.wrap_future(command.future)
 
-    def _cancel(self, answers: AnswerStream) -> None:
+    def _cancel(self, answers: OutputStream) -> None:
         with self._state:
             if self.is_alive:
                 self._commands.put(Command(partial(self._withdraw, answers), Future()))
@@ -245,7 +245,7 @@ class AsyncLLM:
         except queue.Empty:
             return
 
-    def _submit(self, answers: AnswerStream) -> None:
+    def _submit(self, answers: OutputStream) -> None:
         request_ids: list[str] = []
         try:
             for request in answers.requests:  # a refusal leaves the ids of those before it
@@ -257,12 +257,12 @@ class AsyncLLM:
         answers.accept(request_ids)
         self._streams.update(dict.fromkeys(request_ids, answers))
 
-    def _withdraw(self, answers: AnswerStream) -> None:
+    def _withdraw(self, answers: OutputStream) -> None:
         for request_id in answers.request_ids:
             if self._streams.get(request_id) is answers:  # else finished, and the id may be reused
                 self.engine.cancel(request_id)
 
-    def _publish(self, deltas: Sequence[Delta]) -> None:
+    def _publish(self, deltas: Sequence[OutputDelta]) -> None:
         for delta in deltas:
             answers = self._streams.get(delta.request_id)
             if answers is None:

@@ -27,11 +27,11 @@ from quire.errors import ConfigError, EngineDead, RequestError
 from quire.layout.options import require_type
 from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
-from quire.sampling.outputs import Answer, AnswerBuilder, Delta
+from quire.sampling.outputs import RequestOutput, OutputBuilder, OutputDelta
 from quire.scheduler.schedule_config import ScheduleConfig
 
-Progress = Callable[[EngineStats, list[Delta]], None]
-_Taker = Callable[[Delta], None]
+Progress = Callable[[EngineStats, list[OutputDelta]], None]
+_Taker = Callable[[OutputDelta], None]
 
 
 class LLM:
@@ -142,7 +142,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         **options: Unpack[OptionsOfMany],
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answer prompts, all of them together; answers come in the order of the prompts.
 
         Args:
@@ -160,10 +160,10 @@ class LLM:
             NeverFits: a prompt needs more KV than the whole pool has.
         """
         requests = as_requests(prompts, sampling, options)
-        builders: dict[str, AnswerBuilder] = {}
-        answers: dict[str, Answer] = {}
+        builders: dict[str, OutputBuilder] = {}
+        answers: dict[str, RequestOutput] = {}
 
-        def take(delta: Delta) -> None:
+        def take(delta: OutputDelta) -> None:
             answer = builders[delta.request_id].add(delta)
             if answer is not None:
                 answers[delta.request_id] = answer
@@ -174,7 +174,7 @@ class LLM:
                 with _named(f"prompt {index}" if len(requests) > 1 else ""):
                     ids = self._encode(request.prompt)
                     request_id = self._submit(replace(request, prompt=ids), take)
-                builders[request_id] = AnswerBuilder(request_id, tuple(ids))
+                builders[request_id] = OutputBuilder(request_id, tuple(ids))
             while len(answers) < len(builders):
                 deltas = self._step()
                 if progress is not None:
@@ -186,7 +186,7 @@ class LLM:
         prompt: Prompt | GenerationRequest,
         sampling: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Iterator[Delta]:
+    ) -> Iterator[OutputDelta]:
         """Answer one prompt piece by piece. Closing the iterator cancels the request.
 
         Several streams may be open, and `generate` may be called meanwhile, also inside the loop
@@ -203,7 +203,7 @@ class LLM:
             EngineDead: at the next piece; the LLM is closed.
             RequestError: at the first piece; the prompt or its options are wrong.
         """
-        inbox: deque[Delta] = deque()
+        inbox: deque[OutputDelta] = deque()
         [request] = as_requests([prompt], sampling, options)
         request = replace(request, prompt=self._encode(request.prompt))
         request_ids: list[str] = []
@@ -265,7 +265,7 @@ class LLM:
                 "submit to the AsyncLLM, or close it before this call"
             )
 
-    def _step(self) -> list[Delta]:
+    def _step(self) -> list[OutputDelta]:
         """One step for all open requests, whichever call makes it."""
         self._refuse_closed()
         with self._calls.changing():
@@ -279,7 +279,7 @@ class LLM:
                 take(delta)
         return deltas
 
-    def _step_for(self, inbox: deque[Delta]) -> None:
+    def _step_for(self, inbox: deque[OutputDelta]) -> None:
         """A step, unless the call of another thread has filled the inbox meanwhile."""
         with self._calls.held():
             if not inbox:

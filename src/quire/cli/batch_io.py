@@ -164,23 +164,23 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
         raise BatchError(f"expected a text as custom_id, got {name!r}", head)
     if not isinstance(body, dict):
         raise BatchError(f"expected a JSON object as body, got {body!r}", head)
-    asked: Literal["messages", "prompt"] = "messages" if kind == "chat" else "prompt"
-    return _line(body, head, asked, form)
+    requested: Literal["messages", "prompt"] = "messages" if kind == "chat" else "prompt"
+    return _line(body, head, requested, form)
 
 
 def _line(
-    body: Mapping[str, Any], head: LineHead, asked: Literal["messages", "prompt"], form: LineFormat
+    body: Mapping[str, Any], head: LineHead, requested: Literal["messages", "prompt"], form: LineFormat
 ) -> BatchLine:
-    others = {k: v for k, v in body.items() if k != asked and k not in _OF_ENGINE}
+    others = {k: v for k, v in body.items() if k != requested and k not in _OF_ENGINE}
     line = BatchLine(
         head=head,
         sampling=_sampling(others, head),
         options=_options(body, head),  # what they may be is checked by the engine
     )
     try:
-        if asked == "messages":
-            return replace(line, messages=read_messages(body.get(asked)))
-        prompt, *more = read_prompts(body.get(asked), form.prefix, several=head.kind != "plain")
+        if requested == "messages":
+            return replace(line, messages=read_messages(body.get(requested)))
+        prompt, *more = read_prompts(body.get(requested), form.prefix, several=head.kind != "plain")
     except RequestError as error:
         raise BatchError(str(error), head) from None
     if more and line.options.get("record_evictions"):
@@ -259,5 +259,5 @@ def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Batc
             raise BatchError(str(error), head) from None
     if ("prompt" in value) == ("messages" in value):
         raise BatchError("expected either a prompt or messages in the line", head)
-    asked: Literal["messages", "prompt"] = "messages" if "messages" in value else "prompt"
-    return _line({k: v for k, v in value.items() if k != "id"}, head, asked, form)
+    requested: Literal["messages", "prompt"] = "messages" if "messages" in value else "prompt"
+    return _line({k: v for k, v in value.items() if k != "id"}, head, requested, form)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.batch_io import BatchLine, LineHead
 
 if TYPE_CHECKING:
-    from quire.sampling.outputs import Answer, Choice
+    from quire.sampling.outputs import RequestOutput, Choice
 
 Record = dict[str, Any]
 
@@ -30,7 +30,7 @@ class BatchTally:
     preemptions: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
-    def add(self, record: Record, answer: "Answer | None") -> None:
+    def add(self, record: Record, answer: "RequestOutput | None") -> None:
         """Count a record."""
         self.answered += 1
         self.errors += is_error(record)
@@ -43,7 +43,7 @@ class BatchTally:
 
 
 def answer_record(
-    line: BatchLine, answer: "Answer", *, model: str, with_prompt: bool = False
+    line: BatchLine, answer: "RequestOutput", *, model: str, with_prompt: bool = False
 ) -> Record:
     """What is written for an answered line.
 
@@ -57,13 +57,13 @@ def answer_record(
         return error_record(line.head, answer.error)
     if line.head.kind != "plain":
         return _openai_record(line.head, 200, _body(line.head, answer, model), None)
-    asked: Record = {}
+    requested: Record = {}
     if with_prompt:
-        asked = {"messages": line.messages} if line.messages else {"prompt": line.prompt}
+        requested = {"messages": line.messages} if line.messages else {"prompt": line.prompt}
     return {
         "id": _name(line.head),
         "line": line.head.number,
-        **asked,
+        **requested,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         **_all_texts(answer),
@@ -72,7 +72,7 @@ def answer_record(
     }
 
 
-def _all_texts(answer: "Answer") -> Record:
+def _all_texts(answer: "RequestOutput") -> Record:
     if len(answer.choices) == 1:
         return {}
     return {"choices": [{"text": c.text, "finish_reason": c.finish_reason} for c in answer.choices]}
@@ -114,7 +114,7 @@ def _openai_record(head: LineHead, status: int, body: Record, error: Record | No
     }
 
 
-def _body(head: LineHead, answer: "Answer", model: str) -> Record:
+def _body(head: LineHead, answer: "RequestOutput", model: str) -> Record:
     chat = head.kind == "chat"
     usage = answer.usage
     return {

@@ -14,7 +14,7 @@ from quire.cli.batch_records import BatchTally, Record, answer_record, error_rec
 from quire.cli.drive import Driver, Job
 from quire.config.generation_request import GenerationRequest
 from quire.errors import NeverFits, RequestError
-from quire.sampling.outputs import Answer, merged
+from quire.sampling.outputs import RequestOutput, merged
 from quire.serve.config import MAX_ANSWERS
 
 GROUP_RECORDS = 32
@@ -40,7 +40,7 @@ class BatchRun:
     ) -> None:
         self._llm, self._task, self._output = llm, task, output
         self._lines: dict[int, BatchLine] = {}
-        self._parts: dict[int, dict[int, Answer | RequestError]] = {}
+        self._parts: dict[int, dict[int, RequestOutput | RequestError]] = {}
         self._written_s = time.monotonic()
         self.tally = BatchTally()
         self._driver = Driver(
@@ -65,9 +65,9 @@ class BatchRun:
         self._output.flush()
         return self.tally
 
-    def _answer(self, line: BatchLine, results: list[Answer | RequestError]) -> None:
+    def _answer(self, line: BatchLine, results: list[RequestOutput | RequestError]) -> None:
         """Write the record of a line whose prompts have all ended."""
-        answers: list[Answer] = []
+        answers: list[RequestOutput] = []
         for result in results:
             if isinstance(result, RequestError):
                 self._put(error_record(line.head, _refusal_text(line, result)), None)
@@ -117,7 +117,7 @@ class BatchRun:
             for part, prompt in enumerate(line.prompts)
         ]
 
-    def _put(self, record: Record, answer: Answer | None) -> None:
+    def _put(self, record: Record, answer: RequestOutput | None) -> None:
         self.tally.add(record, answer)
         self._output.write([record])
         waited_s = time.monotonic() - self._written_s

@@ -13,7 +13,7 @@ from quire.errors import RequestError
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.sampling.outputs import Delta
+    from quire.sampling.outputs import OutputDelta
 
 _GREETING = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -81,7 +81,7 @@ class Conversation:
                 f"context {context}: /reset to start over, or say it shorter"
             )
         text = ""
-        deltas = cast("Generator[Delta]", self.llm.stream(token_ids, self._sampling))
+        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._sampling))
         with closing(deltas), _interrupt_noted() as interrupted:  # closing cancels
             for delta in deltas:
                 _show(delta)
@@ -105,7 +105,7 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show(delta: "Delta") -> None:
+def _show(delta: "OutputDelta") -> None:
     typer.echo(delta.text, nl=False)
     sys.stdout.flush()
     if delta.error is not None:

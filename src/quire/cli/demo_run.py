@@ -17,7 +17,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import QuireError
-from quire.sampling.outputs import Answer
+from quire.sampling.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DemoResult:
     """
 
     prompts: Sequence[DemoPrompt]
-    answers: Sequence[Answer]
+    answers: Sequence[RequestOutput]
     crowd: Crowd
     stats: EngineStats
     seconds: float
@@ -88,7 +88,7 @@ class DemoResult:
         }
 
 
-def _token_s(answer: Answer) -> float:
+def _token_s(answer: RequestOutput) -> float:
     usage = answer.usage
     return (usage.total_s - usage.first_token_s) / (usage.completion_tokens - 1)
 
@@ -107,7 +107,7 @@ class DemoRun:
 
     def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt]) -> None:
         self._llm, self._prompts = llm, prompts
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, RequestOutput] = {}
         self._crowd = Crowd()
 
     def run(self) -> DemoResult:

@@ -10,7 +10,7 @@ from quire.cli.demo_run import DemoResult
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.exactness import TIE_LOGITS, Exactness
 from quire.plan.sizes import format_size
-from quire.sampling.outputs import Answer
+from quire.sampling.outputs import RequestOutput
 
 _SHOWN_CHARACTERS = 60
 
@@ -27,13 +27,13 @@ def show_demo(result: DemoResult, claims: Mapping[str, int | float], exactness: 
     console.print(_comparison(exactness))
 
 
-def _examples(result: DemoResult) -> Iterator[tuple[DemoPrompt, Answer]]:
+def _examples(result: DemoResult) -> Iterator[tuple[DemoPrompt, RequestOutput]]:
     pairs = list(zip(result.prompts, result.answers, strict=True))
     yield pairs[0]
     yield from [pair for pair in pairs[1:] if pair[0].answer is not None][:1]
 
 
-def _example(prompt: DemoPrompt, answer: Answer) -> str:
+def _example(prompt: DemoPrompt, answer: RequestOutput) -> str:
     end = escape(repr(prompt.text[-_SHOWN_CHARACTERS:]))
     text = escape(repr(answer.text[:_SHOWN_CHARACTERS]))
     if prompt.answer is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.errors import RequestError
-from quire.sampling.outputs import Answer, AnswerBuilder
+from quire.sampling.outputs import RequestOutput, OutputBuilder
 
 OnStep = Callable[[], None]
 
@@ -42,9 +42,9 @@ class Driver:
 
     def __init__(self, llm: LLM, *, window: int, on_step: OnStep) -> None:
         self._llm, self._window, self._on_step = llm, window, on_step
-        self._open: dict[str, tuple[Job, AnswerBuilder]] = {}
+        self._open: dict[str, tuple[Job, OutputBuilder]] = {}
 
-    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Answer | RequestError]]:
+    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, RequestOutput | RequestError]]:
         """Answer jobs as they finish, in no order; a refused one comes with its refusal."""
         exhausted = False
         while self._open or not exhausted:
@@ -64,7 +64,7 @@ class Driver:
             request_id = self._llm.engine.submit(replace(job.request, prompt=token_ids))
         except RequestError as refusal:
             return refusal
-        self._open[request_id] = (job, AnswerBuilder(request_id, tuple(token_ids)))
+        self._open[request_id] = (job, OutputBuilder(request_id, tuple(token_ids)))
         return None
 
     def _encode(self, job: Job) -> list[int]:
@@ -72,7 +72,7 @@ class Driver:
             return self._llm.encode_chat(job.messages)
         return self._llm.encode(job.request.prompt)
 
-    def _step(self) -> Iterator[tuple[Job, Answer | RequestError]]:
+    def _step(self) -> Iterator[tuple[Job, RequestOutput | RequestError]]:
         if not self._open:
             return
         for delta in self._llm.engine.step():

@@ -14,7 +14,7 @@ from quire.errors import InvariantError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quire.sampling.outputs import Answer
+    from quire.sampling.outputs import RequestOutput
 
 TIE_LOGITS = 1e-4
 """Two logits nearer than this may change places by rounding alone, in float32."""
@@ -40,7 +40,7 @@ class Exactness:
         return self.equal + self.ties == self.checked
 
 
-def compare_with_generate(model_path: str, answers: "Sequence[Answer]") -> Exactness:
+def compare_with_generate(model_path: str, answers: "Sequence[RequestOutput]") -> Exactness:
     """Generate greedily with Transformers in float32 on the CPU, one prompt at a time.
 
     Args:
@@ -63,7 +63,7 @@ def compare_with_generate(model_path: str, answers: "Sequence[Answer]") -> Exact
     )
 
 
-def _verdict(model: "PreTrainedModel", folder: Path, answer: "Answer") -> str:
+def _verdict(model: "PreTrainedModel", folder: Path, answer: "RequestOutput") -> str:
     import torch
 
     prompt = torch.tensor([answer.prompt_token_ids])

@@ -13,7 +13,7 @@ from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
 if TYPE_CHECKING:
-    from quire.sampling.outputs import Answer, Usage
+    from quire.sampling.outputs import RequestOutput, Usage
 
 
 @with_settings(defaults={"max-tokens": 128})
@@ -62,14 +62,14 @@ def _standard_input() -> str:
     return text.removesuffix("\n").removesuffix("\r")  # what echo and editors add
 
 
-def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
+def _stream(settings: Settings, text: str, watch: KVWatch) -> "RequestOutput":
     settings.refuse_other_tenants()
     llm = settings.open_llm()
     watch.follow(llm)
-    from quire.sampling.outputs import AnswerBuilder  # with torch, which is loaded by now
+    from quire.sampling.outputs import OutputBuilder  # with torch, which is loaded by now
 
     token_ids = llm.encode(text)
-    builder = AnswerBuilder("generate", tuple(token_ids))
+    builder = OutputBuilder("generate", tuple(token_ids))
     several = settings.sampling.n > 1
     for delta in llm.stream(token_ids, settings.sampling):
         if not several:
@@ -83,7 +83,7 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "Answer":
     return answer
 
 
-def _side_by_side(answer: "Answer | None") -> str:
+def _side_by_side(answer: "RequestOutput | None") -> str:
     """All choices, each under a line with its number and its score where there is one."""
     parts = []
     for choice in () if answer is None else answer.choices:
@@ -92,7 +92,7 @@ def _side_by_side(answer: "Answer | None") -> str:
     return "\n".join(parts)
 
 
-def _object(settings: Settings, answer: "Answer") -> dict[str, object]:
+def _object(settings: Settings, answer: "RequestOutput") -> dict[str, object]:
     return {
         "name": "generate",
         "text": answer.text,

@@ -28,7 +28,7 @@ class PolicyRow:
         options: of the rule, name to default.
         summary: what stays.
         statistics: what it has remembered.
-        grain: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
+        granularity: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
         cost: beside reading the cache.
         source: where the rule comes from.
     """
@@ -37,7 +37,7 @@ class PolicyRow:
     options: dict[str, object]
     summary: str
     statistics: tuple[str, ...]
-    grain: str
+    granularity: str
     cost: str
     source: str
 
@@ -51,7 +51,7 @@ class BudgetRow:
         options: name to default.
         summary: who gets more.
         statistics: what it has remembered beside what the rule needs.
-        looks: `never`, `once` when the prompt has been read, or `always`, at each eviction.
+        queries_seen: `never`, `once` when the prompt has been read, or `always`, at each eviction.
         keeps_total: whether caps add up to lanes * cap.
         source: where it comes from.
     """
@@ -60,7 +60,7 @@ class BudgetRow:
     options: dict[str, object]
     summary: str
     statistics: tuple[str, ...]
-    looks: str
+    queries_seen: str
     keeps_total: bool
     source: str
 
@@ -73,11 +73,11 @@ def policies(*, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"name": "policies", **found}))
         return
     for row in rules:
-        _print_block(row, {"grain": row.grain, "cost": row.cost})
+        _print_block(row, {"grain": row.granularity, "cost": row.cost})
     typer.echo("Budgets: how a cap is divided over layers and heads, budget=(pyramid:beta=20)\n")
     for budget in budgets:
         total = "kept" if budget.keeps_total else "not kept: lanes may keep everything"
-        _print_block(budget, {"looks": budget.looks, "total": total})
+        _print_block(budget, {"looks": budget.queries_seen, "total": total})
     typer.echo(
         f"Every policy but full also takes cap=TOKENS (must be given; or 25%, 2MiB), "
         f"every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, budget=, granularity=:\n"
@@ -125,7 +125,7 @@ def policy_rows() -> list[PolicyRow]:
         options={},
         summary="Keep every token.",
         statistics=(),
-        grain=LANE,
+        granularity=LANE,
         cost="none",
         source="no eviction",
     )
@@ -138,7 +138,7 @@ def _policy_row(name: str, policy: "EvictionPolicy") -> PolicyRow:
         options=_defaults(policy),
         summary=_first_paragraph(type(policy).__doc__),
         statistics=tuple(statistic.name for statistic in policy.statistics),
-        grain=policy.grain,
+        granularity=policy.granularity,
         cost=policy.cost,
         source=_source(policy),
     )
@@ -152,13 +152,13 @@ def budget_rows() -> list[BudgetRow]:
 
 
 def _budget_row(name: str, budget: "type[Budget]") -> BudgetRow:
-    looks = "always" if budget.ragged else "once" if budget.needs_prompt else "never"
+    queries_seen = "always" if budget.ragged else "once" if budget.needs_prompt else "never"
     return BudgetRow(
         name=name,
         options=_defaults(budget),
         summary=_first_paragraph(budget.__doc__),
-        statistics=() if looks == "never" else tuple(s.name for s in budget().statistics),
-        looks=looks,
+        statistics=() if queries_seen == "never" else tuple(s.name for s in budget().statistics),
+        queries_seen=queries_seen,
         keeps_total=budget.keeps_total,
         source=_source(budget),
     )

@@ -39,7 +39,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Memory for weights, e.g. 4GiB: layers beyond it are brought; or all."),
     ] = ALL_WEIGHTS,
     disk_kv_memory: Annotated[
-        str, typer.Option(help="Room on disk for cached prefixes, e.g. 200GiB.")
+        str, typer.Option(help="FreePages on disk for cached prefixes, e.g. 200GiB.")
     ] = "0",
     headroom: Annotated[
         str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")
@@ -121,11 +121,11 @@ def plan(  # noqa: PLR0913 - one parameter per option
         )
         folder, name = _find(model, with_weights=measure)
         report = plan_report(folder, options, name=name)
-        asked = MaximizeOptions.of(
+        requested = MaximizeOptions.of(
             maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
         )
-        if asked is not None:
-            answer = maximize(folder, report, asked, page_tokens=page_tokens)
+        if requested is not None:
+            answer = maximize(folder, report, requested, page_tokens=page_tokens)
             show(report, answer, as_json=as_json)
             return
     except QuireError as error:

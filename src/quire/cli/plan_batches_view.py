@@ -13,10 +13,10 @@ _ANSWERS = {True: "yes", False: "no", None: "not known"}
 
 def render_batches(report: BatchReport) -> RenderableType:
     """The whole answer for a terminal."""
-    asked = report.question
+    requested = report.question
     title = Text(
-        f"Rows of {asked.prompt_tokens:,} tokens and {asked.new_tokens:,} new in "
-        f"{format_size(asked.kv_bytes)} of KV ({asked.kv_codec}, pages of {asked.page_tokens})",
+        f"Rows of {requested.prompt_tokens:,} tokens and {requested.new_tokens:,} new in "
+        f"{format_size(requested.kv_bytes)} of KV ({requested.kv_codec}, pages of {requested.page_tokens})",
         style="bold",
     )
     notes = [Text(f"tokens/s: {reason}") for reason in report.missing]

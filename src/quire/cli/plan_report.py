@@ -20,7 +20,7 @@ from quire.plan.memory import (
     auto_kv_memory,
     estimate_activation_peak,
 )
-from quire.plan.offload.resident import WeightsPlace, planned_weights
+from quire.plan.offload.resident import WeightsPlacement, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -97,7 +97,7 @@ class PlanReport:
     step: DecodeStep
     crossover_batch: int
     verdict: Verdict | None
-    weights: WeightsPlace
+    weights: WeightsPlacement
 
     @property
     def disk_tokens(self) -> int:
@@ -169,7 +169,7 @@ def plan_report(
         page_tokens=options.page_tokens,
         codec=kv_codec,
         # records of important tokens are where tokens can leave
-        evicting=read_format(kv_codec).important is not None,
+        evicting=read_format(kv_codec).promoted is not None,
     )
     kv_bytes_per_value = bytes_per_value(model, layout)
     weights = planned_weights(model, dtype_bytes(dtype), options.weights_memory_bytes)
@@ -249,7 +249,7 @@ def _verdict(
     memory: MemoryLayout,
     layout: CacheLayout,
     workload: Workload | None,
-    weights: WeightsPlace,
+    weights: WeightsPlacement,
 ) -> Verdict | None:
     if workload is None:
         return None

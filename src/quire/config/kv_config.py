@@ -121,7 +121,7 @@ class KVConfig:
         require_types(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
-        parts = self.recompute_part or 0.0, self.host_attention_part or 0.0
+        parts = self.recompute_fraction or 0.0, self.cpu_attention_fraction or 0.0
         if sum(parts) > 1:
             raise ConfigError(
                 "expected --stream-recompute and --stream-host-attention of 1 together or less, "
@@ -132,7 +132,7 @@ class KVConfig:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
 
     @property
-    def recompute_part(self) -> float | None:
+    def recompute_fraction(self) -> float | None:
         """Of the first pages on the host, the part to make again; None: what rates say.
 
         Raises:
@@ -159,7 +159,7 @@ class KVConfig:
         return spec
 
     @property
-    def host_attention_part(self) -> float | None:
+    def cpu_attention_fraction(self) -> float | None:
         """Of the first pages on the host, the part attended to there; None: what rates say.
 
         Raises:

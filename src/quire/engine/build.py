@@ -18,11 +18,11 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
-from quire.offload.kv.evicting_fronts import FrontEvictor
-from quire.offload.kv.front_room import FrontRoom
+from quire.offload.kv.evicting_fronts import OffloadEvictor
+from quire.offload.kv.front_room import PrefixOffloader
 from quire.offload.prefix_store.open_tier import OpenedTier, open_tier
 from quire.offload.prefix_store.prefix_identities import PrefixIdentities
-from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.prefix_store.restoring import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
@@ -33,7 +33,7 @@ from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_caps import Evictor
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
@@ -60,7 +60,7 @@ class EngineParts:
     pool: KVPool
     scheduler: Scheduler
     runner: Runner
-    restoring: Restoring | None
+    restoring: PrefixLoader | None
     times: StepTimes
 
 
@@ -94,7 +94,7 @@ def build(
     times = StepTimes()
     rows = INVARIANT_ROWS if schedule.batch_invariant else None
     runner = Runner(model.decoder, pool.kv, times, scheduler.step, fixed_rows=rows)
-    return EngineParts(pool, scheduler, runner, scheduler.residency.restoring, times)
+    return EngineParts(pool, scheduler, runner, scheduler.sequence_memory.restoring, times)
 
 
 def _make_scheduler(
@@ -109,12 +109,12 @@ def _make_scheduler(
     opened = open_tier(kv, pool, model)
     swapper = _swapper(pool, schedule, model)
     sharing = _make_sharing(pool, kv, model, opened, listener)
-    front_room = restoring = None
+    prefix_offloader = restoring = None
     if sharing.prefix is not None:
         listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
     if pool.fronts is not None:
         offloaded = pool.fronts.fronts
-        front_room = FrontRoom(
+        prefix_offloader = PrefixOffloader(
             pool.kv.memory,
             offloaded,
             events,
@@ -123,14 +123,14 @@ def _make_scheduler(
             offload_bytes=pool.fronts.offload_bytes,
         )
     if opened is not None and sharing.prefix is not None:
-        restoring = Restoring(opened.attach(sharing.prefix), swapper.costs, sharing, events)
-    residency = Residency(sharing, front_room=front_room, restoring=restoring, events=events)
+        restoring = PrefixLoader(opened.attach(sharing.prefix), swapper.costs, sharing, events)
+    sequence_memory = SequenceMemory(sharing, prefix_offloader=prefix_offloader, restoring=restoring, events=events)
     brought = model.weights if pool.fronts is None else None
     step = StepSize(schedule.step_tokens, schedule.objective, brought)
-    parts = make_parts(schedule, residency, swapper, step, state)
+    parts = make_parts(schedule, sequence_memory, swapper, step, state)
     evictor = _evictor(pool, kv, model)
-    if evictor is not None and front_room is not None:
-        evictor = FrontEvictor(evictor, front_room)
+    if evictor is not None and prefix_offloader is not None:
+        evictor = OffloadEvictor(evictor, prefix_offloader)
     return Scheduler(pool.kv.memory, schedule, evictor, parts=parts)
 
 

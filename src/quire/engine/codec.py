@@ -45,7 +45,7 @@ def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(config.codec, dtype)
     form = read_format(written)
-    records = (form.important.key, form.important.value) if form.important else ()
+    records = (form.promoted.key, form.promoted.value) if form.promoted else ()
     for codec in (form.key, form.value, *records):
         why_not = type(make_codec(codec, head_dim)).why_not(decoder.device)
         if why_not is not None:

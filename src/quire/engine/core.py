@@ -8,7 +8,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.intake import Intake
+from quire.engine.intake import InputProcessor
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.shared_pool import PoolMember
@@ -18,14 +18,14 @@ from quire.errors import InvariantError
 from quire.eviction.traces import Traces
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
-from quire.offload.prefix_store.restoring import arriving_bytes, closing
-from quire.sampling.choosing import Choosing
-from quire.sampling.outputs import Delta
-from quire.sampling.replies import Replies
+from quire.offload.prefix_store.restoring import in_flight_bytes, closing
+from quire.sampling.choosing import SamplingStep
+from quire.sampling.outputs import OutputDelta
+from quire.sampling.replies import OutputProcessor
 from quire.sampling.sampler import Sampler
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
-from quire.scheduler.eviction_trace import KeptSets
+from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.siblings import make_sequences
@@ -81,19 +81,19 @@ class Engine:
         self._closing = closing(self, parts.restoring)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
-        self.intake = Intake(model, rules, layout, self.schedule_config, kv, clock)
+        self.intake = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
         self._traces = Traces()
         eos_token_ids = model.generation.eos_token_ids
-        self._replies = Replies(self._open_text, self.scheduler.finish, eos_token_ids)
+        self._replies = OutputProcessor(self._open_text, self.scheduler.finish, eos_token_ids)
         alone = self.schedule_config.batch_invariant
         sampler = Sampler(model.spec.vocab_size, eos_token_ids, one_by_one=alone)
-        self._choosing = Choosing(sampler, self._replies, self.scheduler.branch, clock)
+        self._choosing = SamplingStep(sampler, self._replies, self.scheduler.branch, clock)
         self._cancelled: list[Request] = []
-        self._unsent: list[Delta] = []  # of a step that failed
+        self._unsent: list[OutputDelta] = []  # of a step that failed
         memory, fronts, arriving = (
             self.pool.kv.memory,
             self.pool.fronts,
-            arriving_bytes(parts.restoring),
+            in_flight_bytes(parts.restoring),
         )
         self._ledger = Ledger(memory, self._requests, self.pool.host, arriving, fronts)
         self._arrivals = 0
@@ -160,7 +160,7 @@ class Engine:
         """
         check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
-        self.scheduler.residency.sharing.identities.register_public(prompt)
+        self.scheduler.sequence_memory.sharing.identities.register_public(prompt)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request now; its last delta comes with the next step. Unknown ids are ignored.
@@ -180,7 +180,7 @@ class Engine:
 
     # ---- a step --------------------------------------------------------------------------------
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[OutputDelta]:
         """Process one batch of tokens; return what it added to the answers.
 
         Where the memory outside of the pool runs out, the requests of the step end with an error
@@ -206,7 +206,7 @@ class Engine:
                 deltas += self._choosing.fail(request, no_memory_text(error))
         return deltas
 
-    def _schedule(self, deltas: list[Delta]) -> StepPlan:
+    def _schedule(self, deltas: list[OutputDelta]) -> StepPlan:
         started_s = time.perf_counter()
         plan = self.scheduler.schedule()
         self.times.scheduled(time.perf_counter() - started_s)
@@ -220,7 +220,7 @@ class Engine:
             raise InvariantError("requests are running or waiting, but no step can be planned")
         return plan
 
-    def _process(self, plan: StepPlan) -> Iterator[Delta]:
+    def _process(self, plan: StepPlan) -> Iterator[OutputDelta]:
         if not plan.requests:
             return
         started_s = time.perf_counter()
@@ -251,7 +251,7 @@ class Engine:
         """Who holds every byte of KV, as plain JSON values; `docs/ledger.md` explains them."""
         return self._ledger.snapshot()
 
-    def eviction_trace(self, request_id: str) -> list[KeptSets]:
+    def eviction_trace(self, request_id: str) -> list[RetainedSets]:
         """What stayed of a request's tokens after each of its evictions, the first one first.
 
         Args:

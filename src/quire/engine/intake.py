@@ -32,7 +32,7 @@ MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one obje
 logger = logging.getLogger(__name__)
 
 
-class Intake:
+class InputProcessor:
     """Makes an engine's requests.
 
     Args:
@@ -58,34 +58,34 @@ class Intake:
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
 
-    def make(self, asked: GenerationRequest) -> Request:
+    def make(self, requested: GenerationRequest) -> Request:
         """A request without an id.
 
         Args:
-            asked: its prompt is a list of token ids.
+            requested: its prompt is a list of token ids.
 
         Raises:
             RequestError: see `Engine.submit`.
         """
         model = self._model
-        rule, token_ids = self._rules.rule(asked.evict), token_ids_of(asked)
+        rule, token_ids = self._rules.rule(requested.evict), token_ids_of(requested)
         # the length first: steps wait while the ids of a prompt are checked
         context = self._rules.context_tokens(rule, len(token_ids))
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
-        params = checked_params(asked.sampling or SamplingParams(), len(prompt), model, context)
-        seed, records = params.seed, asked.record_evictions
+        params = checked_params(requested.sampling or SamplingParams(), len(prompt), model, context)
+        seed, records = params.seed, requested.record_evictions
         now_s = self._clock()
         request = Request(
             request_id="",
             prompt_token_ids=prompt,
             params=params,
             sampling_seed=random.getrandbits(63) if seed is None else seed,
-            priority=asked.priority,
-            deadline_s=now_s + checked_deadline(asked.deadline_s),
-            tenant=asked.tenant,
-            cache_salt=checked_salt(asked.cache_salt),
-            rope_regime=model.decoder.rope_regime(len(prompt) + params.max_tokens),
+            priority=requested.priority,
+            deadline_s=now_s + checked_deadline(requested.deadline_s),
+            tenant=requested.tenant,
+            cache_salt=checked_salt(requested.cache_salt),
+            rope_variant=model.decoder.rope_variant(len(prompt) + params.max_tokens),
             records_evictions=self._records_evictions if records is None else records,
             arrival_s=now_s,
         )
@@ -126,11 +126,11 @@ class Intake:
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
             return
         request.selection = eviction
-        request.unsettled = rule.budget.needs_prompt  # until then each lane may get the most
-        if rule.policy is not None and rule.policy.renumbers:
+        request.pending = rule.budget.needs_prompt  # until then each lane may get the most
+        if rule.policy is not None and rule.policy.rerotates_keys:
             # no position is above what a lane holds, so frequencies are chosen by that
             most = spec.peak_tokens(final_tokens, len(request.prompt_token_ids))
-            request.rope_regime = self._model.decoder.rope_regime(most)
+            request.rope_variant = self._model.decoder.rope_variant(most)
         request.eviction = self._one_of(spec)
         request.statistics = statistics_used(self._layout, spec.statistics)
 
@@ -144,7 +144,7 @@ class Intake:
 def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
     """Let heads that keep one set have one cap, the least of theirs, whatever pages they lie in."""
     caps, policy = eviction.spec.lane_caps, eviction.policy
-    if caps is None or policy is None or policy.grain != LAYER:
+    if caps is None or policy is None or policy.granularity != LAYER:
         return eviction
     least = [min(caps[i : i + heads]) for i in range(0, len(caps), heads)]
     alike = tuple(cap for cap in least for _ in range(heads))

@@ -100,13 +100,13 @@ class Ledger:
         pools = self._memory.pools.values()
         device_bytes = sum(e.num_bytes for e in extents)
         cached = _sum((str(e.row == NO_ROW), e.num_bytes) for e in extents)
-        arriving_bytes = self._arriving()
+        in_flight_bytes = self._arriving()
         return {
             "residency": {"device": device_bytes, "host": sum(e.num_bytes for e in host)},
             "owner": {
                 "requests": cached.get("False", 0),
-                "prefix_cache": cached.get("True", 0) - arriving_bytes,
-                "arriving": arriving_bytes,
+                "prefix_cache": cached.get("True", 0) - in_flight_bytes,
+                "arriving": in_flight_bytes,
                 "free": self._memory.free_bytes,
                 "slab_borders": sum(pool.tail_bytes for pool in pools),
             },
@@ -125,7 +125,7 @@ class Ledger:
     def _front_totals(self) -> Mapping[str, int]:
         """Of first pages, where there may be any."""
         totals = {} if self._fronts is None else self._fronts.totals()
-        return {name: totals[name] for name in ("hosted_bytes", "input_bytes") if totals}
+        return {name: totals[name] for name in ("offloaded_bytes", "input_bytes") if totals}
 
     def check(self) -> None:
         """Prove the ledger against a count of every page by itself. Slow.

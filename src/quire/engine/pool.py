@@ -42,8 +42,8 @@ from quire.layout.pages import CacheLayout, PageClass
 from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
-from quire.offload.kv.front_choice import FrontChoice
-from quire.offload.kv.front_parts import FrontParts, build_fronts
+from quire.offload.kv.front_choice import OffloadChoice
+from quire.offload.kv.front_parts import KVOffloadComponents, build_kv_offload
 from quire.offload.swap.host_pool import HostPool
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
@@ -79,7 +79,7 @@ class KVPool:
     store: str
     batch_invariant: bool = False
     host: HostPool | None = None
-    fronts: FrontParts | None = None
+    fronts: KVOffloadComponents | None = None
 
     @property
     def codec(self) -> str:
@@ -105,7 +105,7 @@ class KVPool:
     @property
     def why_no_prefix(self) -> str | None:
         """Why prompts that begin alike share no KV here, whatever was asked; None if they can."""
-        together = UNSOUND_TOGETHER[UNROTATED, PREFIX_CACHE] if self.rules.renumbers else None
+        together = UNSOUND_TOGETHER[UNROTATED, PREFIX_CACHE] if self.rules.rerotates_keys else None
         why = together or unsound(self.store, PREFIX_CACHE)
         return None if why is None else str(why)
 
@@ -131,8 +131,8 @@ def build_pool(
     """
     refuse_without_effect(config)
     decoder = model.decoder
-    hosted = parse_size(config.stream_memory) > 0
-    refuse_nothing_shared(schedule.objective, brought=model.weights is not None, hosted=hosted)
+    offloaded = parse_size(config.stream_memory) > 0
+    refuse_nothing_shared(schedule.objective, brought=model.weights is not None, offloaded=offloaded)
     stored_as = codec_of(config, model)
     codec = stored_as.codec
     invariant = schedule.batch_invariant
@@ -157,7 +157,7 @@ def build_pool(
         page_tokens=config.page_tokens,
         evicting=rules.evicts,
         heads_apart=rules.heads_apart,
-        rotated=not rules.renumbers,
+        rotated=not rules.rerotates_keys,
         statistics=rules.statistics,
     )
     _check_store(config, rules)
@@ -169,14 +169,14 @@ def build_pool(
         dtype=decoder.dtype,
         head_dim=model.spec.head_dim,
         scratch_bytes=parse_size(config.scratch),
-        rotated=not rules.renumbers,
+        rotated=not rules.rerotates_keys,
         codec=codec,
     )
     backend = one_by_one(choice) if invariant else choice.backend
     host_bytes = host_bytes_of(config, layout)
     refuse_idle_host_pool(host_bytes, schedule)
     stream_bytes = stream_bytes_of(config, layout)
-    offload = FrontChoice(model, config, layout) if stream_bytes else None
+    offload = OffloadChoice(model, config, layout) if stream_bytes else None
     if offload is not None:
         offload.refuse_without_effect(stream_bytes, longest.spec.statistics)
     refuse_too_many_rows(layout, schedule.num_rows)
@@ -191,9 +191,9 @@ def build_pool(
     fronts = None
     if offload is not None:
         coded = CodedLayers(store, stored_as.measured)
-        fronts = build_fronts(offload, memory, store, coded, stream_bytes, running)
-    hosting = None if fronts is None else fronts.hosting
-    kv = PagedKV(memory, store, backend, stored_as.measured, offload=hosting)
+        fronts = build_kv_offload(offload, memory, store, coded, stream_bytes, running)
+    kv_offload = None if fronts is None else fronts.kv_offload
+    kv = PagedKV(memory, store, backend, stored_as.measured, offload=kv_offload)
     return KVPool(
         kv, rules, longest, stored_as, choice.reason, config.store, invariant, host, fronts
     )
@@ -216,7 +216,7 @@ def _check_store(config: KVConfig, rules: EvictionRules) -> None:
 
 def _check_unrotated(model: LoadedModel, rules: EvictionRules) -> None:
     """Keys can be stored before RoPE only where it is known what RoPE does."""
-    why = model.decoder.prepare_unrotated() if rules.renumbers else None
+    why = model.decoder.prepare_pre_rope() if rules.rerotates_keys else None
     if why is not None:
         raise UnsoundCombination(
             f"'streaming' stores keys before RoPE and turns them when they are attended, but {why};"
@@ -270,13 +270,13 @@ def _kv_bytes(
         beside = parse_size(config.host_memory) + parse_size(config.stream_memory)
         free_bytes = max(0, free_bytes - beside)
     if config.memory != "auto":
-        asked_bytes = parse_size(config.memory)
-        if asked_bytes > free_bytes:
+        requested_bytes = parse_size(config.memory)
+        if requested_bytes > free_bytes:
             raise ConfigError(
-                f"a KV memory of {asked_bytes:,} B is more than the {free_bytes:,} B that are free "
+                f"a KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that are free "
                 f"on {device}; lower --kv-memory or say auto"
             )
-        return asked_bytes
+        return requested_bytes
     total_bytes = free_bytes + model.weight_bytes
     brought = None if parse_size(config.stream_memory) else model.weights
     left_bytes = auto_kv_memory(

@@ -95,16 +95,16 @@ class Runner:
             known one, or of all its tokens when prompt log-probabilities were asked for.
         """
         results = []
-        for regime in sorted({r.rope_regime for r in plan.requests}):
+        for variant in sorted({r.rope_variant for r in plan.requests}):
             rows = [
                 (request, tokens)
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if request.rope_regime == regime
+                if request.rope_variant == variant
             ]
-            results += self._run_regime(rows, regime)
+            results += self._run_rope_variant(rows, variant)
         return results
 
-    def _run_regime(self, rows: list[tuple[Request, int]], regime: int) -> list[StepLogits]:
+    def _run_rope_variant(self, rows: list[tuple[Request, int]], variant: int) -> list[StepLogits]:
         started_s = time.perf_counter()
         prepared = [self._prepare(part) for part in self._parts(rows)]
         self._times.prepare_s += time.perf_counter() - started_s
@@ -112,7 +112,7 @@ class Runner:
         results: list[StepLogits] = []
         for start in range(0, len(prepared), most):
             together = prepared[start : start + most]
-            logits = self._forward([p.batch for p in together], regime)
+            logits = self._forward([p.batch for p in together], variant)
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
         return results if self._fixed_rows is None else _joined(results)
@@ -123,13 +123,13 @@ class Runner:
         batches = in_batches(rows, self._step.batch_tokens)
         return [[RowPart(request, 0, tokens, 0) for request, tokens in batch] for batch in batches]
 
-    def _forward(self, batches: list[Batch], regime: int) -> list[Tensor]:
+    def _forward(self, batches: list[Batch], variant: int) -> list[Tensor]:
         if len(batches) > 1:
             assert isinstance(self._decoder, LayerByLayer), "larger steps are for those"
-            return self._decoder.forward_together(batches, rope_regime=regime)
+            return self._decoder.forward_together(batches, rope_variant=variant)
         (one,) = batches
         ids, places, samples = one.token_ids, one.positions, one.sample_rows
-        return [self._decoder.forward(ids, places, samples, one.attention, rope_regime=regime)]
+        return [self._decoder.forward(ids, places, samples, one.attention, rope_variant=variant)]
 
     def _prepare(self, rows: list[RowPart]) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # rows of one token first: they decode together

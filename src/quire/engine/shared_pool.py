@@ -49,14 +49,14 @@ class SharedPool:
         slab_bytes: int | str | None = None,
     ) -> None:
         self.device = torch.device(device)
-        asked_bytes, free_bytes = parse_size(total_bytes), free_device_bytes(self.device)
-        if asked_bytes > free_bytes:
+        requested_bytes, free_bytes = parse_size(total_bytes), free_device_bytes(self.device)
+        if requested_bytes > free_bytes:
             raise ConfigError(
-                f"a shared KV memory of {asked_bytes:,} B is more than the {free_bytes:,} B that "
+                f"a shared KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that "
                 f"are free on {self.device}; lower total_bytes"
             )
         slab = None if slab_bytes is None else parse_size(slab_bytes)
-        self.arena = SharedArena(asked_bytes, slab)
+        self.arena = SharedArena(requested_bytes, slab)
         self._bytes = PageStore(self.arena.total_bytes, self.device)
         self._promised: dict[str, int] = {}
         self._schedulers: dict[str, Scheduler] = {}
@@ -134,13 +134,13 @@ class SharedPool:
                 "until has_work is False, or cancel them"
             )
         if scheduler is not None:
-            scheduler.residency.sharing.drop_cached()
+            scheduler.sequence_memory.sharing.drop_cached()
         self.forget(name)
 
     def attach(self, name: str, scheduler: Scheduler) -> None:
         """Know the scheduler of a member's engine: whom to ask for memory."""
         self._schedulers[name] = scheduler
-        self.arena.members[name].give_way = scheduler.give_way
+        self.arena.members[name].preempt = scheduler.preempt
 
     def refuse_if_not_free(self, name: str) -> None:
         """Refuse an engine whose place is not there for it.

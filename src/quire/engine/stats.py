@@ -68,9 +68,9 @@ class EngineStats:
         tenants: the same, by tenant.
         cached_bytes: pages of prefixes that no request uses: used, but given up when room is short.
         host_bytes: KV of requests that wait with it in the host pool.
-        hosted_bytes: KV of the first pages of running requests, on the host.
+        offloaded_bytes: KV of the first pages of running requests, on the host.
         input_bytes: on the host beside it, what such KV can be made of again.
-        made_again_tokens, host_attended_tokens: of first pages, whose KV was made again, and that
+        recomputed_tokens, cpu_attended_tokens: of first pages, whose KV was made again, and that
             were attended to on the host, so far; each layer counted.
         num_swaps: sequences moved to the host so far, tails included.
         queried_tokens, cached_tokens: of all requests that entered: known then, and found in the
@@ -100,10 +100,10 @@ class EngineStats:
     tenants: tuple[TenantBytes, ...]
     cached_bytes: int
     host_bytes: int
-    hosted_bytes: int
+    offloaded_bytes: int
     input_bytes: int
-    made_again_tokens: int
-    host_attended_tokens: int
+    recomputed_tokens: int
+    cpu_attended_tokens: int
     num_swaps: int
     queried_tokens: int
     cached_tokens: int
@@ -121,10 +121,10 @@ class EngineStats:
 
 
 NO_FRONTS = {
-    "hosted_bytes": 0,
+    "offloaded_bytes": 0,
     "input_bytes": 0,
-    "made_again_tokens": 0,
-    "host_attended_tokens": 0,
+    "recomputed_tokens": 0,
+    "cpu_attended_tokens": 0,
 }
 
 
@@ -173,7 +173,7 @@ def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
 
 def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
     """What a scheduler has done, under the names of `EngineStats`."""
-    swapper, prefix = scheduler.preempter.swapper, scheduler.residency.sharing.prefix
+    swapper, prefix = scheduler.preempter.swapper, scheduler.sequence_memory.sharing.prefix
     return {
         "num_running": len(scheduler.running),
         "num_waiting": scheduler.num_waiting,
@@ -198,7 +198,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     times: StepTimes,
 ) -> EngineStats:
     """All numbers of an engine; see `EngineStats`."""
-    memory, restoring = pool.kv.memory, scheduler.residency.restoring
+    memory, restoring = pool.kv.memory, scheduler.sequence_memory.restoring
     held = request_bytes(scheduler.running, memory)
     return EngineStats(
         **memory_numbers(memory, model),

@@ -61,12 +61,12 @@ class GateRow:
     arm: str
     depth: float
     correct: int
-    asked: int
+    requested: int
 
     @property
     def accuracy(self) -> float:
         """Share of exact answers."""
-        return self.correct / self.asked
+        return self.correct / self.requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,24 +179,24 @@ def evaluate(
     """
     rows: list[GateRow] = []
     for case in cases:
-        asked = questions(case, measure=measure, filler=filler, seed=seed)
-        prompts = [question.prompt for question in asked]
-        max_tokens = max(measure(question.answer) for question in asked)
+        requested = questions(case, measure=measure, filler=filler, seed=seed)
+        prompts = [question.prompt for question in requested]
+        max_tokens = max(measure(question.answer) for question in requested)
         for arm, evict_for in arms.items():
             texts = answer(prompts, evict_for(case.tokens), max_tokens)
-            rows += _count(case, arm, asked, texts)
+            rows += _count(case, arm, requested, texts)
     return tuple(rows)
 
 
 def _count(
-    case: GateCase, arm: str, asked: Sequence[Question], texts: Sequence[str]
+    case: GateCase, arm: str, requested: Sequence[Question], texts: Sequence[str]
 ) -> list[GateRow]:
     tally = {depth: [0, 0] for depth in DEPTHS}
-    for question, text in zip(asked, texts, strict=True):
+    for question, text in zip(requested, texts, strict=True):
         tally[question.depth][0] += text.startswith(question.answer)
         tally[question.depth][1] += 1
     return [
-        GateRow(task=case.task, tokens=case.tokens, arm=arm, depth=depth, correct=hits, asked=count)
+        GateRow(task=case.task, tokens=case.tokens, arm=arm, depth=depth, correct=hits, requested=count)
         for depth, (hits, count) in tally.items()
     ]
 
@@ -236,4 +236,4 @@ def _judge(case: GateCase, rows: Iterable[GateRow]) -> GateVerdict:
 
 
 def _accuracy(rows: Sequence[GateRow]) -> float:
-    return sum(row.correct for row in rows) / sum(row.asked for row in rows)
+    return sum(row.correct for row in rows) / sum(row.requested for row in rows)

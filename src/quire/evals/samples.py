@@ -83,15 +83,15 @@ def make_samples(
         ConfigError: too few examples, or one without the fields of the task.
     """
     shuffled = random.Random(seed).sample(list(records), len(records))
-    asked, others = shuffled[:n], list(shot_records) or shuffled[n:]
-    if len(asked) < n or len(others) < task.shots:
+    requested, others = shuffled[:n], list(shot_records) or shuffled[n:]
+    if len(requested) < n or len(others) < task.shots:
         raise ConfigError(
             f"{n} samples and {task.shots} shots of {task.name} need more examples than the "
             f"{len(records)} there are; ask for fewer samples, or name a file of shots"
         )
     try:
         shown = "".join(_solved(task, record) for record in others[: task.shots])
-        return [Sample(prompt=shown + task.ask(r), references=task.answers(r)) for r in asked]
+        return [Sample(prompt=shown + task.ask(r), references=task.answers(r)) for r in requested]
     except KeyError as error:
         raise ConfigError(f"an example of {task.name} has no field {error}") from error
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.eviction.eviction_rules import EvictionRules
-from quire.eviction.raising import Raising, raised_entry
+from quire.eviction.raising import Promotion, promoted_entry
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
@@ -89,10 +89,10 @@ class PolicyEvictor:
             _kind_of(_eviction_of(request)),
         )
         commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
-        if entry.raised is not None:
+        if entry.promoted is not None:
             assert self._raising is not None, "raised in a memory with records"
-            raised = (reader.lane_positions >= 0) & ~entry.raised.stays(reader.lane_positions)
-            self._raising.put(reader, request.row, stays, raised)
+            promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)
+            self._raising.put(reader, request.row, stays, promoted)
 
     def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
         """Write again what was written down when these tokens left: the rule is asked again."""
@@ -102,14 +102,14 @@ class PolicyEvictor:
         for part in self._parts(request):
             self._choose(request, eviction, keep, part).take_notes()
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         """Divide the cap of a request whose whole prompt has been read."""
         eviction = _eviction_of(request)
         reader = self._reader(request, range(len(self._table.group.layers)))
         view = self._view(request, reader)
         rule = self._rules.rule(request.evict)
         with _named(eviction):
-            settled = rule.settle(eviction, view, self._rules.lanes_of(rule))
+            settled = rule.finalize(eviction, view, self._rules.lanes_of(rule))
         request.selection, request.eviction = settled, settled.spec
 
     # ---- views ---------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class PolicyEvictor:
             slots=reader,
             head_dim=self._table.group.page_class.head_dim,
             scale=self._kv.scale,
-            rotation=self._rotations(request.rope_regime),
+            rotation=self._rotations(request.rope_variant),
             group=self._rules.query_group,
         )
 
@@ -161,18 +161,18 @@ class PolicyEvictor:
         # not the view's, which a rule may have written into
         done, positions = request.num_computed, reader.lane_positions
         left = EvictionEntry.of(done, positions, kept)
-        raised = None
+        promoted = None
         if self._raising is not None:
             with _named(eviction):
-                raised = self._raising.choose(eviction, view, reader, kept, done)
-            left = replace(left, raised=raised_entry(done, positions, raised))
-        return _Chosen(lying, left, reader, decision.notes, kept, raised)
+                promoted = self._raising.choose(eviction, view, reader, kept, done)
+            left = replace(left, promoted=promoted_entry(done, positions, promoted))
+        return _Chosen(lying, left, reader, decision.notes, kept, promoted)
 
     def _give_records(self, row: int, parts: "Sequence[_Chosen]") -> None:
         """Let important tokens have the records that were found for them."""
         for part in parts:
-            if self._raising is not None and part.raised is not None:
-                self._raising.put(part.reader, row, part.kept, part.raised)
+            if self._raising is not None and part.promoted is not None:
+                self._raising.put(part.reader, row, part.kept, part.promoted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _Chosen:
         reader: of the layers.
         notes: to write down before slots move.
         kept: [lanes, slots] what stays, in the order of positions.
-        raised: likewise what gets a record in a finer codec; None where there are none.
+        promoted: likewise what gets a record in a finer codec; None where there are none.
     """
 
     lying: NDArray[np.bool_]
@@ -193,7 +193,7 @@ class _Chosen:
     reader: LaneReader
     notes: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]
-    raised: NDArray[np.bool_] | None
+    promoted: NDArray[np.bool_] | None
 
     def take_notes(self) -> None:
         """Write down what the policy wants remembered."""
@@ -201,9 +201,9 @@ class _Chosen:
             self.reader.note(statistic, numbers)
 
 
-def _raising_of(kv: PagedKV, group: str) -> Raising | None:
-    place = kv.important.get(group)
-    return None if place is None else Raising(place, kv.kept[group])
+def _raising_of(kv: PagedKV, group: str) -> Promotion | None:
+    place = kv.promoted.get(group)
+    return None if place is None else Promotion(place, kv.kept[group])
 
 
 def _eviction_of(request: Request) -> Eviction:

@@ -66,7 +66,7 @@ class EvictionRules:
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        others = announced(allow, renumbers=any(one.renumbers for one in own))
+        others = announced(allow, rerotates_keys=any(one.rerotates_keys for one in own))
         self.served = tuple(possible([*own, *others], why_not, self._allow))
         refuse_mixture(self.served)
         self._storing = Storing(form=read_format(codec), evicts=self.evicts, in_runs=reserved)
@@ -89,9 +89,9 @@ class EvictionRules:
         return any(rule.heads_apart for rule in self.served)
 
     @property
-    def renumbers(self) -> bool:
+    def rerotates_keys(self) -> bool:
         """Whether keys are stored before RoPE."""
-        return any(rule.renumbers for rule in self.served)
+        return any(rule.rerotates_keys for rule in self.served)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -175,7 +175,7 @@ class EvictionRules:
             RequestError: the cap leaves less than the rule protects.
         """
         context, policy = self._model.max_positions, rule.policy
-        if policy is None or not policy.renumbers:
+        if policy is None or not policy.rerotates_keys:
             return context
         spec = self.resolve(rule, prompt_tokens).spec
         if spec.when == PRESSURE or spec.ragged:  # lanes may come to more than their cap
@@ -214,7 +214,7 @@ class EvictionRules:
 
     def _require_served(self, text: str, rule: EvictionRule) -> None:
         wanted = served_by_rule(text, rule)
-        if wanted.renumbers != self.renumbers:
+        if wanted.rerotates_keys != self.rerotates_keys:
             raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
         names = sorted({one.name for one in self.served})
         if self._allow == NONE:

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kv.important import ImportantPlace
-from quire.kv.kept import KeptPlace
+from quire.kv.important import PromotedBuffer
+from quire.kv.kept import FullPrecisionBuffer
 from quire.kv.lane_reader import LaneReader
 from quire.layout.eviction import PREFILL_END
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import FullPrecisionTokens
 from quire.policies.base import ScorePolicy
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView
@@ -24,16 +24,16 @@ from quire.scheduler.eviction_trace import EvictionEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Raising:
+class Promotion:
     """Important tokens of one lane group.
 
     Attributes:
-        important: where their records are.
+        promoted: where their records are.
         kept: where tokens are kept as the model made them until they get one.
     """
 
-    important: ImportantPlace
-    kept: KeptPlace
+    promoted: PromotedBuffer
+    kept: FullPrecisionBuffer
 
     def choose(
         self,
@@ -59,7 +59,7 @@ class Raising:
         record, free = self._records(reader, positions, stays)
         leaving = stays & (record < 0) & leaving_window(self.kept.tokens, eviction, positions, done)
         quota = [
-            self.important.tokens.quota(*counts)
+            self.promoted.tokens.quota(*counts)
             for counts in zip(leaving.sum(1).tolist(), stays.sum(1).tolist(), strict=True)
         ]
         scores = _lane_scores(eviction, view, len(positions))
@@ -67,7 +67,7 @@ class Raising:
         return _highest(scores, torch.from_numpy(leaving), torch.from_numpy(count)).numpy()
 
     def put(
-        self, reader: LaneReader, row: int, stays: NDArray[np.bool_], raised: NDArray[np.bool_]
+        self, reader: LaneReader, row: int, stays: NDArray[np.bool_], promoted: NDArray[np.bool_]
     ) -> None:
         """Give tokens their records.
 
@@ -75,17 +75,17 @@ class Raising:
             reader: of the layers, made before anything left.
             row: the sequence.
             stays: [lanes, slots] of the reader, in the order of positions.
-            raised: likewise.
+            promoted: likewise.
         """
         positions = reader.lane_positions
-        lane, slot = np.nonzero(raised)
+        lane, slot = np.nonzero(promoted)
         if not len(lane):
             return
         _, free = self._records(reader, positions, stays)
         first_free = np.argsort(~free, axis=1, kind="stable")
-        nth = (np.cumsum(raised, axis=1) - 1)[lane, slot]
+        nth = (np.cumsum(promoted, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
-        self.important.put(row, place, positions[lane, slot], self.kept)
+        self.promoted.put(row, place, positions[lane, slot], self.kept)
 
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], stays: NDArray[np.bool_]
@@ -94,15 +94,15 @@ class Raising:
 
         Those of tokens that leave are.
         """
-        record = self.important.records(reader.row, reader.lanes, positions)
-        free = np.ones((len(record), self.important.tokens.count), dtype=np.bool_)
+        record = self.promoted.records(reader.row, reader.lanes, positions)
+        free = np.ones((len(record), self.promoted.tokens.count), dtype=np.bool_)
         lane, slot = np.nonzero(stays & (record >= 0))
         free[lane, record[lane, slot]] = False
         return record, free
 
 
 def leaving_window(
-    kept: KeptTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
+    kept: FullPrecisionTokens, eviction: Eviction, positions: NDArray[np.int32], done: int
 ) -> NDArray[np.bool_]:
     """Tokens that are kept as they were made and will no longer be at the next eviction.
 
@@ -122,11 +122,11 @@ def leaving_window(
     return leaves
 
 
-def raised_entry(
-    done: int, positions: NDArray[np.int32], raised: NDArray[np.bool_]
+def promoted_entry(
+    done: int, positions: NDArray[np.int32], promoted: NDArray[np.bool_]
 ) -> EvictionEntry:
     """Which tokens got a record, as an entry that says which left would say it."""
-    return EvictionEntry.of(done, positions, ~raised)
+    return EvictionEntry.of(done, positions, ~promoted)
 
 
 def _lane_scores(eviction: Eviction, view: KVView, lanes: int) -> Float[Tensor, "lane slot"]:

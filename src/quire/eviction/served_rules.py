@@ -22,25 +22,25 @@ ALL, NONE = "all", "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RuleRequirements:
     """A rule that an engine was started for: what it needs of the lanes, not how much stays.
 
     Attributes:
         name: of the policy.
         heads_apart: whether KV heads of a layer keep sets of their own.
-        renumbers: whether keys must be stored before RoPE; after it they are of no use to it.
+        rerotates_keys: whether keys must be stored before RoPE; after it they are of no use to it.
         statistics: what must be remembered for it.
     """
 
     name: str
     heads_apart: bool
-    renumbers: bool
+    rerotates_keys: bool
     statistics: frozenset[Statistic]
 
 
 def possible(
-    rules: Iterable[Served], why_not: Callable[[Statistic], str | None], allow: str
-) -> Iterator[Served]:
+    rules: Iterable[RuleRequirements], why_not: Callable[[Statistic], str | None], allow: str
+) -> Iterator[RuleRequirements]:
     """Rules for which the model gives what they need.
 
     Raises:
@@ -54,7 +54,7 @@ def possible(
             raise UnsoundCombination(f"{rule.name!r} cannot be served here: {reasons[0]}")
 
 
-def served_by_rule(text: str, rule: EvictionRule) -> Served:
+def served_by_rule(text: str, rule: EvictionRule) -> RuleRequirements:
     """What a rule that evicts needs of the lanes.
 
     Args:
@@ -65,32 +65,32 @@ def served_by_rule(text: str, rule: EvictionRule) -> Served:
     return _served(parse_policy(text).name, rule.policy, rule.budget)
 
 
-def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> Served:
+def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleRequirements:
     statistics = () if budget is None else budget.statistics
     ragged = budget is not None and budget.ragged
-    return Served(
+    return RuleRequirements(
         name=name,
-        heads_apart=policy.grain == LANE or ragged,
-        renumbers=policy.renumbers,
+        heads_apart=policy.granularity == LANE or ragged,
+        rerotates_keys=policy.rerotates_keys,
         statistics=frozenset((*policy.statistics, *statistics)),
     )
 
 
-def announced(allow: str, *, renumbers: bool) -> Iterable[Served]:
+def announced(allow: str, *, rerotates_keys: bool) -> Iterable[RuleRequirements]:
     """The rules of `evict_allow`; caps and schedules may be said and mean nothing there.
 
     Args:
         allow: as written; "all" are those that share pages with the default.
-        renumbers: whether the default does.
+        rerotates_keys: whether the default does.
     """
     if allow.strip() == ALL:
         found = (_served(name, policy(), None) for name, policy in registered().items())
-        return [one for one in found if one.renumbers == renumbers]
+        return [one for one in found if one.rerotates_keys == rerotates_keys]
     texts = [text.strip() for text in allow.split(";")]
     return [_read(text) for text in texts if text and text not in (NONE, FULL)]
 
 
-def _read(text: str) -> Served:
+def _read(text: str) -> RuleRequirements:
     parsed = parse_policy(text)
     own = {k: v for k, v in parsed.options.items() if k not in SCHEDULE_OPTIONS}
     budget = parsed.options.get("budget")
@@ -101,13 +101,13 @@ def _read(text: str) -> Served:
     )
 
 
-def refuse_mixture(served: Iterable[Served]) -> None:
+def refuse_mixture(served: Iterable[RuleRequirements]) -> None:
     """Refuse rules that want keys before RoPE beside rules that want them after it.
 
     Raises:
         UnsoundCombination: with one of each, and what to use instead.
     """
-    by_kind = {one.renumbers: one.name for one in served}
+    by_kind = {one.rerotates_keys: one.name for one in served}
     if len(by_kind) == 2:
         raise UnsoundCombination(
             f"{by_kind[True]!r} needs keys stored before RoPE and {by_kind[False]!r} after it, and "
@@ -116,9 +116,9 @@ def refuse_mixture(served: Iterable[Served]) -> None:
         )
 
 
-def of_other_pages(wanted: Served) -> str:
+def of_other_pages(wanted: RuleRequirements) -> str:
     """Why a rule cannot be served by an engine with pages of the other kind."""
-    if wanted.renumbers:
+    if wanted.rerotates_keys:
         return (
             f"{wanted.name!r} numbers anew what stays, for which keys are stored before RoPE; this "
             "engine stores them after it: start one with --evict streaming:cap=..., or use "

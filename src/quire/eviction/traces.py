@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from quire.errors import RequestError
-from quire.scheduler.eviction_trace import EvictionEntry, KeptSets, kept_sets
+from quire.scheduler.eviction_trace import EvictionEntry, RetainedSets, retained_sets
 from quire.scheduler.request import Request
 
 KEPT_TRACES = 256
@@ -25,7 +25,7 @@ class Traces:
         while len(self._recorded) > KEPT_TRACES:
             self._recorded.popitem(last=False)
 
-    def of(self, request_id: str, unfinished: Iterable[Request]) -> list[KeptSets]:
+    def of(self, request_id: str, unfinished: Iterable[Request]) -> list[RetainedSets]:
         """What stayed of a request after each eviction.
 
         Raises:
@@ -38,4 +38,4 @@ class Traces:
                 f"nothing is known of what left request {request_id!r}: ask while it runs, or "
                 "submit it with record_evictions"
             )
-        return list(kept_sets(trace))
+        return list(retained_sets(trace))

@@ -27,7 +27,7 @@ from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
 from quire.models.observing import Observing
-from quire.models.rope import RopeRegimes
+from quire.models.rope import RopeVariants
 from quire.models.rotations import Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
@@ -47,7 +47,7 @@ class Answering(ABC):
         """What `model(**arguments)` returns, where `past_key_values` is this cache."""
 
 
-class BorrowedModel:
+class WrappedModel:
     """A Transformers model behind the `Decoder` seam, to be given back as it was.
 
     Args:
@@ -62,7 +62,7 @@ class BorrowedModel:
         _refuse(model)
         self._model = model
         self._spec = ModelSpec.from_config(model.config.to_dict())
-        self._rope = RopeRegimes(model)
+        self._rope = RopeVariants(model)
         self._rope.release()
         self._configs = _configs(model)
         self._forward: Forward = model.forward
@@ -96,30 +96,30 @@ class BorrowedModel:
         return device
 
     @property
-    def num_rope_regimes(self) -> int:
+    def num_rope_variants(self) -> int:
         """1, or 2 for long-RoPE models."""
         return self._rope.count
 
-    def rope_regime(self, final_tokens: int) -> int:
-        """See `Decoder.rope_regime`."""
-        return self._rope.regime(final_tokens)
+    def rope_variant(self, final_tokens: int) -> int:
+        """See `Decoder.rope_variant`."""
+        return self._rope.variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
-    def prepare_unrotated(self) -> str | None:
-        """See `Decoder.prepare_unrotated`: positions are given by who calls the model."""
+    def prepare_pre_rope(self) -> str | None:
+        """See `Decoder.prepare_pre_rope`: positions are given by who calls the model."""
         return "keys come at the positions that the model's caller counts"
 
-    def rotations(self, rope_regime: int = 0) -> Rotations | None:
+    def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
-        return self._observing.rotations(lambda: self._frequencies(rope_regime))
+        return self._observing.rotations(lambda: self._frequencies(rope_variant))
 
     @contextmanager
-    def _frequencies(self, rope_regime: int) -> Iterator[None]:
+    def _frequencies(self, rope_variant: int) -> Iterator[None]:
         with self._lock:
-            self._rope.select(rope_regime)
+            self._rope.select(rope_variant)
             try:
                 yield
             finally:
@@ -138,11 +138,11 @@ class BorrowedModel:
         sample_rows: Int[Tensor, " num_samples"],
         attention: PagedAttention,
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`."""
         head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
-        with self._in_force(ATTENTION_NAME, attention, rope_regime):
+        with self._in_force(ATTENTION_NAME, attention, rope_variant):
             logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)
         return logits if self._head_takes_rows else logits[sample_rows]
 
@@ -162,10 +162,10 @@ class BorrowedModel:
 
     @contextmanager
     def _in_force(
-        self, implementation: str, attention: PagedAttention | None, regime: int
+        self, implementation: str, attention: PagedAttention | None, variant: int
     ) -> Iterator[None]:
         bridged = self._bridge.attending(attention)
-        with self._frequencies(regime), torch.no_grad(), bridged:
+        with self._frequencies(variant), torch.no_grad(), bridged:
             found = [config._attn_implementation for config in self._configs]
             try:
                 for config in self._configs:
@@ -198,7 +198,7 @@ class BorrowedModel:
             vars(self._model)["forward"] = self._own_forward
 
 
-def borrow(model: PreTrainedModel, *, verify: bool) -> BorrowedModel:
+def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
     """The model as a decoder: the one that other caches use, or a new one.
 
     Args:
@@ -209,11 +209,11 @@ def borrow(model: PreTrainedModel, *, verify: bool) -> BorrowedModel:
         UnsupportedModel: its answers would be wrong here; says why and what to use instead.
         ConfigError: it is not in a state to be used.
     """
-    found: BorrowedModel | None = getattr(model, _ATTRIBUTE, None)
+    found: WrappedModel | None = getattr(model, _ATTRIBUTE, None)
     if found is not None:
         found.enter()
         return found
-    made = BorrowedModel(model)
+    made = WrappedModel(model)
     made.enter()
     try:
         if verify:

@@ -14,12 +14,12 @@ from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.served_rules import NONE
 from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
-from quire.hf.borrowed import Answering, borrow
+from quire.hf.borrowed import Answering, wrap_model
 from quire.hf.evicting import Evicting
-from quire.hf.kept import kept_positions
+from quire.hf.kept import retained_positions
 from quire.hf.layerless import CacheWithoutLayers
 from quire.hf.memory import MemoryOptions, make_layout, make_memory
-from quire.hf.policy import make_rule, refuse_renumbering
+from quire.hf.policy import make_rule, refuse_rerotation
 from quire.hf.sequences import Sequences, start_rows
 from quire.kv.step import PagedKV
 from quire.kv.store import plain_codec
@@ -76,8 +76,8 @@ class QuireCache(CacheWithoutLayers, Answering):
     ) -> None:
         super().__init__()
         self._rule = make_rule(policy, budget, when, every, compression_ratio)
-        refuse_renumbering(self._rule)
-        self._decoder = borrow(model, verify=verify)
+        refuse_rerotation(self._rule)
+        self._decoder = wrap_model(model, verify=verify)
         self._closing = weakref.finalize(self, self._decoder.leave)
         self._closing.atexit = False
         try:
@@ -97,7 +97,7 @@ class QuireCache(CacheWithoutLayers, Answering):
                 why_not=self._decoder.prepare,
             )
             self._layout = make_layout(spec, self._decoder.dtype, self._rules, page_tokens)
-            self._rope_regime = self._regime(max_tokens)
+            self._rope_variant = self._variant_for(max_tokens)
         except BaseException:
             self._closing()
             raise
@@ -106,14 +106,14 @@ class QuireCache(CacheWithoutLayers, Answering):
         self._sequences: Sequences | None = None
         self._columns = self._made_for_rows = 0
 
-    def _regime(self, max_tokens: int | None) -> int:
-        if self._decoder.num_rope_regimes > 1 and max_tokens is None:
+    def _variant_for(self, max_tokens: int | None) -> int:
+        if self._decoder.num_rope_variants > 1 and max_tokens is None:
             raise ConfigError(
                 f"this {self._decoder.spec.architecture} has other rotary frequencies for long "
                 "sequences than for short ones: say max_tokens=, the most tokens of prompt and "
                 "answer, which decides for all of them"
             )
-        return self._decoder.rope_regime(self._options.max_tokens)
+        return self._decoder.rope_variant(self._options.max_tokens)
 
     # ---- what it holds -------------------------------------------------------------------------
 
@@ -133,13 +133,13 @@ class QuireCache(CacheWithoutLayers, Answering):
         """Rows; -1 before the first forward."""
         return len(self._sequences.rows) if self._sequences else -1
 
-    def kept_positions(self, row: int, layer: int) -> list[list[int]]:
+    def retained_positions(self, row: int, layer: int) -> list[list[int]]:
         """Positions in the row's sequence that are still cached, ascending, for each KV head.
 
         Position 0 is a row's first token; its pads have none.
         """
         kv, sequences = self._open_rows()
-        return kept_positions(kv, sequences.rows[row].row, layer)
+        return retained_positions(kv, sequences.rows[row].row, layer)
 
     def _open_rows(self) -> tuple[PagedKV, Sequences]:
         if self._kv is None or self._sequences is None:
@@ -215,7 +215,7 @@ class QuireCache(CacheWithoutLayers, Answering):
             self._kv = make_memory(
                 self._decoder, self._layout, len(prompts), largest, self._options
             )
-        rows = start_rows(self._kv.memory, self._rule, evictions, prompts, self._rope_regime)
+        rows = start_rows(self._kv.memory, self._rule, evictions, prompts, self._rope_variant)
         evicting = Evicting(self._decoder, self._kv, self._rules)
         self._sequences = Sequences(self._decoder, self._kv, evicting, rows)
         return self._sequences

@@ -66,9 +66,9 @@ class Evicting:
         """
         if self._table is None or self._evictor is None or row.eviction.cap is None:
             return
-        if row.unsettled and row.num_computed >= len(row.prompt_token_ids):
-            self._evictor.settle(row)
-            row.unsettled = False
+        if row.pending and row.num_computed >= len(row.prompt_token_ids):
+            self._evictor.finalize(row)
+            row.pending = False
         self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
 
     def end_prompt(self, row: Request) -> None:

@@ -4,7 +4,7 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 
 
-def kept_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
+def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
     """Positions in the lanes of a layer, ascending, for each KV head.
 
     Args:

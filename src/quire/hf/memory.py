@@ -104,16 +104,16 @@ def _memory_bytes(
         schedule = ScheduleConfig(max_running=rows)
         needed = most_kv_bytes(layout, options.max_tokens, schedule, eviction)
         return min(needed, int(_FREE_SHARE * free_bytes))
-    asked_bytes = parse_size(options.memory)
-    if asked_bytes > free_bytes:
+    requested_bytes = parse_size(options.memory)
+    if requested_bytes > free_bytes:
         raise ConfigError(
-            f"memory={options.memory!r} is {asked_bytes:,} B, more than the {free_bytes:,} B that "
+            f"memory={options.memory!r} is {requested_bytes:,} B, more than the {free_bytes:,} B that "
             f"are free on {device}"
         )
     needed = rows * layout.smallest_sequence_bytes
-    if asked_bytes < needed:
+    if requested_bytes < needed:
         raise ConfigError(
-            f"memory={options.memory!r} is {asked_bytes:,} B and holds not one token of each of "
+            f"memory={options.memory!r} is {requested_bytes:,} B and holds not one token of each of "
             f"{rows} rows: {needed:,} B are needed; raise it or lower page_tokens="
         )
-    return asked_bytes
+    return requested_bytes

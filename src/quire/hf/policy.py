@@ -77,13 +77,13 @@ def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) ->
     return make_rule(policy, f"{retained}%", when, every)
 
 
-def refuse_renumbering(rule: EvictionRule) -> None:
+def refuse_rerotation(rule: EvictionRule) -> None:
     """Refuse rules that store keys before RoPE: `model.generate` gives them after it.
 
     Raises:
         UnsoundCombination: with what to use instead.
     """
-    if rule.policy is not None and rule.policy.renumbers:
+    if rule.policy is not None and rule.policy.rerotates_keys:
         raise UnsoundCombination(
             f"{rule.text!r} stores keys before RoPE, and inside Transformers they come after it, at"
             " the positions that model.generate counts; use quire.LLM, or 'sinks', which keeps the "

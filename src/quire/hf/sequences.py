@@ -30,7 +30,7 @@ def start_rows(
     rule: EvictionRule,
     evictions: Sequence[Eviction],
     prompts: Sequence[int],
-    rope_regime: int,
+    rope_variant: int,
 ) -> list[Request]:
     """Open a row of the memory for each prompt.
 
@@ -39,7 +39,7 @@ def start_rows(
         rule: of all.
         evictions: the rule in numbers, for each.
         prompts: tokens of each.
-        rope_regime: of all.
+        rope_variant: of all.
     """
     statistics = statistics_used(memory.layout, rule.statistics)
     return [
@@ -47,11 +47,11 @@ def start_rows(
             request_id=f"row {i}",
             prompt_token_ids=[0] * tokens,  # how many is all that is asked
             params=SamplingParams(),
-            rope_regime=rope_regime,
+            rope_variant=rope_variant,
             evict=rule.text,
             eviction=eviction.spec,
             selection=eviction,
-            unsettled=(rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)),
+            pending=(rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)),
             row=memory.start(statistics),
         )
         for i, (tokens, eviction) in enumerate(zip(prompts, evictions, strict=True))
@@ -202,7 +202,7 @@ class Sequences:
             self._tensor(position),
             self._tensor(starts[who] + into[who, which]),
             StepBridge(StepAttention(self._kv, numbers, tokens)),
-            rope_regime=rows[0].rope_regime,
+            rope_variant=rows[0].rope_variant,
         )
         return part, (self._tensor(order[who]), self._tensor(which))
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages
-from quire.kernels.important import ImportantPages
-from quire.kernels.kept import KeptPages
+from quire.kernels.important import PromotedPages
+from quire.kernels.kept import FullPrecisionPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LayerPages:
             where slots are in the order of their positions.
         coded: what decodes the pages; None where they hold plain numbers.
         kept: tokens that are attended as they were made all the same; None where there are none.
-        important: tokens that are attended in a finer codec; None where there are none.
+        promoted: tokens that are attended in a finer codec; None where there are none.
     """
 
     key: Shaped[Tensor, "page head token _"]
@@ -80,8 +80,8 @@ class LayerPages:
     num_lanes: int
     positions: Int[Tensor, "page token"] | None = None
     coded: CodedPages | None = None
-    kept: KeptPages | None = None
-    important: ImportantPages | None = None
+    kept: FullPrecisionPages | None = None
+    promoted: PromotedPages | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -150,7 +150,7 @@ class MovedSlots:
     target: tuple[Int[Tensor, " move"], Int[Tensor, " move"]]
 
 
-class LookCount(IntEnum):
+class AttentionMeasure(IntEnum):
     """What is counted of the weights that queries give to a slot; the numbers are those of C."""
 
     SUM = 0
@@ -159,7 +159,7 @@ class LookCount(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LookTally:
+class AttentionStatistic:
     """One number for each slot of a layer, made from the weights it gets.
 
     Attributes:
@@ -173,12 +173,12 @@ class LookTally:
     numbers: Float[Tensor, "page head token 1"]
     table: Int[Tensor, "all_rows all_lanes capacity"]
     first_lane: int
-    count: LookCount
+    count: AttentionMeasure
     heads: str
 
 
 @dataclass(frozen=True, slots=True)
-class LookRows:
+class StatisticRows:
     """Which rows of a step take part in a tally.
 
     Attributes:
@@ -256,8 +256,8 @@ class AttentionBackend(Protocol):
 
     def tally(
         self,
-        tally: LookTally,
-        rows: LookRows,
+        tally: AttentionStatistic,
+        rows: StatisticRows,
         column_sums: Float[Tensor, "step_row num_heads slot"],
     ) -> None:
         """Add what slots of a layer got in this step to their numbers.

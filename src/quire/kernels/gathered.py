@@ -17,8 +17,8 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
@@ -27,12 +27,12 @@ from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered_kept import (
     lane_place,
-    put_important_in_chunk,
-    put_kept_in_bucket,
+    write_promoted_in_chunk,
+    write_full_precision_in_bucket,
 )
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
 from quire.kernels.kept import made_columns
-from quire.kernels.looks import tally_looks
+from quire.kernels.looks import accumulate_attention
 from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
@@ -74,9 +74,9 @@ class GatheredAttention:
         """Copy slots onto others; see `AttentionBackend.move`."""
         move_slots(moves)
 
-    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        tally_looks(tally, rows, column_sums)
+        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,
@@ -139,7 +139,7 @@ class GatheredAttention:
             key.masked_fill_(bucket.dead, 0)
             value.masked_fill_(bucket.dead, 0)
         if pages.kept is not None:
-            put_kept_in_bucket(pages, pages.kept, bucket, (key, value))
+            write_full_precision_in_bucket(pages, pages.kept, bucket, (key, value))
         q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
@@ -206,7 +206,7 @@ class GatheredAttention:
                     num_tokens=chunk.tokens,
                     first=first,
                 )
-                put_important_in_chunk(pages, place, (key, value))
+                write_promoted_in_chunk(pages, place, (key, value))
                 made = made_columns(pages.kept, place, seen[0, 0])
                 seen = made.seen
                 key, value = made.behind(key, made.key), made.behind(value, made.value)

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from quire.kernels.backend import LayerPages
 from quire.kernels.gathered_plan import DecodeBucket
-from quire.kernels.important import put_important
-from quire.kernels.kept import KeptPages, LanePlace, attended_as_made, put_kept
+from quire.kernels.important import write_promoted
+from quire.kernels.kept import FullPrecisionPages, LanePlace, attended_as_made, write_full_precision
 from quire.kernels.paging import page_numbers
 
 
-def put_kept_in_bucket(
-    pages: LayerPages, kept: KeptPages, bucket: DecodeBucket, decoded: tuple[Tensor, Tensor]
+def write_full_precision_in_bucket(
+    pages: LayerPages, kept: FullPrecisionPages, bucket: DecodeBucket, decoded: tuple[Tensor, Tensor]
 ) -> None:
     """Give rows that decode the tokens that they attend to as these were made, or finer.
 
@@ -31,17 +31,17 @@ def put_kept_in_bucket(
         numbers = page_numbers(pages, bucket.rows, bucket.lanes, bucket.columns)
         positions = pages.positions[numbers].flatten(1).long()
     live = None if bucket.seen is None else bucket.seen[:, 0, 0]
-    if pages.important is not None:
-        own = pages.important.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
-        put_important(pages.important, own.long(), positions, decoded, live)
+    if pages.promoted is not None:
+        own = pages.promoted.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0]
+        write_promoted(pages.promoted, own.long(), positions, decoded, live)
     wanted = attended_as_made(kept.tokens, positions, slots, lengths - 1, held - 1)
     if live is not None:
         wanted = wanted & live
     page = kept.table[pages.rows[bucket.rows], pages.first_lane + bucket.lanes, 0].long()
-    put_kept(kept, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
+    write_full_precision(kept, (bucket.rows, page, bucket.lanes), positions, wanted, decoded)
 
 
-def put_important_in_chunk(
+def write_promoted_in_chunk(
     pages: LayerPages, place: LanePlace, decoded: tuple[Tensor, Tensor]
 ) -> None:
     """Write records of important tokens over what a lane's gathered slots decode to.
@@ -51,11 +51,11 @@ def put_important_in_chunk(
         place: of the lane.
         decoded: keys and values [1, head, slot, head_dim], written to.
     """
-    if pages.important is None:
+    if pages.promoted is None:
         return
     table_row, table_lane = pages.rows[place.row], pages.first_lane + place.lane
-    page = pages.important.table[table_row, table_lane, 0].long()[None]
-    put_important(pages.important, page, place.positions[None], decoded)
+    page = pages.promoted.table[table_row, table_lane, 0].long()[None]
+    write_promoted(pages.promoted, page, place.positions[None], decoded)
 
 
 def lane_place(

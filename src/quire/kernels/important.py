@@ -15,7 +15,7 @@ NO_TOKEN = 0  # of a record, which is what a page that was never written holds
 
 
 @dataclass(frozen=True, slots=True)
-class ImportantPages:
+class PromotedPages:
     """Records of a layer.
 
     Attributes:
@@ -47,8 +47,8 @@ def records_of(
     return record.gather(1, place).masked_fill_(~is_its, -1)
 
 
-def put_important(
-    important: ImportantPages,
+def write_promoted(
+    promoted: PromotedPages,
     pages: Int[Tensor, " entry"],
     positions: Int[Tensor, "entry slot"],
     decoded: tuple[Tensor, Tensor],
@@ -57,19 +57,19 @@ def put_important(
     """Write records over what the codes of their tokens decode to.
 
     Args:
-        important: of the layer.
+        promoted: of the layer.
         pages: of the entries' records.
         positions: of their slots.
         decoded: keys and values [entry, head, slot, head_dim], written to.
         live: slots that hold a token; None for all.
     """
-    found = records_of(important.marks[pages], positions)
+    found = records_of(promoted.marks[pages], positions)
     has_one = found >= 0 if live is None else (found >= 0) & live
     entry, slot = has_one.nonzero(as_tuple=True)
     if not len(entry):
         return
     record = found[entry, slot]
-    for target, side in zip(decoded, (important.coded.key, important.coded.value), strict=True):
+    for target, side in zip(decoded, (promoted.coded.key, promoted.coded.value), strict=True):
         target[entry, :, slot] = decode_records(side, pages[entry], record).to(target.dtype)
 
 

@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import FullPrecisionTokens
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPages:
+class FullPrecisionPages:
     """Tokens of a layer as the model made them: those of the step, and what was kept before.
 
     Attributes:
@@ -34,7 +34,7 @@ class KeptPages:
         fresh: keys and values of the step, [num_tokens, num_kv_heads, head_dim] each.
     """
 
-    tokens: KeptTokens
+    tokens: FullPrecisionTokens
     key: Float[Tensor, "page head record head_dim"]
     value: Float[Tensor, "page head record head_dim"]
     table: Int[Tensor, "all_rows all_lanes capacity"]
@@ -49,7 +49,7 @@ class KeptPages:
 
 
 def attended_as_made(
-    kept: KeptTokens,
+    kept: FullPrecisionTokens,
     positions: Int[Tensor, "*shape"],
     slots: Int[Tensor, "*slot_shape"],
     query_positions: Int[Tensor, "*query_shape"],
@@ -63,14 +63,14 @@ def attended_as_made(
     return made
 
 
-def record_of(kept: KeptTokens, positions: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+def record_of(kept: FullPrecisionTokens, positions: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """Where a token at a position is kept; some record for one that is not."""
     newest = kept.sinks + (positions - kept.sinks) % max(1, kept.recent)
     return torch.where(positions < kept.sinks, positions, newest).clamp(max=kept.records - 1)
 
 
-def put_kept(
-    kept: KeptPages,
+def write_full_precision(
+    kept: FullPrecisionPages,
     place: tuple[Int[Tensor, " entry"], Int[Tensor, " entry"], Int[Tensor, " entry"]],
     positions: Int[Tensor, "entry slot"],
     wanted: Bool[Tensor, "entry slot"],
@@ -162,7 +162,7 @@ class MadeColumns:
 
 
 def made_columns(
-    kept: KeptPages, place: LanePlace, seen: Bool[Tensor, "query slot"]
+    kept: FullPrecisionPages, place: LanePlace, seen: Bool[Tensor, "query slot"]
 ) -> MadeColumns:
     """The columns of a chunk.
 

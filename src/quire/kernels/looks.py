@@ -1,15 +1,15 @@
 """What the weights that queries gave to slots become: numbers that a policy ranks slots by.
 
 A look is one query's weight on a slot, one number for each KV head: the query heads that share it
-are reduced first (`over_group`), then looks are counted (`count_looks`). C does both for a whole
-layer at once (native/tally.h); `tally_looks` is the same in torch, on any device.
+are reduced first (`over_group`), then looks are counted (`measure_attention`). C does both for a whole
+layer at once (native/tally.h); `accumulate_attention` is the same in torch, on any device.
 """
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from quire.kernels.backend import LookCount, LookRows, LookTally
+from quire.kernels.backend import AttentionMeasure, StatisticRows, AttentionStatistic
 from quire.layout.statistics import MAX, MEAN
 
 
@@ -25,26 +25,26 @@ def over_group(weights: Float[Tensor, "*shape group slot"], heads: str) -> Tenso
     return weights.mean(dim=-2) if heads == MEAN else weights.sum(dim=-2)
 
 
-def count_looks(
-    count: LookCount, looks: Float[Tensor, "*shape slot"], seen: Shaped[Tensor, "*shape 1"]
+def measure_attention(
+    count: AttentionMeasure, queries_seen: Float[Tensor, "*shape slot"], seen: Shaped[Tensor, "*shape 1"]
 ) -> Float[Tensor, "*shape slot"]:
     """What each look adds to a slot.
 
     Args:
         count: their sum, the sum of their squares, or how many are low.
-        looks: one query's in each row.
+        queries_seen: one query's in each row.
         seen: slots that query saw; a low look is less than 1 / seen. Slots from there on saw
             nothing and get anything.
     """
-    if count is LookCount.SUM:
-        return looks
-    if count is LookCount.SQUARES:
-        return looks.square()
-    return (looks < 1 / seen.float()).float()
+    if count is AttentionMeasure.SUM:
+        return queries_seen
+    if count is AttentionMeasure.SQUARES:
+        return queries_seen.square()
+    return (queries_seen < 1 / seen.float()).float()
 
 
-def tally_looks(
-    tally: LookTally, rows: LookRows, column_sums: Float[Tensor, "step_row num_heads slot"]
+def accumulate_attention(
+    tally: AttentionStatistic, rows: StatisticRows, column_sums: Float[Tensor, "step_row num_heads slot"]
 ) -> None:
     """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
     held = rows.slots
@@ -53,8 +53,8 @@ def tally_looks(
     shape = (len(held), held.shape[1] * heads, -1, widest)
     weights = column_sums[rows.step_rows, :, :widest].reshape(shape)
     seen = held.repeat_interleave(heads, dim=1)[:, :, None]
-    looks = count_looks(tally.count, over_group(weights, tally.heads), seen)
-    by_lane = looks.view(len(held), held.shape[1], heads, widest).transpose(2, 3)
+    queries_seen = measure_attention(tally.count, over_group(weights, tally.heads), seen)
+    by_lane = queries_seen.view(len(held), held.shape[1], heads, widest).transpose(2, 3)
 
     slot = torch.arange(widest, device=held.device)
     row, lane, place = torch.nonzero(slot < held[:, :, None], as_tuple=True)

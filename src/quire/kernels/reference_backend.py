@@ -9,16 +9,16 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.coded import decode_slots
 from quire.kernels.important import decode_records, records_of
-from quire.kernels.kept import KeptPages, attended_as_made, record_of
-from quire.kernels.looks import tally_looks
+from quire.kernels.kept import FullPrecisionPages, attended_as_made, record_of
+from quire.kernels.looks import accumulate_attention
 from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.reference import attend_reference
 
@@ -49,9 +49,9 @@ class ReferenceAttention:
         """Copy slots onto others; see `AttentionBackend.move`."""
         move_slots(moves)
 
-    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        tally_looks(tally, rows, column_sums)
+        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,
@@ -101,7 +101,7 @@ def _attend_lane(
         sides = (pages.coded.key, pages.coded.value)
         of_lane = torch.tensor(lane, device=query.device)
         key, value = (decode_slots(side, numbers.long(), offsets, of_lane) for side in sides)
-        _put_important(pages, (row, lane), (numbers.long(), offsets), (key, value))
+        _write_promoted(pages, (row, lane), (numbers.long(), offsets), (key, value))
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
     math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
     own = slot[len(slot) - len(query) :]
@@ -134,25 +134,25 @@ def _attend_lane(
     return out, sums
 
 
-def _put_important(
+def _write_promoted(
     pages: LayerPages,
     place: tuple[int, int],
     at: tuple[Tensor, Tensor],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
     """Slots [slot, head, head_dim] that have a record in a finer codec, one by one."""
-    important = pages.important
-    if important is None:
+    promoted = pages.promoted
+    if promoted is None:
         return
     assert pages.positions is not None, "lanes that lose tokens carry positions"
     row, lane = place
-    page = important.table[pages.rows[row], pages.first_lane + lane, 0].long()
-    record = records_of(important.marks[page[None]], pages.positions[at][None])[0].tolist()
+    page = promoted.table[pages.rows[row], pages.first_lane + lane, 0].long()
+    record = records_of(promoted.marks[page[None]], pages.positions[at][None])[0].tolist()
     for slot, number in enumerate(record):
         if number >= 0:
             one = torch.tensor([number])
             for target, side in zip(
-                decoded, (important.coded.key, important.coded.value), strict=True
+                decoded, (promoted.coded.key, promoted.coded.value), strict=True
             ):
                 target[slot] = decode_records(side, page[None], one)[0]
 
@@ -171,7 +171,7 @@ class _Made:
 
 def _as_made(
     pages: LayerPages,
-    kept: KeptPages,
+    kept: FullPrecisionPages,
     place: tuple[int, int, int],
     behind: int,
     slot: Tensor,
@@ -197,7 +197,7 @@ def _as_made(
     return _Made(wanted[:, None, None], *sides)
 
 
-def _num_tokens(kept: KeptPages, row: int) -> int:
+def _num_tokens(kept: FullPrecisionPages, row: int) -> int:
     """Tokens of a row in this step."""
     ends = [*kept.starts.tolist(), len(kept.fresh[0])]
     return int(ends[row + 1] - ends[row])

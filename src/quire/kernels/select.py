@@ -12,7 +12,7 @@ from quire.kernels.native.coding import DTYPES, why_not
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.unrotated import UnrotatedAttention
+from quire.kernels.unrotated import PreRopeAttention
 from quire.layout.kv_format import read_format
 
 BACKENDS = ("native", "gathered", "reference")
@@ -59,7 +59,7 @@ def select_backend(
                 f"attention={name} reads keys as they are, and here they are stored before RoPE; "
                 "use attention=auto, or another rule than streaming"
             )
-        unrotated = UnrotatedAttention(device, scratch_bytes=scratch_bytes)
+        unrotated = PreRopeAttention(device, scratch_bytes=scratch_bytes)
         return BackendChoice(unrotated, "keys are turned when they are attended; runs anywhere")
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "asked for by name; slow, for comparison")

@@ -18,15 +18,15 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
 )
 from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
-from quire.kernels.looks import tally_looks
+from quire.kernels.looks import accumulate_attention
 from quire.kernels.paging import move_slots, write_slots
 from quire.kernels.unrotated_plan import Bucket, plan_buckets
 
@@ -56,7 +56,7 @@ class _Gathered:
     slot: Tensor
 
 
-class UnrotatedAttention:
+class PreRopeAttention:
     """Attention over pages whose keys have not gone through RoPE.
 
     Args:
@@ -84,9 +84,9 @@ class UnrotatedAttention:
         """Copy slots onto others; see `AttentionBackend.move`."""
         move_slots(moves)
 
-    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
-        tally_looks(tally, rows, column_sums)
+        accumulate_attention(tally, rows, column_sums)
 
     def attend(
         self,

@@ -28,7 +28,7 @@ from quire.kv.slot_moves import (
     close_gaps,
     fill_holes,
     no_moves,
-    pages_kept,
+    retained_pages,
     prove_one_to_one,
 )
 from quire.kv.tables import LaneTable
@@ -112,7 +112,7 @@ def plan_compaction(
     keep = _live(table, row, keep)
     stays = None
     if kind is Kind.DROP_PAGES:
-        stays = pages_kept(keep, table.num_slots[row], table.group.page_class.tokens)
+        stays = retained_pages(keep, table.num_slots[row], table.group.page_class.tokens)
     if not memory.placement.drops_pages:
         stays = None
     if table.group.ordered and stays is None:

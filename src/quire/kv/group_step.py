@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.kernels.backend import LayerPages, NewSlots
-from quire.kv.important import ImportantPlace
-from quire.kv.kept import KeptStep
+from quire.kv.important import PromotedBuffer
+from quire.kv.kept import FullPrecisionStep
 from quire.kv.statistics.watching import GroupWatch
 
 
@@ -21,7 +21,7 @@ class GroupStep:
         positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
         watch: what the rows have remembered; None where they have nothing.
         kept: tokens that stay as they were made; None where there are none.
-        important: tokens in a finer codec, beside kept ones; None where there are none.
+        promoted: tokens in a finer codec, beside kept ones; None where there are none.
     """
 
     plans: tuple[object, ...]
@@ -29,5 +29,5 @@ class GroupStep:
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None
     watch: GroupWatch | None
-    kept: KeptStep | None
-    important: ImportantPlace | None
+    kept: FullPrecisionStep | None
+    promoted: PromotedBuffer | None

@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages, write_codes
-from quire.kernels.important import ImportantPages, records_of
+from quire.kernels.important import PromotedPages, records_of
 from quire.kernels.kept import record_of
 from quire.kv.device_tables import DeviceTable
-from quire.kv.kept import KeptPlace
+from quire.kv.kept import FullPrecisionBuffer
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
-from quire.layout.important_tokens import ImportantTokens
+from quire.layout.important_tokens import PromotedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class ImportantPlace:
+class PromotedBuffer:
     """Where records of a lane group are.
 
     Attributes:
@@ -31,15 +31,15 @@ class ImportantPlace:
         device_table: the same as a tensor.
     """
 
-    tokens: ImportantTokens
+    tokens: PromotedTokens
     coded: CodedPages
     marks: Tensor
     table: LaneTable
     device_table: DeviceTable
 
-    def pages(self) -> ImportantPages:
+    def pages(self) -> PromotedPages:
         """What attention of a layer gets."""
-        return ImportantPages(self.coded, self.marks, self.device_table.current())
+        return PromotedPages(self.coded, self.marks, self.device_table.current())
 
     def records(self, row: int, lanes: slice, positions: NDArray[np.int32]) -> NDArray[np.int64]:
         """Which record a row has of each token, [lanes, slots]; -1 where it has none.
@@ -57,7 +57,7 @@ class ImportantPlace:
         row: int,
         place: tuple[NDArray[np.int64], NDArray[np.int64]],
         positions: NDArray[np.integer],
-        kept: KeptPlace,
+        kept: FullPrecisionBuffer,
     ) -> None:
         """Encode tokens that are still kept as the model made them.
 
@@ -71,8 +71,8 @@ class ImportantPlace:
         lane, record = (torch.from_numpy(index).to(device) for index in place)
         position = torch.from_numpy(np.asarray(positions, dtype=np.int64)).to(device)
         pages = self._pages(row)[lane]
-        kept_pages = torch.from_numpy(kept.table.pages[row, :, 0].astype(np.int64)).to(device)
-        made = kept_pages[lane], record_of(kept.tokens, position)
+        full_precision_pages = torch.from_numpy(kept.table.pages[row, :, 0].astype(np.int64)).to(device)
+        made = full_precision_pages[lane], record_of(kept.tokens, position)
         planes = kept.views.key, kept.views.value
         for side, plane in zip((self.coded.key, self.coded.value), planes, strict=True):
             assert plane is not None, "keys and values are kept"
@@ -84,19 +84,19 @@ class ImportantPlace:
         return torch.from_numpy(pages).to(self.marks.device)
 
 
-def important_places(
+def promoted_buffers(
     memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
-) -> dict[str, ImportantPlace]:
+) -> dict[str, PromotedBuffer]:
     """Where records of each lane group are, by its name."""
     places = {}
     for group in memory.layout.groups:
-        if group.important is None:
+        if group.promoted is None:
             continue
         views = store.views(group.page_class)
         assert views.coded is not None, "records hold codes"
         assert views.positions is not None, "records say whose they are"
-        places[group.important.of] = ImportantPlace(
-            tokens=group.important,
+        places[group.promoted.of] = PromotedBuffer(
+            tokens=group.promoted,
             coded=views.coded,
             marks=views.positions,
             table=memory.tables[group.name],

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPlanes, write_codes
-from quire.kernels.kept import KeptPages
+from quire.kernels.kept import FullPrecisionPages
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import FullPrecisionTokens
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPlace:
+class FullPrecisionBuffer:
     """Where tokens of a lane group are kept.
 
     Attributes:
@@ -36,7 +36,7 @@ class KeptPlace:
         coded_table: which of these a row has.
     """
 
-    tokens: KeptTokens
+    tokens: FullPrecisionTokens
     views: PageViews
     table: LaneTable
     device_table: DeviceTable
@@ -44,12 +44,12 @@ class KeptPlace:
     coded_table: LaneTable
 
 
-def kept_places(
+def full_precision_buffers(
     memory: KVMemory, store: PageStore, tables: Mapping[str, DeviceTable]
-) -> dict[str, KeptPlace]:
+) -> dict[str, FullPrecisionBuffer]:
     """Where tokens of each lane group are kept, by its name."""
     return {
-        group.kept.of: KeptPlace(
+        group.kept.of: FullPrecisionBuffer(
             tokens=group.kept,
             views=store.views(group.page_class),
             table=memory.tables[group.name],
@@ -68,7 +68,7 @@ class FullPages:
 
     Attributes:
         pages: [page] their numbers.
-        kept_pages: [page] where older tokens of the same lane are kept.
+        full_precision_pages: [page] where older tokens of the same lane are kept.
         lanes: [page] of the layer.
         is_fresh: [page, token] whether a token is the step's.
         fresh: [page, token] which of the step's.
@@ -76,14 +76,14 @@ class FullPages:
     """
 
     pages: Tensor
-    kept_pages: Tensor
+    full_precision_pages: Tensor
     lanes: Tensor
     is_fresh: Tensor
     fresh: Tensor
     records: Tensor
 
 
-class KeptStep:
+class FullPrecisionStep:
     """The kept tokens of one lane group in one step.
 
     Args:
@@ -92,7 +92,7 @@ class KeptStep:
         lengths: of all rows, the step's tokens included.
     """
 
-    def __init__(self, place: KeptPlace, batch: FlatBatch, lengths: NDArray[np.int64]) -> None:
+    def __init__(self, place: FullPrecisionBuffer, batch: FlatBatch, lengths: NDArray[np.int64]) -> None:
         self._place, self._batch = place, batch
         self._lengths = lengths[batch.rows].astype(np.int64)
         group = place.table.group
@@ -100,11 +100,11 @@ class KeptStep:
         self._chosen, self._pages, self._records = self._newest()
         self._full = self._full_pages() if place.tokens.page_tokens > 1 else None
 
-    def pages(self, fresh: tuple[Tensor, Tensor]) -> KeptPages:
+    def pages(self, fresh: tuple[Tensor, Tensor]) -> FullPrecisionPages:
         """What attention of a layer gets."""
         views = self._place.views
         assert views.value is not None, "keys and values are kept"
-        return KeptPages(
+        return FullPrecisionPages(
             tokens=self._place.tokens,
             key=views.key,
             value=views.value,
@@ -193,7 +193,7 @@ class KeptStep:
         return torch.from_numpy(np.ascontiguousarray(kind)).to(device)
 
 
-def _records(kept: KeptTokens, position: NDArray[np.int64]) -> NDArray[np.int64]:
+def _records(kept: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArray[np.int64]:
     newest = kept.sinks + (position - kept.sinks) % max(1, kept.recent)
     found: NDArray[np.int64] = np.where(position < kept.sinks, position, newest)
     return found
@@ -206,7 +206,7 @@ def _encode_pages(full: FullPages, coded: CodedPlanes, kept: Tensor, fresh: Tens
     heads, head_dim = kept.shape[1], kept.shape[3]
     by_lane = fresh.reshape(len(fresh), -1, heads, head_dim)
     new = by_lane[full.fresh, full.lanes[:, None]]  # [page, token, head, head_dim]
-    old = kept[full.kept_pages[:, None], :, full.records]
+    old = kept[full.full_precision_pages[:, None], :, full.records]
     vectors = torch.where(full.is_fresh[:, :, None, None], new, old).transpose(1, 2)
     for plane, codes in zip(coded.planes, coded.codec.encode(vectors), strict=True):
         plane[full.pages] = codes

@@ -22,8 +22,8 @@ from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.important import decode_records, records_of
 from quire.kernels.kept import attended_as_made, record_of
-from quire.kv.important import ImportantPlace
-from quire.kv.kept import KeptPlace
+from quire.kv.important import PromotedBuffer
+from quire.kv.kept import FullPrecisionBuffer
 from quire.kv.statistics.places import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
@@ -198,13 +198,13 @@ class LaneReader:
         place.numbers[pages, :, self._tensor(offset)] = heads
 
     @property
-    def _kept(self) -> KeptPlace | None:
+    def _kept(self) -> FullPrecisionBuffer | None:
         return self._kv.kept.get(self._group.name)
 
     @property
-    def important(self) -> ImportantPlace | None:
+    def promoted(self) -> PromotedBuffer | None:
         """Where important tokens of the group have records; None where none does."""
-        return self._kv.important.get(self._group.name)
+        return self._kv.promoted.get(self._group.name)
 
     def _gather(
         self, plane: Tensor, side: Callable[[CodedPages], CodedPlanes], kept: Tensor | None
@@ -217,10 +217,10 @@ class LaneReader:
             found = plane[place[0], :, place[1]].float()
         else:
             found = self._decoded(side, *place)
-        if self.important is not None:
-            self._put_important(found, side(self.important.coded), self.important)
+        if self.promoted is not None:
+            self._write_promoted(found, side(self.promoted.coded), self.promoted)
         if kept is not None:
-            self._put_kept(found, kept)
+            self._write_full_precision(found, kept)
         found[~self._tensor(self._order.live)] = 0  # free slots may hold anything
         return found.transpose(1, 2).flatten(0, 1)
 
@@ -238,14 +238,14 @@ class LaneReader:
             found.append(decode_slots(side(coded), pages[part], offsets[part], lanes))
         return torch.cat(found)
 
-    def _put_important(self, found: Tensor, side: CodedPlanes, place: ImportantPlace) -> None:
+    def _write_promoted(self, found: Tensor, side: CodedPlanes, place: PromotedBuffer) -> None:
         """Tokens in a finer codec, as everybody attends to them."""
         pages = self._tensor(self._pages(place.table.pages)[:, 0])
         record = records_of(place.marks[pages], self._tensor(self._order.positions))
         lane, slot = ((record >= 0) & self._tensor(self._order.live)).nonzero(as_tuple=True)
         found[lane, slot] = decode_records(side, pages[lane], record[lane, slot])
 
-    def _put_kept(self, found: Tensor, kept: Tensor) -> None:
+    def _write_full_precision(self, found: Tensor, kept: Tensor) -> None:
         """Tokens as the model made them, where the newest one attends to them so."""
         place, order = self._kept, self._order
         assert place is not None, "asked where tokens are kept"

@@ -153,7 +153,7 @@ def _entries(
     place = np.repeat(np.arange(len(rows)), table.num_pages[rows].sum(axis=1))
     aside = placement.reserved_pages(table, rows).sum(axis=1)
     place = np.concatenate([place, np.repeat(np.arange(len(rows)), aside)])
-    return place, np.concatenate([block[block != NO_PAGE], placement.kept_aside(table, rows)])
+    return place, np.concatenate([block[block != NO_PAGE], placement.set_aside_pages(table, rows)])
 
 
 def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Counts, _Counts]:

@@ -43,10 +43,10 @@ def _count(memory: KVMemory) -> dict[_Key, list[int]]:
     sizes: defaultdict[_Key, list[int]] = defaultdict(list)
     for page_class in memory.pools:
         holders = _holders(memory, page_class)
-        lent = _lent(memory, page_class)
-        for page in holders.keys() | lent.keys():
+        referenced = _referenced(memory, page_class)
+        for page in holders.keys() | referenced.keys():
             owners = holders.get(page, [])
-            alike = (len(owners) + lent[page], len(owners))
+            alike = (len(owners) + referenced[page], len(owners))
             for row, group in owners or [(NO_ROW, "")]:
                 sizes[(row, group, *alike)].append(page_class.page_bytes)
     return sizes
@@ -58,20 +58,20 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
             for row in memory.live_rows.tolist():
-                aside = memory.placement.kept_aside(table, np.array([row]))
+                aside = memory.placement.set_aside_pages(table, np.array([row]))
                 for page in [*table.row_pages(row).tolist(), *aside.tolist()]:
                     holders[page].append((row, name))
     return dict(holders)
 
 
-def _lent(memory: KVMemory, page_class: PageClass) -> Counter[int]:
+def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
     """How many loans name each page."""
-    lent: Counter[int] = Counter()
-    for loan in memory.loans.values():
-        for name, numbers in loan.items():
+    referenced: Counter[int] = Counter()
+    for cached_reference in memory.cached_references.values():
+        for name, numbers in cached_reference.items():
             if memory.tables[name].group.page_class == page_class:
-                lent.update(numbers.reshape(-1).tolist())
-    return lent
+                referenced.update(numbers.reshape(-1).tolist())
+    return referenced
 
 
 def _prove_parts(extents: Iterable[Extent], expected: dict[_Key, list[int]]) -> None:

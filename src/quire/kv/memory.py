@@ -69,7 +69,7 @@ class KVMemory:
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = self.copied_bytes = 0
         self.listeners = MemoryListeners()
-        self.loans: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
+        self.cached_references: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
@@ -280,7 +280,7 @@ class KVMemory:
             raise InvariantError("a row is free and live at once, or free twice")
         for pool in self.pools.values():
             pool.check()
-            prove_references(pool, self.tables, self.loans.values(), self.placement)
+            prove_references(pool, self.tables, self.cached_references.values(), self.placement)
         prove_slabs(self.arena, self.pools.values())
         for table in self.tables.values():
             table.check()

@@ -13,7 +13,7 @@ from quire.layout.pages import LaneGroup
 
 @runtime_checkable  # for the type checks in tests
 class StepOffload(Protocol):
-    """The offloaded KV of one step; `quire.offload.kv.hosting.StepFronts` implements it.
+    """The offloaded KV of one step; `quire.offload.kv.hosting.StepKVOffload` implements it.
 
     Attributes:
         wants_inputs: whether `note_input` is to be called.
@@ -29,7 +29,7 @@ class StepOffload(Protocol):
         """Record what a layer's attention is given."""
         ...
 
-    def ask_host(self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath) -> None:
+    def start_cpu_attention(self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath) -> None:
         """Begin attention on the CPU."""
         ...
 
@@ -44,7 +44,7 @@ class StepOffload(Protocol):
         """Return when the offloaded pages of a layer are in their staging slot."""
         ...
 
-    def merge_host(
+    def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None:
         """Merge what the CPU attended to into the output."""
@@ -57,7 +57,7 @@ class StepOffload(Protocol):
 
 @runtime_checkable  # for the type checks in tests
 class KVOffload(Protocol):
-    """The offloaded KV of an engine; `quire.offload.kv.hosting.Hosting` implements it."""
+    """The offloaded KV of an engine; `quire.offload.kv.hosting.KVOffload` implements it."""
 
     @property
     def staging_bytes(self) -> int:

@@ -30,7 +30,7 @@ from quire.kv.prefix_idle import IdleNodes
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
-from quire.kv.sharing import borrow, lend_blocks, lent_statistics_pages, return_loans
+from quire.kv.sharing import borrow, reference_blocks, referenced_statistics_pages, release_references
 from quire.layout.pages import PageClass
 
 
@@ -79,9 +79,9 @@ class PrefixIndex(MemoryListener):
         """Bytes that can be had by dropping what nobody uses, copies of statistics among it."""
         return self._idle.num_bytes
 
-    def public_loans(self) -> list[Mapping[str, PageNumbers]]:
+    def public_references(self) -> list[Mapping[str, PageNumbers]]:
         """Pages of blocks that all tenants share, by lane group."""
-        return [node.loan.pages for node in self._public]
+        return [node.cached_reference.pages for node in self._public]
 
     # ---- looking up ----------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class PrefixIndex(MemoryListener):
             OutOfPages: no row, or no pages for private groups; nothing was changed.
         """
         snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
-        loans = [node.loan for node in lease.nodes]
-        return borrow(self.memory, loans, snapshot, used=statistics)
+        cached_references = [node.cached_reference for node in lease.nodes]
+        return borrow(self.memory, cached_references, snapshot, used=statistics)
 
     def share(self, lease: PrefixLease) -> PrefixLease:
         """A second lease on the same nodes, for a sequence forked from the first's."""
@@ -199,13 +199,13 @@ class PrefixIndex(MemoryListener):
         if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
-            loans = lend_blocks(self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens)
+            cached_references = reference_blocks(self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens)
         except ConfigError:
             return False
-        for block, loan in zip(blocks, loans, strict=True):
+        for block, cached_reference in zip(blocks, cached_references, strict=True):
             is_public = block.end <= lease.identity.public_tokens
             parent = lease.nodes[-1] if lease.nodes else None
-            node = PrefixNode(block, parent, loan, is_public=is_public)
+            node = PrefixNode(block, parent, cached_reference, is_public=is_public)
             self._nodes[block.key] = node
             if is_public:
                 self._public[node] = None
@@ -236,7 +236,7 @@ class PrefixIndex(MemoryListener):
         if not lease.nodes or lease.tokens != int(self.memory.lengths[row]):
             return
         node = lease.nodes[-1]
-        pages = lent_statistics_pages(self.memory, row)
+        pages = referenced_statistics_pages(self.memory, row)
         if node.lacks(self.memory, row) and self._make_room(pages):
             node.remember(self.memory, row)
 
@@ -297,11 +297,11 @@ class PrefixIndex(MemoryListener):
             self._listener.removed(keys)
 
     def _forget(self, nodes: Sequence[PrefixNode]) -> None:
-        loans = []
+        cached_references = []
         for node in nodes:
             if self._nodes.get(node.block.key) is node:
                 del self._nodes[node.block.key]
             self._idle.discard(node)
             self._public.pop(node, None)
-            loans += [node.loan, *node.statistics.values()]
-        return_loans(self.memory, loans)
+            cached_references += [node.cached_reference, *node.statistics.values()]
+        release_references(self.memory, cached_references)

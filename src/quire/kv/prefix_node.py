@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from quire.kv.memory import KVMemory
 from quire.kv.prefix_events import PrefixListener
 from quire.kv.prefix_key import Block, PrefixIdentity
-from quire.kv.sharing import Loan, lend_statistics
+from quire.kv.sharing import CachedReference, reference_statistics
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,7 @@ class PrefixNode:
     Attributes:
         block: key, tokens and end.
         parent: the node before it; None for the first block.
-        loan: its pages.
+        cached_reference: its pages.
         statistics: copies of the private pages of rows that ended here, by the names of their
             groups: what was remembered of the chain's tokens.
         is_public: whether all tenants may use it.
@@ -25,8 +25,8 @@ class PrefixNode:
 
     block: Block
     parent: "PrefixNode | None"
-    loan: Loan
-    statistics: dict[frozenset[str], Loan] = field(default_factory=dict)
+    cached_reference: CachedReference
+    statistics: dict[frozenset[str], CachedReference] = field(default_factory=dict)
     is_public: bool = False
     num_users: int = 1
 
@@ -37,16 +37,16 @@ class PrefixNode:
 
     def remember(self, memory: KVMemory, row: int) -> None:
         """Keep the statistics of a row that has just read up to here, where there is room."""
-        loan = lend_statistics(memory, row) if self.lacks(memory, row) else None
-        if loan is not None:
-            self.statistics[memory.statistics_of(row)] = loan
+        cached_reference = reference_statistics(memory, row) if self.lacks(memory, row) else None
+        if cached_reference is not None:
+            self.statistics[memory.statistics_of(row)] = cached_reference
 
     def statistics_bytes(self, memory: KVMemory) -> int:
         """Bytes of the copies kept here."""
         return sum(
             pages.size * memory.tables[name].group.page_class.page_bytes
-            for loan in self.statistics.values()
-            for name, pages in loan.pages.items()
+            for cached_reference in self.statistics.values()
+            for name, pages in cached_reference.pages.items()
         )
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:

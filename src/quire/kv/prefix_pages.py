@@ -29,7 +29,7 @@ def holders(
     groups = [g.name for g in memory.layout.groups if not g.private and g.page_class == page_class]
     found: set[PrefixNode] = set()
     for node in sorted(nodes, key=lambda node: node.block.end):
-        named = (wanted[node.loan.pages[name]] for name in groups)
+        named = (wanted[node.cached_reference.pages[name]] for name in groups)
         if node.parent in found or any(part.any() for part in named):
             found.add(node)
     return sorted(found, key=lambda node: -node.block.end)

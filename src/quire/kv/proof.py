@@ -18,7 +18,7 @@ from quire.kv.tables import LaneTable
 def prove_references(
     pool: CountedPages,
     tables: Mapping[str, LaneTable],
-    loans: Iterable[Mapping[str, PageNumbers]],
+    cached_references: Iterable[Mapping[str, PageNumbers]],
     placement: Placement,
 ) -> None:
     """Prove that pages are referenced as often as tables, loans and what is kept aside name them.
@@ -30,10 +30,10 @@ def prove_references(
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
         np.add.at(expected, table.pages[table.pages >= 0], 1)
-        np.add.at(expected, placement.kept_aside(table, np.arange(len(table.pages))), 1)
-    for loan in loans:
+        np.add.at(expected, placement.set_aside_pages(table, np.arange(len(table.pages))), 1)
+    for cached_reference in cached_references:
         for name in own:
-            np.add.at(expected, loan.get(name, NO_PAGES).reshape(-1), 1)
+            np.add.at(expected, cached_reference.get(name, NO_PAGES).reshape(-1), 1)
     if (expected != pool.ref_counts).any():
         wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
         raise InvariantError(f"pages {wrong} are referenced otherwise than counted")

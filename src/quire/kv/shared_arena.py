@@ -127,7 +127,7 @@ class SharedArena:
         while not self.free:
             others = (member for member in self.members.values() if member is not owner)
             borrower = max(others, key=lambda m: (m.num_borrowed, m.name), default=owner)
-            if borrower.num_borrowed < 1 or not borrower.give_way():
+            if borrower.num_borrowed < 1 or not borrower.preempt():
                 raise InvariantError(
                     f"member {owner.name!r} is below its guarantee and finds no slab: "
                     f"{borrower.name!r} holds {len(borrower.held)} and gives none"
@@ -153,7 +153,7 @@ class MemberArena(Arena):
         size_option: gives the bytes that a request must fit into.
         num_slabs: guaranteed: what a request must fit into.
         held: numbers of the slabs it holds.
-        give_way: throws one request out, or drops what is cached; False when nothing is left.
+        preempt: throws one request out, or drops what is cached; False when nothing is left.
     """
 
     size_option = "guaranteed="
@@ -162,7 +162,7 @@ class MemberArena(Arena):
         self.name, self.num_slabs = name, num_slabs
         self.slab_bytes = arena.slab_bytes
         self.held: set[int] = set()
-        self.give_way: Callable[[], bool] = lambda: False
+        self.preempt: Callable[[], bool] = lambda: False
         self._arena, self._burst = arena, burst
 
     def close(self) -> None:

@@ -18,11 +18,11 @@ from quire.layout.pages import PageClass
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class CachedReference:
     """Pages kept alive without a sequence: a part of one, whole pages.
 
     Attributes:
-        key: identity in `KVMemory.loans`.
+        key: identity in `KVMemory.cached_references`.
         start, end: logical positions.
         pages: group name -> page numbers [lanes, pages of a lane].
     """
@@ -63,7 +63,7 @@ def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:
     memory.privatise(table, np.full(len(lane), row), lane, column)
 
 
-def lend(memory: KVMemory, row: int, start: int, end: int) -> Loan:
+def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedReference:
     """Keep the pages of the tokens from `start` to `end` alive after the sequence is gone.
 
     Raises:
@@ -71,10 +71,10 @@ def lend(memory: KVMemory, row: int, start: int, end: int) -> Loan:
             in order (it has evicted, or returned pages behind a window).
         UnsoundCombination: the store's pages have one holder each.
     """
-    return lend_blocks(memory, row, start, end, end - start)[0]
+    return reference_blocks(memory, row, start, end, end - start)[0]
 
 
-def lend_blocks(memory: KVMemory, row: int, start: int, end: int, block_tokens: int) -> list[Loan]:
+def reference_blocks(memory: KVMemory, row: int, start: int, end: int, block_tokens: int) -> list[CachedReference]:
     """Lend tokens in blocks of `block_tokens`, whole pages each, all or none; see `lend`."""
     if not memory.placement.shares:
         raise UnsoundCombination(
@@ -97,10 +97,10 @@ def lend_blocks(memory: KVMemory, row: int, start: int, end: int, block_tokens: 
     ]
 
 
-def _registered(memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]) -> Loan:
+def _registered(memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]) -> CachedReference:
     key = next(memory.loan_keys)
-    memory.loans[key] = pages
-    return Loan(key, start, end, pages)
+    memory.cached_references[key] = pages
+    return CachedReference(key, start, end, pages)
 
 
 def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: int) -> PageNumbers:
@@ -121,7 +121,7 @@ def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: i
     return pages
 
 
-def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
+def reference_statistics(memory: KVMemory, row: int) -> CachedReference | None:
     """Copy the private pages of a row, as they are now; None where there is no room or no need.
 
     The copies belong to the loan: they are what a sequence that borrows up to here begins with.
@@ -131,8 +131,8 @@ def lend_statistics(memory: KVMemory, row: int) -> Loan | None:
     Raises:
         ConfigError: the row has lost tokens, so that no sequence could begin with these.
     """
-    private = [table for table in _lent_tables(memory) if table.active[row]]
-    if not private or not memory.fits(lent_statistics_pages(memory, row)):
+    private = [table for table in _referenced_tables(memory) if table.active[row]]
+    if not private or not memory.fits(referenced_statistics_pages(memory, row)):
         return None
     length = int(memory.lengths[row])
     if any((t.num_slots[row] != t.group.slots_of(length)).any() for t in private):
@@ -146,9 +146,9 @@ def statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
     return _pages_of(_private_tables(memory), row)
 
 
-def lent_statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
-    """Pages of each class that `lend_statistics` takes."""
-    return _pages_of(_lent_tables(memory), row)
+def referenced_statistics_pages(memory: KVMemory, row: int) -> dict[PageClass, int]:
+    """Pages of each class that `reference_statistics` takes."""
+    return _pages_of(_referenced_tables(memory), row)
 
 
 def _pages_of(tables: Sequence[LaneTable], row: int) -> dict[PageClass, int]:
@@ -163,8 +163,8 @@ def _private_tables(memory: KVMemory) -> list[LaneTable]:
     return [table for table in memory.tables.values() if table.group.private]
 
 
-def _lent_tables(memory: KVMemory) -> list[LaneTable]:
-    return [table for table in _private_tables(memory) if table.group.important is None]
+def _referenced_tables(memory: KVMemory) -> list[LaneTable]:
+    return [table for table in _private_tables(memory) if table.group.promoted is None]
 
 
 def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:
@@ -176,8 +176,8 @@ def _copied(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbe
 
 def borrow(
     memory: KVMemory,
-    loans: Sequence[Loan],
-    statistics: Loan | None = None,
+    cached_references: Sequence[CachedReference],
+    statistics: CachedReference | None = None,
     *,
     used: Collection[str] | None = None,
 ) -> int:
@@ -185,7 +185,7 @@ def borrow(
 
     Args:
         memory: where they are.
-        loans: one or more.
+        cached_references: one or more.
         statistics: what its private groups begin with; those it has not begin with zeroed pages.
         used: names of the private groups of the sequence, as for `KVMemory.start`.
 
@@ -193,8 +193,8 @@ def borrow(
         OutOfPages: no row, or no pages for the private groups; nothing was changed.
         InvariantError: a loan has been returned, or they do not follow each other.
     """
-    _require_chain(memory, loans, statistics)
-    length = loans[-1].end
+    _require_chain(memory, cached_references, statistics)
+    length = cached_references[-1].end
     needed: dict[PageClass, int] = {}
     for group in (table.group for table in _private_tables(memory)):
         if used is None or group.name in used:
@@ -209,7 +209,7 @@ def borrow(
         if table.group.private:
             lanes = _private_pages(memory, table, length, statistics)
         else:
-            lanes = np.concatenate([loan.pages[table.group.name] for loan in loans], axis=1)
+            lanes = np.concatenate([cached_reference.pages[table.group.name] for cached_reference in cached_references], axis=1)
             memory.pools[table.group.page_class].retain(lanes.reshape(-1))
         _begin_lanes(table, row, length, lanes)
     memory.lengths[row] = length
@@ -217,20 +217,20 @@ def borrow(
     return row
 
 
-def _require_chain(memory: KVMemory, loans: Sequence[Loan], statistics: Loan | None) -> None:
-    for loan in (*loans, *filter(None, [statistics])):
-        _require_lent(memory, loan)
-    starts = [0, *(loan.end for loan in loans[:-1])]
-    if not loans or starts != [loan.start for loan in loans]:
-        raise InvariantError(f"loans of {[(x.start, x.end) for x in loans]} are no prefix")
-    if statistics is not None and statistics.end != loans[-1].end:
+def _require_chain(memory: KVMemory, cached_references: Sequence[CachedReference], statistics: CachedReference | None) -> None:
+    for cached_reference in (*cached_references, *filter(None, [statistics])):
+        _require_referenced(memory, cached_reference)
+    starts = [0, *(cached_reference.end for cached_reference in cached_references[:-1])]
+    if not cached_references or starts != [cached_reference.start for cached_reference in cached_references]:
+        raise InvariantError(f"loans of {[(x.start, x.end) for x in cached_references]} are no prefix")
+    if statistics is not None and statistics.end != cached_references[-1].end:
         raise InvariantError(
-            f"statistics at {statistics.end} for a prefix of {loans[-1].end} tokens"
+            f"statistics at {statistics.end} for a prefix of {cached_references[-1].end} tokens"
         )
 
 
 def _private_pages(
-    memory: KVMemory, table: LaneTable, length: int, statistics: Loan | None
+    memory: KVMemory, table: LaneTable, length: int, statistics: CachedReference | None
 ) -> PageNumbers:
     group, pool = table.group, memory.pools[table.group.page_class]
     if statistics is not None and group.name in statistics.pages:
@@ -249,28 +249,28 @@ def _begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) ->
     table.page_positions[row, :, :columns] = np.arange(columns) * table.group.page_class.tokens
 
 
-def return_loan(memory: KVMemory, loan: Loan) -> None:
+def release_reference(memory: KVMemory, cached_reference: CachedReference) -> None:
     """Let a loan's pages go; those still named by sequences live on.
 
     Raises:
         InvariantError: the loan has been returned.
     """
-    return_loans(memory, [loan])
+    release_references(memory, [cached_reference])
 
 
-def return_loans(memory: KVMemory, loans: Sequence[Loan]) -> None:
-    """Let the pages of several loans go, in one pass over the pool: see `return_loan`."""
+def release_references(memory: KVMemory, cached_references: Sequence[CachedReference]) -> None:
+    """Let the pages of several loans go, in one pass over the pool: see `release_reference`."""
     pages: dict[str, list[PageNumbers]] = {}
-    for loan in loans:
-        _require_lent(memory, loan)
-        for name, numbers in memory.loans.pop(loan.key).items():
+    for cached_reference in cached_references:
+        _require_referenced(memory, cached_reference)
+        for name, numbers in memory.cached_references.pop(cached_reference.key).items():
             pages.setdefault(name, []).append(numbers.reshape(-1))
     for name, parts in pages.items():
         memory.pools[memory.tables[name].group.page_class].release(np.concatenate(parts))
 
 
-def _require_lent(memory: KVMemory, loan: Loan) -> None:
-    if loan.key not in memory.loans:
+def _require_referenced(memory: KVMemory, cached_reference: CachedReference) -> None:
+    if cached_reference.key not in memory.cached_references:
         raise InvariantError(
-            f"loan {loan.key} of tokens {loan.start} to {loan.end} has been returned already"
+            f"loan {cached_reference.key} of tokens {cached_reference.start} to {cached_reference.end} has been returned already"
         )

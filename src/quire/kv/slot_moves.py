@@ -61,7 +61,7 @@ def close_gaps(keep: Mask) -> SlotMoves:
     return SlotMoves(lane[moves], source[moves], target[moves])
 
 
-def pages_kept(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -> Mask:
+def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -> Mask:
     """Which pages [lanes, columns] stay, where whole pages do or do not.
 
     Args:

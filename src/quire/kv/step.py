@@ -23,8 +23,8 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.group_step import GroupStep
-from quire.kv.important import important_places
-from quire.kv.kept import KeptStep, kept_places
+from quire.kv.important import promoted_buffers
+from quire.kv.kept import FullPrecisionStep, full_precision_buffers
 from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
 from quire.kv.offload_port import KVOffload
@@ -74,8 +74,8 @@ class PagedKV:
             for index, layer in enumerate(group.layers)
         }
         self.statistics = self._statistics()
-        self.kept = kept_places(memory, store, self.tables)
-        self.important = important_places(memory, store, self.tables)
+        self.kept = full_precision_buffers(memory, store, self.tables)
+        self.promoted = promoted_buffers(memory, store, self.tables)
         self.sums_scratch = SumsScratch(store.device)
         self.offload = offload
         self._batch: FlatBatch | None = None
@@ -245,19 +245,19 @@ class StepAttention:
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._fronts is not None:
-            self._fronts.ask_host(group, index, query, math)
+            self._fronts.start_cpu_attention(group, index, query, math)
             self._fronts.arrive(group, index, backend, slots, step.positions)
         pages, watch = step.pages[index], step.watch
         if step.kept is not None:
             pages = replace(
                 pages,
                 kept=step.kept.pages((key, value)),
-                important=None if step.important is None else step.important.pages(),
+                promoted=None if step.promoted is None else step.promoted.pages(),
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
         out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
         if self._fronts is not None:
-            self._fronts.merge_host(out, group, pages, query, math)
+            self._fronts.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
             watch.note(index, backend, pages, math, query, sums, rotary)
         if step.kept is not None:
@@ -302,12 +302,12 @@ class StepAttention:
                 self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
             ),
             kept=self._kept_step(group.name),
-            important=self._kv.important.get(group.name),
+            promoted=self._kv.promoted.get(group.name),
         )
 
-    def _kept_step(self, name: str) -> KeptStep | None:
+    def _kept_step(self, name: str) -> FullPrecisionStep | None:
         place = self._kv.kept.get(name)
-        return None if place is None else KeptStep(place, self._batch, self._lengths)
+        return None if place is None else FullPrecisionStep(place, self._batch, self._lengths)
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """One for each layer; where all lanes of a group are equally full, one for all layers."""

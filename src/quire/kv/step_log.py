@@ -40,7 +40,7 @@ class Marks(Protocol):
         """Mark this moment of whoever works here: a thread, or the current stream."""
         ...
 
-    def begin(self, asked: object) -> object:
+    def begin(self, requested: object) -> object:
         """Mark the beginning of a copy that was asked for then and waited for those before it."""
         ...
 
@@ -63,10 +63,10 @@ class ClockMarks:
         """See `Marks`."""
         return time.perf_counter()
 
-    def begin(self, asked: object) -> object:
+    def begin(self, requested: object) -> object:
         """See `Marks`: a carrier does one copy after the other."""
-        assert isinstance(asked, float), "a mark of this clock"
-        return max(asked, self._last_end_s)
+        assert isinstance(requested, float), "a mark of this clock"
+        return max(requested, self._last_end_s)
 
     def ended(self) -> object:
         """Mark the end of a copy."""

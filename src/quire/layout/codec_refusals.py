@@ -53,43 +53,43 @@ EXCLUDED: tuple[Excluded, ...] = (
     Excluded(
         codecs=_OF_PAGES,
         beside="eviction of tokens or chunks",
-        meets=lambda asked: asked.form.per_page and asked.evicts and not asked.by_page,
+        meets=lambda requested: requested.form.per_page and requested.evicts and not requested.by_page,
         reason="the tokens of a page share their scales, so none of them can leave or move alone",
         instead="granularity=page, or a codec that encodes each token by itself, as int4_outliers",
     ),
     Excluded(
         codecs=_OF_PAGES,
         beside="eviction in a store of runs (`contiguous_max`, `contiguous_growing`, `ring`)",
-        meets=lambda asked: asked.form.per_page and asked.evicts and asked.in_runs,
+        meets=lambda requested: requested.form.per_page and requested.evicts and requested.in_runs,
         reason="in a run slots move where pages would leave, and the slots of a page share scales",
         instead="--kv-store paged, or a codec that encodes each token by itself, as int4_outliers",
     ),
     Excluded(
         codecs="`plain_layers`",
         beside="eviction",
-        meets=lambda asked: asked.form.plain_layers > 0 and asked.evicts,
+        meets=lambda requested: requested.form.plain_layers > 0 and requested.evicts,
         reason="tokens leave all layers' lanes together, and the plain layers' are of another kind",
         instead="sinks=... and residual=..., which keep tokens of all layers as they were made",
     ),
     Excluded(
         codecs="`important`",
         beside="no eviction",
-        meets=lambda asked: asked.form.important is not None and not asked.evicts,
+        meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
         reason="which tokens are important is what an evicting rule says, and nothing evicts",
         instead="--evict with a rule that scores tokens, as h2o, or a finer codec for all tokens",
     ),
     Excluded(
         codecs="`important`",
         beside="rules without scores",
-        meets=lambda asked: asked.form.important is not None and asked.evicts and not asked.scores,
+        meets=lambda requested: requested.form.promoted is not None and requested.evicts and not requested.scores,
         reason="the rule chooses tokens without a score by which some are more important",
         instead="a rule that scores tokens, as h2o, average or keydiff",
     ),
     Excluded(
         codecs="`important`",
         beside="a `residual` below the rule's `every`",
-        meets=lambda asked: (
-            asked.form.important is not None and asked.evicts and asked.form.residual < asked.every
+        meets=lambda requested: (
+            requested.form.promoted is not None and requested.evicts and requested.form.residual < requested.every
         ),
         reason="tokens would leave the residual window before an eviction has looked at them",
         instead="residual=... of at least the rule's every=..., or a smaller every",
@@ -97,18 +97,18 @@ EXCLUDED: tuple[Excluded, ...] = (
 )
 
 
-def refuse_excluded(text: str, asked: Storing) -> None:
+def refuse_excluded(text: str, requested: Storing) -> None:
     """Refuse what cannot be stored.
 
     Args:
         text: as written, for the message.
-        asked: the same, read.
+        requested: the same, read.
 
     Raises:
         UnsoundCombination: says why and what to use instead.
     """
     for row in EXCLUDED:
-        if row.meets(asked):
+        if row.meets(requested):
             raise UnsoundCombination(
                 f"KV codec {_as_written(text)!r}: {row.reason}; use {row.instead}"
             )

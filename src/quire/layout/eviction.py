@@ -153,7 +153,7 @@ class EvictionSpec:
         return 0 if self.when == PREFILL_END else self.every
 
     @property
-    def reads_in_blocks(self) -> bool:
+    def prefills_in_blocks(self) -> bool:
         """Whether a prompt over the cap is read block by block, each behind an eviction."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
 

@@ -33,7 +33,7 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportantTokens:
+class PromotedTokens:
     """Records of a lane group.
 
     Attributes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptTokens:
+class FullPrecisionTokens:
     """Which tokens are kept, and which of them are attended.
 
     Attributes:

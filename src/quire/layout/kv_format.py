@@ -32,7 +32,7 @@ class KVFormat:
         residual: so many of the newest ones.
         plain_layers: so many of the first layers, and of the last, hold plain numbers.
         plain: the codec of what is kept as it was made.
-        important: records for tokens that eviction finds important; None for none.
+        promoted: records for tokens that eviction finds important; None for none.
     """
 
     key: CodecSpec
@@ -41,7 +41,7 @@ class KVFormat:
     residual: int = 0
     plain_layers: int = 0
     plain: CodecSpec | None = None
-    important: Records | None = None
+    promoted: Records | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -96,18 +96,18 @@ def read_format(text: str) -> KVFormat:
     key, value = codec_pair(codecs)
     given = _options(text, options)
     plain = _plain(text, given.pop(PLAIN)) if PLAIN in given else None
-    important = read_records(text, given.pop(IMPORTANT)) if IMPORTANT in given else None
+    promoted = read_records(text, given.pop(IMPORTANT)) if IMPORTANT in given else None
     counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
-    found = KVFormat(key=key, value=value, plain=plain, important=important, **counts)
-    if found.is_plain and (any(counts.values()) or important is not None):
+    found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, **counts)
+    if found.is_plain and (any(counts.values()) or promoted is not None):
         raise ConfigError(f"KV codec {text!r} stores plain numbers, beside which none need be kept")
-    if important is not None:
+    if promoted is not None:
         if not found.residual:
             raise ConfigError(
                 f"KV codec {text!r}: {IMPORTANT} tokens are encoded from the residual window, and "
                 "there is none; add residual=64, or as much as the eviction rule's every="
             )
-        check_finer(text, important, (key, value))
+        check_finer(text, promoted, (key, value))
     return found
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.important_tokens import ImportantTokens, Records
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.important_tokens import PromotedTokens, Records
+from quire.layout.kept_tokens import FullPrecisionTokens
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
@@ -66,8 +66,8 @@ def layout_for(
             groups.extend(_statistics_groups(model, group, statistics))
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
             groups.append(_kept_group(group, form))
-        if loses_order and form.important is not None:
-            groups.append(_important_group(group, form.important))
+        if loses_order and form.promoted is not None:
+            groups.append(_important_group(group, form.promoted))
     return CacheLayout(tuple(groups))
 
 
@@ -100,7 +100,7 @@ def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     page_tokens = group.page_class.tokens
     if group.window is not None:  # what is behind it, no query sees
         form = replace(form, residual=min(form.residual, group.window))
-    kept = KeptTokens(
+    kept = FullPrecisionTokens(
         of=group.name,
         sinks=form.sinks,
         residual=form.residual,
@@ -140,7 +140,7 @@ def _important_group(group: LaneGroup, records: Records) -> LaneGroup:
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
         fixed_slots=records.count,
-        important=ImportantTokens(of=group.name, count=records.count),
+        promoted=PromotedTokens(of=group.name, count=records.count),
     )
 
 
@@ -207,5 +207,5 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         for statistic in statistics
     }
     private = {group.name for group in layout.groups if group.private}
-    beside = {g.name for g in layout.groups if g.kept is not None or g.important is not None}
+    beside = {g.name for g in layout.groups if g.kept is not None or g.promoted is not None}
     return frozenset(wanted & private | beside)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
-from quire.layout.important_tokens import ImportantTokens
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.important_tokens import PromotedTokens
+from quire.layout.kept_tokens import FullPrecisionTokens
 from quire.layout.statistics import Statistic
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
@@ -183,7 +183,7 @@ class LaneGroup:
         fixed_slots: records of a lane, there from the row's first token on and never more. Such a
             group is private and has no order.
         statistic: what its records are; of private groups only.
-        kept, important: what its records are, where they are tokens of another group: as the model
+        kept, promoted: what its records are, where they are tokens of another group: as the model
             made them, or in a finer codec.
     """
 
@@ -197,8 +197,8 @@ class LaneGroup:
     mirrors: str | None = None
     fixed_slots: int | None = None
     statistic: Statistic | None = None
-    kept: KeptTokens | None = None
-    important: ImportantTokens | None = None
+    kept: FullPrecisionTokens | None = None
+    promoted: PromotedTokens | None = None
 
     def __post_init__(self) -> None:
         if self.mirrors is not None or self.fixed_slots is not None:

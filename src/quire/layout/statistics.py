@@ -104,7 +104,7 @@ class SquareSum(OfWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class LowLooks(OfWeights):
+class LowAttentionCount(OfWeights):
     """Queries that gave a slot less than 1 / (keys that query saw)."""
 
     @property

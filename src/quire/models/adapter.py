@@ -23,7 +23,7 @@ from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.observing import Observing
 from quire.models.packing import pack_linears
-from quire.models.rope import RopeRegimes
+from quire.models.rope import RopeVariants
 from quire.models.rotations import Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
@@ -60,7 +60,7 @@ class TransformersDecoder:
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
         self._spec = ModelSpec.from_config(model.config.to_dict())
-        self._rope = RopeRegimes(model)
+        self._rope = RopeVariants(model)
         self._bridge = install(model)
         pack_linears(model, () if weights is None else weights.modules)
         widen_linears(model)
@@ -91,21 +91,21 @@ class TransformersDecoder:
         return self._device
 
     @property
-    def num_rope_regimes(self) -> int:
+    def num_rope_variants(self) -> int:
         """1, or 2 for long-RoPE models."""
         return self._rope.count
 
-    def rope_regime(self, final_tokens: int) -> int:
-        """See `Decoder.rope_regime`."""
-        return self._rope.regime(final_tokens)
+    def rope_variant(self, final_tokens: int) -> int:
+        """See `Decoder.rope_variant`."""
+        return self._rope.variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
-    def prepare_unrotated(self) -> str | None:
-        """See `Decoder.prepare_unrotated`."""
-        return self._observing.prepare_unrotated()
+    def prepare_pre_rope(self) -> str | None:
+        """See `Decoder.prepare_pre_rope`."""
+        return self._observing.prepare_pre_rope()
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
         """See `FixedShapes.prepare_fixed_shapes`."""
@@ -136,11 +136,11 @@ class TransformersDecoder:
         inputs: Float[Tensor, "token hidden"],
         positions: Int[Tensor, " token"],
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> KeysAndValues:
-        """See `Recomputation.keys_and_values`; after `prepare_recomputation`."""
+        """See `LayerKV.keys_and_values`; after `prepare_recomputation`."""
         made = self._observing.recomputation
-        with self._frequencies(rope_regime), torch.inference_mode():
+        with self._frequencies(rope_variant), torch.inference_mode():
             return made.keys_and_values(layer, inputs, positions)
 
     def first_layer(
@@ -148,22 +148,22 @@ class TransformersDecoder:
         token_ids: Int[Tensor, " token"],
         positions: Int[Tensor, " token"],
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> KeysAndValues:
-        """See `Recomputation.first_layer`; after `prepare_recomputation`."""
+        """See `LayerKV.first_layer`; after `prepare_recomputation`."""
         made = self._observing.recomputation
-        with self._frequencies(rope_regime), torch.inference_mode():
+        with self._frequencies(rope_variant), torch.inference_mode():
             return made.first_layer(token_ids, positions)
 
-    def rotations(self, rope_regime: int = 0) -> Rotations | None:
+    def rotations(self, rope_variant: int = 0) -> Rotations | None:
         """See `Decoder.rotations`."""
-        return self._observing.rotations(lambda: self._frequencies(rope_regime))
+        return self._observing.rotations(lambda: self._frequencies(rope_variant))
 
     @contextmanager
-    def _frequencies(self, rope_regime: int) -> Iterator[None]:
+    def _frequencies(self, rope_variant: int) -> Iterator[None]:
         """Outside of a forward: these frequencies, and nobody else's."""
         with self._forward_lock:
-            self._rope.select(rope_regime)
+            self._rope.select(rope_variant)
             yield
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
@@ -179,17 +179,17 @@ class TransformersDecoder:
         sample_rows: Int[Tensor, " num_samples"],
         attention: PagedAttention,
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder.forward`."""
         batch = Batch(token_ids, positions, sample_rows, attention)
         with self._forward_lock:
-            self._rope.select(rope_regime)
+            self._rope.select(rope_variant)
             with self._bridge.attending(attention):
                 return self._logits(batch)
 
     def forward_together(
-        self, batches: Sequence[Batch], *, rope_regime: int = 0
+        self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
         """See `LayerByLayer`."""
         assert self._weights is not None, "without weights that are brought nothing is shared"
@@ -198,7 +198,7 @@ class TransformersDecoder:
             self._bridge.switch(batches[number].attention)
 
         with self._forward_lock, self._weights.shared_by(len(batches)):
-            self._rope.select(rope_regime)
+            self._rope.select(rope_variant)
             with self._bridge.attending(None):
                 return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
 

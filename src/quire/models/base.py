@@ -103,7 +103,7 @@ class Decoder(Protocol):
         spec: the model's shape, from its config.
         dtype: type of the weights, and of the keys and values given to attention.
         device: where the weights are, and where the arguments of `forward` must be.
-        num_rope_regimes: 1 for most models; 2 where the rotary frequencies depend on how long the
+        num_rope_variants: 1 for most models; 2 where the rotary frequencies depend on how long the
             whole request will be (0 short, 1 long).
     """
 
@@ -117,9 +117,9 @@ class Decoder(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def num_rope_regimes(self) -> int: ...
+    def num_rope_variants(self) -> int: ...
 
-    def rope_regime(self, final_tokens: int) -> int:
+    def rope_variant(self, final_tokens: int) -> int:
         """Say which frequencies a request needs, for all of its life.
 
         Args:
@@ -138,7 +138,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def prepare_unrotated(self) -> str | None:
+    def prepare_pre_rope(self) -> str | None:
         """Get ready to give attention queries and keys before RoPE, and what turns them.
 
         From then on a forward whose positions are all 0 gives them: there nothing turns. Each
@@ -149,7 +149,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def rotations(self, rope_regime: int = 0) -> MeanRotations | None:
+    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
         """Mean rotations of queries; None where layers rotate in a way that nobody can tell."""
         ...
 
@@ -160,7 +160,7 @@ class Decoder(Protocol):
         sample_rows: Int[Tensor, " num_samples"],
         attention: PagedAttention,
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """Run all layers on a flat batch, and the head on the rows that will be sampled.
 
@@ -169,7 +169,7 @@ class Decoder(Protocol):
             positions: int64, logical position of each token in its own sequence, from 0.
             sample_rows: int64, rows of the batch whose logits are wanted; may be empty.
             attention: answers each layer's attention for exactly this batch.
-            rope_regime: regime of every request in this batch.
+            rope_variant: regime of every request in this batch.
 
         Returns:
             Logits in the model's dtype or float32, one row for each of sample_rows, in their order.
@@ -195,13 +195,13 @@ class LayerByLayer(Decoder, Protocol):
     """A decoder that runs several batches through a layer before the next one."""
 
     def forward_together(
-        self, batches: Sequence[Batch], *, rope_regime: int = 0
+        self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
         """Run batches, each as `Decoder.forward` would, layer by layer.
 
         Args:
             batches: of different sequences, at most `MOST_BATCHES`.
-            rope_regime: of all of them.
+            rope_variant: of all of them.
 
         Returns:
             The logits of each.

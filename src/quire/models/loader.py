@@ -31,7 +31,7 @@ from quire.models.verify import compare_with_transformers
 from quire.models.weights import read_model, weight_bytes
 from quire.offload.weights.place import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
-from quire.plan.offload.resident import WeightsPlace
+from quire.plan.offload.resident import WeightsPlacement
 from quire.plan.sizes import parse_size
 
 ALL_WEIGHTS = "all"
@@ -62,7 +62,7 @@ class LoadedModel:
     weight_bytes: int
     folder: Path | None = None
     weights: WeightStream | None = None
-    place: WeightsPlace | None = None
+    place: WeightsPlacement | None = None
 
 
 @held_warnings()
@@ -184,12 +184,12 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
         )
 
 
-def _budget(asked: int | str) -> int:
+def _budget(requested: int | str) -> int:
     try:
-        return parse_size(asked)
+        return parse_size(requested)
     except ConfigError as error:
         raise ConfigError(
-            f"weights memory of {asked!r}: expected bytes, a size such as 4GiB, or {ALL_WEIGHTS}"
+            f"weights memory of {requested!r}: expected bytes, a size such as 4GiB, or {ALL_WEIGHTS}"
         ) from error
 
 

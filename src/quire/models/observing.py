@@ -14,7 +14,7 @@ from quire.models.bridge import Bridge
 from quire.models.rotary import Rotary
 from quire.models.rotations import Probe, Rotations, find_rotaries
 from quire.models.shift import watch_shift
-from quire.offload.recompute.recompute import Recomputation, watch_inputs
+from quire.offload.recompute.recompute import LayerKV, watch_inputs
 
 
 class Observing:
@@ -32,7 +32,7 @@ class Observing:
     ) -> None:
         self._model, self._bridge, self._spec, self._probe = model, bridge, spec, probe
         self._inputs: list[RemovableHandle] = []
-        self._recomputation: Recomputation | None = None
+        self._recomputation: LayerKV | None = None
 
     def prepare(self, statistic: Statistic) -> str | None:
         """See `Decoder.prepare`."""
@@ -45,8 +45,8 @@ class Observing:
             )
         return None
 
-    def prepare_unrotated(self) -> str | None:
-        """See `Decoder.prepare_unrotated`."""
+    def prepare_pre_rope(self) -> str | None:
+        """See `Decoder.prepare_pre_rope`."""
         if self._spec.learned_positions:
             return (
                 f"{self._name} adds learned positions to its embeddings; there is no RoPE to undo"
@@ -68,13 +68,13 @@ class Observing:
             )
         if self._recomputation is None:
             with torch.inference_mode():
-                self._recomputation = Recomputation(
+                self._recomputation = LayerKV(
                     self._model, self._bridge, self._rotaries, self._probe
                 )
         return None
 
     @property
-    def recomputation(self) -> Recomputation:
+    def recomputation(self) -> LayerKV:
         """Makes keys and values again."""
         assert self._recomputation is not None, "prepared before"
         return self._recomputation

@@ -28,11 +28,11 @@ class _RotaryModule:
     module: nn.Module
     prefix: str  # of its attributes: one set of frequencies for each kind of layer
     layer_type: str | None
-    regimes: tuple[_Frequencies, ...]  # short, long
+    variants: tuple[_Frequencies, ...]  # short, long
     found: _Frequencies
 
-    def select(self, regime: int) -> None:
-        self._set(self.regimes[regime], "default")
+    def select(self, variant: int) -> None:
+        self._set(self.variants[variant], "default")
 
     def release(self) -> None:
         self._set(self.found, LONGROPE)
@@ -47,7 +47,7 @@ class _RotaryModule:
             module.rope_type = {**module.rope_type, self.layer_type: rope_type}
 
 
-class RopeRegimes:
+class RopeVariants:
     """The frequencies a model has to choose from, and the choice in force.
 
     Building it freezes the model's rotary modules: they no longer look at positions to choose their
@@ -77,23 +77,23 @@ class RopeRegimes:
         """1, or 2 where short and long requests have different frequencies."""
         return 1 if self._short_tokens is None else 2
 
-    def regime(self, final_tokens: int) -> int:
+    def variant(self, final_tokens: int) -> int:
         """0 (short) up to the length the model was first trained for, 1 (long) beyond."""
         return int(self._short_tokens is not None and final_tokens > self._short_tokens)
 
-    def select(self, regime: int) -> None:
+    def select(self, variant: int) -> None:
         """Use these frequencies from now on.
 
         Raises:
             InvariantError: there is no such regime.
         """
-        if not 0 <= regime < self.count:
-            raise InvariantError(f"expected a RoPE regime below {self.count}, got {regime}")
-        if regime == self._current:
+        if not 0 <= variant < self.count:
+            raise InvariantError(f"expected a RoPE regime below {self.count}, got {variant}")
+        if variant == self._current:
             return
         for rotary in self._rotary:
-            rotary.select(regime)
-        self._current = regime
+            rotary.select(variant)
+        self._current = variant
 
     def release(self) -> None:
         """Let the modules choose for themselves, as they were found, until the next `select`."""
@@ -111,14 +111,14 @@ class RopeRegimes:
             )
         self._short_tokens = short_tokens
         prefix = "" if layer_type is None else f"{layer_type}_"
-        regimes = tuple(
+        variants = tuple(
             _longrope(module, prefix, layer_type, tokens)
             for tokens in (short_tokens, short_tokens + 1)
         )
         found = _Frequencies(
             getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
         )
-        self._rotary.append(_RotaryModule(module, prefix, layer_type, regimes, found))
+        self._rotary.append(_RotaryModule(module, prefix, layer_type, variants, found))
 
 
 def refuse_dynamic(rope_type: str) -> None:

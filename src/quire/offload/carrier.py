@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], None]
 
 
-class TierCarrier:
+class TierTransferWorker:
     """Does one thing after another, beside whoever asks.
 
     Work that raises is logged and counts as done; nobody waits for what it would have said.

@@ -7,7 +7,7 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.store import PageStore
 from quire.layout.pages import CacheLayout
 from quire.models.device_memory import free_device_bytes
-from quire.offload.kv.staging import can_have_front
+from quire.offload.kv.staging import can_be_offloaded
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
 from quire.plan.sizes import parse_size
@@ -19,15 +19,15 @@ def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     Raises:
         ConfigError: more than is free, or too little for any sequence.
     """
-    asked_bytes = parse_size(config.host_memory)
-    refuse_too_small(asked_bytes, layout)
+    requested_bytes = parse_size(config.host_memory)
+    refuse_too_small(requested_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
-    if asked_bytes > free_bytes:
+    if requested_bytes > free_bytes:
         raise ConfigError(
-            f"a host pool of {asked_bytes:,} B is more than the {free_bytes:,} B that are free on "
+            f"a host pool of {requested_bytes:,} B is more than the {free_bytes:,} B that are free on "
             "this machine or in its container; lower --host-kv-memory"
         )
-    return asked_bytes
+    return requested_bytes
 
 
 def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
@@ -38,8 +38,8 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             a part of what is not there at all.
         UnsoundCombination: a store whose lanes lie in one piece.
     """
-    asked_bytes = parse_size(config.stream_memory)
-    if not asked_bytes:
+    requested_bytes = parse_size(config.stream_memory)
+    if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
     if config.store != "paged":
@@ -47,26 +47,26 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             f"store {config.store!r} keeps a lane's pages in a row, of which the first cannot be "
             "elsewhere; use --kv-store paged or leave out --stream-kv-memory"
         )
-    if not any(map(can_have_front, layout.groups)):
+    if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
             "--stream-kv-memory keeps two layers of what it moves in the KV memory, and this model "
             "has no more than two that look back at all tokens; leave it out"
         )
     free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.host_memory)
-    if asked_bytes > free_bytes:
+    if requested_bytes > free_bytes:
         raise ConfigError(
-            f"{asked_bytes:,} B for sequences that run are more than the {max(0, free_bytes):,} B "
+            f"{requested_bytes:,} B for sequences that run are more than the {max(0, free_bytes):,} B "
             "that are free beside the host pool; lower --stream-kv-memory"
         )
-    return asked_bytes
+    return requested_bytes
 
 
 def _refuse_parts_of_nothing(config: KVConfig) -> None:
-    asked = {
-        "--stream-recompute": config.recompute_part,
-        "--stream-host-attention": config.host_attention_part,
+    requested = {
+        "--stream-recompute": config.recompute_fraction,
+        "--stream-host-attention": config.cpu_attention_fraction,
     }
-    for flag, part in asked.items():
+    for flag, part in requested.items():
         if part:
             raise ConfigError(
                 f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "

@@ -101,7 +101,7 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
 
 def _chunks(spec: EvictionSpec, prompt_tokens: int) -> Iterator[int]:
-    first = min(prompt_tokens, spec.least_cap) if spec.reads_in_blocks else prompt_tokens
+    first = min(prompt_tokens, spec.least_cap) if spec.prefills_in_blocks else prompt_tokens
     yield first
     for start in range(first, prompt_tokens, spec.every):
         yield min(spec.every, prompt_tokens - start)
@@ -136,11 +136,11 @@ def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSec
             decode_s += decode_step_seconds(rates, step, rows)
             new_tokens += rows
         else:
-            prefill_s += reading_step_seconds(rates, step, rows)
+            prefill_s += prefill_step_seconds(rates, step, rows)
     return RunSeconds(prefill_s=prefill_s, decode_s=decode_s, new_tokens=new_tokens)
 
 
-def reading_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
+def prefill_step_seconds(rates: StepRates, step: RowStep, rows: int) -> float:
     """Seconds of a step that reads prompts, an eviction before it counted in."""
     of: PrefillRates = rates.blocks if step.before else rates.whole
     return of.call_s + rows * (of.token_s * step.new + of.square_s * step.squares)

@@ -45,7 +45,7 @@ class Average(SinksAndRecent):
         return (AttentionSum(self.heads),)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.remembered(self.statistics[0]) / view.looks
+        return view.remembered(self.statistics[0]) / view.queries_seen
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]

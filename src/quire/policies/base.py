@@ -45,7 +45,7 @@ class EvictionPolicy(ABC):
     """What it costs beside reading the cache, in a few words: for `quire policies`."""
 
     @property
-    def grain(self) -> str:
+    def granularity(self) -> str:
         """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
         return LANE
 
@@ -55,7 +55,7 @@ class EvictionPolicy(ABC):
         return ()
 
     @property
-    def renumbers(self) -> bool:
+    def rerotates_keys(self) -> bool:
         """Whether what stays gets new rotary positions, without holes: keys are stored before RoPE.
 
         All rules of an engine do, or none.
@@ -77,7 +77,7 @@ class EvictionPolicy(ABC):
         """Whether it knows pages or chunks only, and no single tokens."""
         return False
 
-    def least_kept(self, piece_tokens: int = 1) -> int:
+    def least_retained(self, piece_tokens: int = 1) -> int:
         """The same where neighbouring tokens stay or go together."""
         # pieces that hold a protected slot stay whole, at both ends
         return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
@@ -161,7 +161,7 @@ class ScorePolicy(EvictionPolicy):
         piece_tokens: int = 1,
     ) -> Bool[Tensor, "lane slot"]:
         """Turn scores into a kept set, as the grain says; for rules around rules."""
-        if self.grain == LAYER:
+        if self.granularity == LAYER:
             score = _mean_over_heads(score, view)
         if piece_tokens > 1:
             return choose_pieces(score, view.live, protected, keep, piece_tokens)

@@ -53,7 +53,7 @@ class Crushed(ScorePolicy):
             )
 
     @property
-    def grain(self) -> str:
+    def granularity(self) -> str:
         return LAYER
 
     @property
@@ -61,8 +61,8 @@ class Crushed(ScorePolicy):
         return False  # one set a layer: nothing to wrap once more
 
     @property
-    def renumbers(self) -> bool:
-        return self.base.renumbers
+    def rerotates_keys(self) -> bool:
+        return self.base.rerotates_keys
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -70,7 +70,7 @@ class Crushed(ScorePolicy):
 
     @property
     def least_cap(self) -> int:
-        return self.least_kept()
+        return self.least_retained()
 
     @abstractmethod
     def least_free(self, piece_tokens: int) -> int:
@@ -86,16 +86,16 @@ class Crushed(ScorePolicy):
         """
 
     @abstractmethod
-    def represent(self, asked: "Asked", grouped: Marks, count: NDArray[np.int64]) -> Marks:
+    def represent(self, requested: "Asked", grouped: Marks, count: NDArray[np.int64]) -> Marks:
         """Choose `count` of the grouped units of each layer, or all where there are no more.
 
         Args:
-            asked: what the base rule says.
+            requested: what the base rule says.
             grouped: [layer, unit] those that are not important.
             count: [layer].
         """
 
-    def least_kept(self, piece_tokens: int = 1) -> int:
+    def least_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.least_free(piece_tokens)
         keep = self.base.least_cap - 1 + free
@@ -131,16 +131,16 @@ class Crushed(ScorePolicy):
         protected = base.checked_protected(layers, keep, piece_tokens)
         return Asked(base, view, layers, heads, score, protected, keep, piece_tokens)
 
-    def stays(self, asked: "Asked") -> Bool[Tensor, "lane slot"]:
+    def stays(self, requested: "Asked") -> Bool[Tensor, "lane slot"]:
         """What is important, and what stands for the rest."""
-        units = asked.units
-        sums = units.sums(asked.mean_score)
+        units = requested.units
+        sums = units.sums(requested.mean_score)
         count = self.num_representatives(units, sums)
         stays = units.best(sums, units.room - count)
         if count.any():
-            stays |= self.represent(asked, units.free & ~stays, count)
-        kept = units.spread(stays, asked.view.heads_per_layer)
-        return kept.to(asked.score.device)
+            stays |= self.represent(requested, units.free & ~stays, count)
+        kept = units.spread(stays, requested.view.heads_per_layer)
+        return kept.to(requested.score.device)
 
     @property
     def _base(self) -> ScorePolicy:

@@ -202,7 +202,7 @@ class EvictionRule:
             num_layers=lanes.num_layers,
             heads=lanes.heads,
             prompt_tokens=prompt_tokens,
-            least=self.policy.least_kept(pieces) + leaving,
+            least=self.policy.least_retained(pieces) + leaving,
             piece_tokens=pieces,
         )
 
@@ -221,7 +221,7 @@ class EvictionRule:
             return default_every(self.cap.tokens)
         return MOST_DEFAULT_EVERY if self.every is None else self.every
 
-    def settle(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
+    def finalize(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
         """Divide the cap of a request whose whole prompt is in the cache.
 
         Raises:
@@ -232,7 +232,7 @@ class EvictionRule:
         assert isinstance(self.policy, ScorePolicy), "checked when the rule was made"
         spec, pieces = eviction.spec, eviction.piece_tokens
         shape = self._shape(eviction.spec.cap, spec.leaving, view.prompt_tokens, lanes, pieces)
-        caps = self.budget.settle(view, self.policy, shape)
+        caps = self.budget.finalize(view, self.policy, shape)
         return replace(eviction, spec=replace(eviction.spec, lane_caps=caps))
 
 

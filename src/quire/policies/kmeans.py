@@ -55,8 +55,8 @@ class KMeans(CrushedShare):
         if self.on not in FEATURES:
             raise UnknownName("kind of features (on)", self.on, FEATURES)
 
-    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        features, chosen = self._features(asked, grouped), np.zeros_like(grouped)
+    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        features, chosen = self._features(requested, grouped), np.zeros_like(grouped)
         for layer, wanted in enumerate(count.tolist()):
             units = np.flatnonzero(grouped[layer])
             own = features[layer].T[units].astype(np.float64)
@@ -64,12 +64,12 @@ class KMeans(CrushedShare):
             chosen[layer, units[near]] = True
         return chosen
 
-    def _features(self, asked: Asked, grouped: Marks) -> NDArray[Any]:
+    def _features(self, requested: Asked, grouped: Marks) -> NDArray[Any]:
         """[layer, feature, unit]."""
         if self.on == SIGNATURES:
-            return asked.signatures(grouped).bits
-        keys = asked.view.by_layer(asked.view.keys.transpose(1, 2)).flatten(1, 2)
-        return asked.units.side_by_side(on_host(keys[:, :, asked.units.columns]))
+            return requested.signatures(grouped).bits
+        keys = requested.view.by_layer(requested.view.keys.transpose(1, 2)).flatten(1, 2)
+        return requested.units.side_by_side(on_host(keys[:, :, requested.units.columns]))
 
 
 def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> NDArray[np.int64]:

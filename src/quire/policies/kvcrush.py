@@ -108,20 +108,20 @@ class KVCrush(CrushedShare):
         return self.signatures == KEPT
 
     def ask(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int) -> Asked:
-        asked = CrushedShare.ask(self, view, keep, piece_tokens)
-        return replace(asked, known=stored_bits(view)) if self.takes_notes else asked
+        requested = CrushedShare.ask(self, view, keep, piece_tokens)
+        return replace(requested, known=stored_bits(view)) if self.takes_notes else requested
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        asked = self.ask(view, keep, piece_tokens)
-        stays = self.stays(asked)
+        requested = self.ask(view, keep, piece_tokens)
+        stays = self.stays(requested)
         if not self.takes_notes:
             return Decision(stays)
-        return Decision(stays, notes_of(view, asked.all_bits, asked.may_leave))
+        return Decision(stays, notes_of(view, requested.all_bits, requested.may_leave))
 
-    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        signatures = asked.signatures(grouped)
+    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        signatures = requested.signatures(grouped)
         distance, which = nearest_anchor(signatures, self.anchor, self.anchors, self.seed)
-        seeds = (self.seed, asked.numbers) if self.pick == RANDOM else None
+        seeds = (self.seed, requested.numbers) if self.pick == RANDOM else None
         counts = of_each_anchor(which, grouped, count, self.anchors)
         chosen = np.zeros_like(grouped)
         for number in range(self.anchors):

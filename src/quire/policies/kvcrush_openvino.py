@@ -77,21 +77,21 @@ class KVCrushOpenVINO(Crushed):
         del sums
         return np.minimum(units.room, self.blocks)
 
-    def represent(self, asked: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
-        units = asked.units
-        bits = units.side_by_side(_better_half(asked)[:, None])
+    def represent(self, requested: Asked, grouped: Marks, count: NDArray[np.int64]) -> Marks:
+        units = requested.units
+        bits = units.side_by_side(_better_half(requested)[:, None])
         # the anchor is what most of all pages that may leave say
         distance, _ = nearest_anchor(
-            Signatures(bits, units.free, asked.numbers), self.anchor, 1, self.seed
+            Signatures(bits, units.free, requested.numbers), self.anchor, 1, self.seed
         )
         return _evenly_spaced(distance, grouped, count)
 
 
-def _better_half(asked: Asked) -> Marks:
+def _better_half(requested: Asked) -> Marks:
     """[layer, column] the better half of what may leave, by the accumulated attention."""
-    units = asked.units
+    units = requested.units
     may = units.slots(units.free)
-    return best_of(asked.mean_accumulated, may, count_of(may) // 2)
+    return best_of(requested.mean_accumulated, may, count_of(may) // 2)
 
 
 def _evenly_spaced(distance: NDArray[np.int64], grouped: Marks, count: NDArray[np.int64]) -> Marks:

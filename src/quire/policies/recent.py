@@ -36,7 +36,7 @@ class Recent(ScorePolicy):
         return False
 
     @property
-    def grain(self) -> str:
+    def granularity(self) -> str:
         return LAYER
 
     @property

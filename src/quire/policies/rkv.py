@@ -85,13 +85,13 @@ class RKV(ScorePolicy):
     def _importance(
         self, view: KVView, keys: Float[Tensor, "lane slot head_dim"]
     ) -> Float[Tensor, "lane slot"]:
-        queries, asked = recorded(view, self._ring)
+        queries, requested = recorded(view, self._ring)
         lanes, group, window, _ = queries.shape
         before: Bool[Tensor, "lane 1 slot"] = ~view.newest(self.window)[:, None]
-        seen = visible(view, asked) & before
+        seen = visible(view, requested) & before
         sums = torch.zeros(keys.shape[:2], device=keys.device)
         for part in slices(lanes, group * window * keys.shape[1]):
             logits = queries[part] @ keys[part, None].transpose(2, 3) * view.scale
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
-        mean = sums / (asked >= 0).sum(dim=1, keepdim=True)
+        mean = sums / (requested >= 0).sum(dim=1, keepdim=True)
         return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]

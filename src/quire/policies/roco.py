@@ -47,7 +47,7 @@ class RoCo(SinksAndRecent):
         return AttentionSum(self.heads), SquareSum(self.heads)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.remembered(self.statistics[0]) / view.looks
+        return view.remembered(self.statistics[0]) / view.queries_seen
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]
@@ -78,5 +78,5 @@ class RoCo(SinksAndRecent):
 
     def _std(self, view: KVView) -> Float[Tensor, "lane slot"]:
         sums, squares = (view.remembered(statistic) for statistic in self.statistics)
-        mean = sums / view.looks
-        return (squares / view.looks - mean.square()).clamp_min(0).sqrt()
+        mean = sums / view.queries_seen
+        return (squares / view.queries_seen - mean.square()).clamp_min(0).sqrt()

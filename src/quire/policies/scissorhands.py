@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.layout.statistics import MEAN, LowLooks, Statistic
+from quire.layout.statistics import MEAN, LowAttentionCount, Statistic
 from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
@@ -45,11 +45,11 @@ class Scissorhands(SinksAndRecent):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        return (LowLooks(self.heads),)
+        return (LowAttentionCount(self.heads),)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         low = view.remembered(self.statistics[0])
-        return -low / view.looks if self.share else -low
+        return -low / view.queries_seen if self.share else -low
 
     def accumulated(
         self, view: KVView, score: Float[Tensor, "lane slot"]

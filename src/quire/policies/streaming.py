@@ -33,5 +33,5 @@ class Streaming(Sinks):
     cost = "keys are turned at each look; portable attention"
 
     @property
-    def renumbers(self) -> bool:
+    def rerotates_keys(self) -> bool:
         return True

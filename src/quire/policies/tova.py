@@ -31,17 +31,17 @@ class TOVA(SinksAndRecent):
     Attributes:
         sinks: tokens at the start of the sequence that never leave.
         recent: so many of the newest cached tokens do not leave.
-        grain: layer, or lane for a set of each KV head's own.
+        granularity: layer, or lane for a set of each KV head's own.
     """
 
     cost = "one row of attention at an eviction"
 
-    grain: str = LAYER
+    granularity: str = LAYER
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        if self.grain not in (LANE, LAYER):
-            raise UnknownName("grain of a kept set", self.grain, (LANE, LAYER))
+        if self.granularity not in (LANE, LAYER):
+            raise UnknownName("grain of a kept set", self.granularity, (LANE, LAYER))
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -74,7 +74,7 @@ UNSOUND: tuple[Unsound, ...] = (
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
         other="a rule with one set a layer (recent, sinks, random, tova, kvcrush and its forms)",
-        meets=lambda parts: parts.budget.by_head and parts.policy.grain == LAYER,
+        meets=lambda parts: parts.budget.by_head and parts.policy.granularity == LAYER,
         reason="{budget} divides a layer over its heads, and this rule keeps one set for all heads "
         "of a layer",
         instead="a rule whose heads choose for themselves, such as h2o",
@@ -82,7 +82,7 @@ UNSOUND: tuple[Unsound, ...] = (
     Unsound(
         one="a rule that numbers anew what stays (streaming)",
         other="a rule or a budget that remembers queries (lazy, fastgen)",
-        meets=lambda parts: parts.policy.renumbers and parts.remembers_queries,
+        meets=lambda parts: parts.policy.rerotates_keys and parts.remembers_queries,
         reason="queries are remembered at the positions they had, and keys are numbered anew",
         instead="sinks, which keeps the same tokens at the positions they had",
     ),

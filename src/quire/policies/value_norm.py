@@ -55,16 +55,16 @@ class ValueNorm(ScorePolicy):
         check_at_least(0, power=self.power, epsilon=self.epsilon)
 
     @property
-    def grain(self) -> str:
-        return self.base.grain
+    def granularity(self) -> str:
+        return self.base.granularity
 
     @property
     def scores_heads(self) -> bool:
         return self._base.scores_heads
 
     @property
-    def renumbers(self) -> bool:
-        return self.base.renumbers
+    def rerotates_keys(self) -> bool:
+        return self.base.rerotates_keys
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

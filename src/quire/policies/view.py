@@ -102,7 +102,7 @@ class KVView:
         return self.positions >= 0
 
     @property
-    def looks(self) -> Int[Tensor, "lane slot"]:
+    def queries_seen(self) -> Int[Tensor, "lane slot"]:
         """Queries that have seen each slot, its own among them: at least 1."""
         return torch.where(self.live, self.next_position - self.positions, 1)
 

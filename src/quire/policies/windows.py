@@ -24,21 +24,21 @@ def recorded(
         PolicyError: a lane has none at all.
     """
     record = view.remembered(ring)
-    asked = record[:, :, -1].long() - 1
-    if bool((asked < 0).all(dim=1).any()):
+    requested = record[:, :, -1].long() - 1
+    if bool((requested < 0).all(dim=1).any()):
         raise PolicyError(
             f"no query was recorded in {ring.name}: a rule with a window cannot tell which tokens "
             "matter before one has been asked"
         )
     lanes, window, width = record.shape
     queries = record[:, :, :-1].view(lanes, window, (width - 1) // view.head_dim, view.head_dim)
-    return queries.transpose(1, 2), asked
+    return queries.transpose(1, 2), requested
 
 
-def visible(view: KVView, asked: Int[Tensor, "lane query"]) -> Bool[Tensor, "lane query slot"]:
+def visible(view: KVView, requested: Int[Tensor, "lane query"]) -> Bool[Tensor, "lane query slot"]:
     """Which slots each query may look at: cached, and not newer than it."""
-    known = view.positions[:, None, :] <= asked[:, :, None]
-    return known & view.live[:, None, :] & (asked >= 0)[:, :, None]
+    known = view.positions[:, None, :] <= requested[:, :, None]
+    return known & view.live[:, None, :] & (requested >= 0)[:, :, None]
 
 
 def softmax_over(
@@ -55,8 +55,8 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
     Raises:
         PolicyError: no query was recorded.
     """
-    queries, asked = recorded(view, ring)
-    keys, seen = view.keys, visible(view, asked)
+    queries, requested = recorded(view, ring)
+    keys, seen = view.keys, visible(view, requested)
     lanes, group, window, _ = queries.shape
     sums = torch.zeros(lanes, group, keys.shape[1], device=keys.device)
     for part in slices(lanes, group * window * keys.shape[1]):

@@ -9,7 +9,7 @@ import numpy as np
 from quire.api.llm import LLM
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
-from quire.sampling.outputs import Answer
+from quire.sampling.outputs import RequestOutput
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -147,7 +147,7 @@ def _round(
     )
 
 
-def _refuse_failed(answers: Sequence[Answer]) -> None:
+def _refuse_failed(answers: Sequence[RequestOutput]) -> None:
     for answer in answers:
         if answer.error is not None:
             raise RequestError(answer.error)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.errors import EngineDead
-from quire.sampling.outputs import Answer, AnswerBuilder, Delta
+from quire.sampling.outputs import RequestOutput, OutputBuilder, OutputDelta
 
 
-class AnswerStream:
+class OutputStream:
     """The deltas of requests that were accepted together, in the order they are made.
 
     Iterate it in the loop that submitted; it ends when every request has given its last delta.
@@ -20,19 +20,19 @@ class AnswerStream:
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], on_cancel: "Callable[[AnswerStream], None]"
+        self, requests: Sequence[GenerationRequest], on_cancel: "Callable[[OutputStream], None]"
     ) -> None:
         self.requests = tuple(requests)
         self.request_ids: tuple[str, ...] = ()
         self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Delta | EngineDead] = asyncio.Queue()
+        self._items: asyncio.Queue[OutputDelta | EngineDead] = asyncio.Queue()
         self._num_open = 0
 
-    def __aiter__(self) -> "AnswerStream":
+    def __aiter__(self) -> "OutputStream":
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> OutputDelta:
         """The next delta of any of the requests.
 
         Raises:
@@ -47,17 +47,17 @@ class AnswerStream:
         self._num_open -= item.is_last
         return item
 
-    async def collect(self) -> list[Answer]:
+    async def collect(self) -> list[RequestOutput]:
         """Wait for all answers; they come in the order of the requests.
 
         Raises:
             EngineDead: the engine has stopped.
         """
         builders = {
-            request_id: AnswerBuilder(request_id, token_ids_of(request))
+            request_id: OutputBuilder(request_id, token_ids_of(request))
             for request_id, request in zip(self.request_ids, self.requests, strict=True)
         }
-        answers: dict[str, Answer] = {}
+        answers: dict[str, RequestOutput] = {}
         async for delta in self:
             answer = builders[delta.request_id].add(delta)
             if answer is not None:
@@ -76,7 +76,7 @@ class AnswerStream:
         self.request_ids = tuple(request_ids)
         self._num_open = len(self.request_ids)
 
-    def put(self, item: Delta | EngineDead) -> bool:
+    def put(self, item: OutputDelta | EngineDead) -> bool:
         """Hand an item to the loop; False when that loop is gone, and its readers with it."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)

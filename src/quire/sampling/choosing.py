@@ -8,14 +8,14 @@ from torch import Tensor
 
 from quire.engine.runner import StepLogits
 from quire.errors import RequestError
-from quire.sampling.outputs import Delta
-from quire.sampling.replies import Replies
+from quire.sampling.outputs import OutputDelta
+from quire.sampling.replies import OutputProcessor
 from quire.sampling.sampler import Sampler, prompt_logprobs
 from quire.sampling.searching import Branch, advance_beams
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
 
 
-class Choosing:
+class SamplingStep:
     """Turns logits into deltas.
 
     Args:
@@ -29,7 +29,7 @@ class Choosing:
     """
 
     def __init__(
-        self, sampler: Sampler, replies: Replies, branch: Branch, clock: Callable[[], float]
+        self, sampler: Sampler, replies: OutputProcessor, branch: Branch, clock: Callable[[], float]
     ) -> None:
         self.sampler = sampler
         self._replies, self._branch, self._clock = replies, branch, clock
@@ -40,7 +40,7 @@ class Choosing:
         results: Sequence[StepLogits],
         requests: Sequence[Request],
         copies: Sequence[PlannedFork],
-    ) -> Iterator[Delta]:
+    ) -> Iterator[OutputDelta]:
         """Give what a step adds to the answers, as it is found out.
 
         Args:
@@ -54,11 +54,11 @@ class Choosing:
         yield from self._end_without_tokens([*requests, *(planned.child for planned in copies)])
         yield from self._search_on([result for result in ready if _is_beam(result.request)])
 
-    def fail(self, request: Request, error: str) -> list[Delta]:
+    def fail(self, request: Request, error: str) -> list[OutputDelta]:
         """End a sequence with an error."""
         return self._replies.end(request, "error", self._clock(), error)
 
-    def _score_prompts(self, results: Iterable[StepLogits]) -> Iterator[Delta]:
+    def _score_prompts(self, results: Iterable[StepLogits]) -> Iterator[OutputDelta]:
         for result in results:
             request, num_top = result.request, result.request.params.prompt_logprobs
             first = result.first_position + 1  # the row of token i scores token i + 1
@@ -77,7 +77,7 @@ class Choosing:
                 continue
             self._replies.add_scores(request, first, scored)
 
-    def _sample(self, ready: list[StepLogits]) -> Iterator[Delta]:
+    def _sample(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         if not ready:
             return
         tokens = self.sampler.sample(_last_rows(ready), [result.request for result in ready])
@@ -86,14 +86,14 @@ class Choosing:
             self.num_generated_tokens += token.error is None
             yield from self._replies.add_token(result.request, token, now_s)
 
-    def _search_on(self, ready: list[StepLogits]) -> Iterator[Delta]:
+    def _search_on(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         """Last of all: where beams find no pages to branch, others may be preempted."""
         groups = {id(r.request.group): r.request.group for r in ready}
         for group in groups.values():
             if group is not None and all(map(_is_ready, group.members)):  # else one has failed
                 yield from self._search(group, [r for r in ready if r.request.group is group])
 
-    def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[Delta]:
+    def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[OutputDelta]:
         by_member = {id(result.request): result for result in results}
         rows = [by_member[id(member)] for member in group.members]
         first, search = group.members[0], self._replies.search_of(group.members[0])
@@ -106,7 +106,7 @@ class Choosing:
         if search.is_done:
             yield from self._replies.end_search(first, self._clock())
 
-    def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[Delta]:
+    def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
         """Requests that only wanted their prompt scored."""
         for request in requests:
             running = request.state is RequestState.RUNNING

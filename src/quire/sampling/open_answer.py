@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-from quire.sampling.outputs import Delta, FinishReason
+from quire.sampling.outputs import OutputDelta, FinishReason
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.request import Request
 
 
-class OpenAnswer:
+class SequenceOutput:
     """What the engine keeps of a request besides its KV.
 
     Args:
         request: whose answer this is.
-        reply_id: what its submission is called.
+        submission_id: what its submission is called.
         index: which of the answers to its prompt.
         text: follows the answer's tokens.
         release: frees what a request holds; called when the answer ends.
@@ -22,14 +22,14 @@ class OpenAnswer:
     def __init__(
         self,
         request: Request,
-        reply_id: str,
+        submission_id: str,
         index: int,
         text: OutputText,
         release: Callable[[Request], None],
     ) -> None:
         self.request = request
         self._index = index
-        self._reply_id = reply_id
+        self._submission_id = submission_id
         self._score: float | None = None if request.params.logprobs is None else 0.0
         self._text, self._release = text, release
         self._scores: list[ScoredToken | None] = [None]  # of the prompt; its first token has none
@@ -41,7 +41,7 @@ class OpenAnswer:
         """
         self._scores[first:] = scores
 
-    def add_token(self, token: SampledToken, now_s: float) -> Delta:
+    def add_token(self, token: SampledToken, now_s: float) -> OutputDelta:
         """Add a token that was chosen. The delta says whether it was the last one."""
         request = self.request
         if token.error is not None:
@@ -58,14 +58,14 @@ class OpenAnswer:
         }
         ending = self._text.ending
         if ending is None:
-            return Delta(request_id=self._reply_id, index=self._index, **parts)  # type: ignore[arg-type]
+            return OutputDelta(request_id=self._submission_id, index=self._index, **parts)  # type: ignore[arg-type]
         return self.end(ending.finish_reason, now_s, stop_reason=ending.stop_reason, **parts)
 
-    def abort(self, now_s: float) -> Delta:
+    def abort(self, now_s: float) -> OutputDelta:
         """The last delta of an answer ended from outside, with the text held back so far."""
         return self.end("abort", now_s, text=self._text.abort())
 
-    def end(self, reason: FinishReason, now_s: float, **parts: object) -> Delta:
+    def end(self, reason: FinishReason, now_s: float, **parts: object) -> OutputDelta:
         """Release the request and give the last delta.
 
         Args:
@@ -77,8 +77,8 @@ class OpenAnswer:
         self._release(request)
         request.finish_s = now_s
         wants_scores = request.params.prompt_logprobs is not None and not self._index
-        return Delta(
-            request_id=self._reply_id,
+        return OutputDelta(
+            request_id=self._submission_id,
             index=self._index,
             finish_reason=reason,
             score=self._score,

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 from quire.config.sampling_params import SamplingParams
 from quire.sampling.beam import BeamSearch
-from quire.sampling.open_answer import OpenAnswer
-from quire.sampling.outputs import Delta, FinishReason, Usage
+from quire.sampling.open_answer import SequenceOutput
+from quire.sampling.outputs import OutputDelta, FinishReason, Usage
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.searching import tokens_of
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.request import Request
 
 
-class OpenReply:
+class RequestOutputState:
     """Passes on what its answers give; where they are ranked, only the best, when all have ended.
 
     Args:
-        reply_id: what the submission is called.
+        submission_id: what the submission is called.
         params: as submitted.
         sequences: of the submission.
         open_text: makes what follows the text of an answer.
@@ -25,27 +25,27 @@ class OpenReply:
         search: where the sequences are the beams of one.
 
     Attributes:
-        reply_id: see above.
+        submission_id: see above.
         sequences: all of them, those that have ended included.
     """
 
     def __init__(
         self,
-        reply_id: str,
+        submission_id: str,
         params: SamplingParams,
         sequences: Sequence[Request],
         open_text: Callable[[Request], OutputText],
         release: Callable[[Request], None],
         search: BeamSearch | None = None,
     ) -> None:
-        self.reply_id, self.sequences = reply_id, tuple(sequences)
+        self.submission_id, self.sequences = submission_id, tuple(sequences)
         self._params = params
         self._answers = {
-            request.request_id: OpenAnswer(request, reply_id, index, open_text(request), release)
+            request.request_id: SequenceOutput(request, submission_id, index, open_text(request), release)
             for index, request in enumerate(sequences)
         }
         self._num_open = len(sequences)
-        self._held: dict[int, list[Delta]] = {}
+        self._held: dict[int, list[OutputDelta]] = {}
         self._search = search
 
     @property
@@ -59,20 +59,20 @@ class OpenReply:
         return self._num_open > 0
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
-        """Add scores of the prompt's tokens; see `OpenAnswer`."""
+        """Add scores of the prompt's tokens; see `SequenceOutput`."""
         self._answers[request.request_id].add_scores(first, scores)
 
-    def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[Delta]:
+    def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
         """Add a token to one of the answers; return what may be shown."""
         return self._pass(self._answers[request.request_id].add_token(token, now_s), now_s)
 
-    def abort(self, request: Request, now_s: float) -> list[Delta]:
+    def abort(self, request: Request, now_s: float) -> list[OutputDelta]:
         """Note that one of the answers was ended from outside."""
         return self._pass(self._answers[request.request_id].abort(now_s), now_s)
 
     def end(
         self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
-    ) -> list[Delta]:
+    ) -> list[OutputDelta]:
         """End one of the answers where it is; beams end together."""
         if self._search is None:
             answer = self._answers[request.request_id]
@@ -80,10 +80,10 @@ class OpenReply:
         ended = [answer.end(reason, now_s, error=error) for answer in self._answers.values()]
         return [delta for part in ended for delta in self._pass(part, now_s)]
 
-    def end_search(self, now_s: float) -> list[Delta]:
+    def end_search(self, now_s: float) -> list[OutputDelta]:
         """End the answers with the best sequences that the search has found."""
         assert self._search is not None
-        deltas: list[Delta] = []
+        deltas: list[OutputDelta] = []
         best = self._search.ended[: self._params.n]
         for answer in self._answers.values():
             answer.request.output_token_ids = []
@@ -95,14 +95,14 @@ class OpenReply:
         self._num_open = 0
         return self._numbered(deltas, now_s)
 
-    def _pass(self, delta: Delta, now_s: float) -> list[Delta]:
+    def _pass(self, delta: OutputDelta, now_s: float) -> list[OutputDelta]:
         self._num_open -= delta.finish_reason is not None
         if self._params.ranked:
             self._held.setdefault(delta.index, []).append(delta)
             return [] if self._num_open else self._ranked(now_s)
         return [delta if self._num_open else replace(delta, usage=_usage(self.sequences, now_s))]
 
-    def _ranked(self, now_s: float) -> list[Delta]:
+    def _ranked(self, now_s: float) -> list[OutputDelta]:
         """The n answers with the highest score, best first, each as one delta.
 
         The best one carries the scores of the prompt, which the first sequence has computed.
@@ -113,22 +113,22 @@ class OpenReply:
         ranked = [replace(best, prompt_logprobs=scores), *others]
         return self._numbered(ranked[: self._params.n], now_s)
 
-    def _numbered(self, answers: Sequence[Delta], now_s: float) -> list[Delta]:
-        asked = self._params.logprobs is not None
+    def _numbered(self, answers: Sequence[OutputDelta], now_s: float) -> list[OutputDelta]:
+        requested = self._params.logprobs is not None
         usage = _usage(self.sequences, now_s)
         last = len(answers) - 1
         return [
             replace(
                 answer,
                 index=index,
-                logprobs=answer.logprobs if asked else None,
+                logprobs=answer.logprobs if requested else None,
                 usage=usage if index == last else None,
             )
             for index, answer in enumerate(answers)
         ]
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
     scored = [token for delta in deltas for token in delta.logprobs or ()]
     return replace(
         deltas[-1],
@@ -138,7 +138,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def _rank(answer: Delta) -> tuple[bool, float, int]:
+def _rank(answer: OutputDelta) -> tuple[bool, float, int]:
     """Answers that failed come last; of equal ones the first drawn comes first."""
     score = float("-inf") if answer.score is None else answer.score
     return answer.error is not None, -score, answer.index

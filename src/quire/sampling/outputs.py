@@ -39,7 +39,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class OutputDelta:
     """What a step added to one answer.
 
     Answers that are ranked (`best_of`, beams) come when all have ended, each in one piece.
@@ -80,7 +80,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of the answers to a prompt. Attributes are those of `Delta`, summed."""
+    """One of the answers to a prompt. Attributes are those of `OutputDelta`, summed."""
 
     index: int
     text: str
@@ -93,10 +93,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RequestOutput:
     """A whole answer.
 
-    Attributes are those of `Delta`, summed, of the first choice: the best one where choices are
+    Attributes are those of `OutputDelta`, summed, of the first choice: the best one where choices are
     ranked. `prompt_token_ids` is what was asked, `choices` are all n answers, the first included,
     `error` is the first of any choice.
     """
@@ -115,7 +115,7 @@ class Answer:
     usage: Usage
 
 
-def merged(answers: Sequence[Answer]) -> Answer:
+def merged(answers: Sequence[RequestOutput]) -> RequestOutput:
     """Answers to several prompts as one: choice i of prompt k has the index k * n + i."""
     first = answers[0]
     if len(answers) == 1:
@@ -150,24 +150,24 @@ def summed(usages: Sequence[Usage]) -> Usage:
     )
 
 
-class AnswerBuilder:
+class OutputBuilder:
     """Collects deltas of one request."""
 
     def __init__(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
         self._request_id, self._prompt = request_id, prompt_token_ids
-        self._deltas: dict[int, list[Delta]] = {}
+        self._deltas: dict[int, list[OutputDelta]] = {}
         self._prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
 
-    def add(self, delta: Delta) -> Answer | None:
+    def add(self, delta: OutputDelta) -> RequestOutput | None:
         """Add the next delta; return the answer when it was the last."""
         self._deltas.setdefault(delta.index, []).append(delta)
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         return None if delta.usage is None else self._build(delta.usage)
 
-    def _build(self, usage: Usage) -> Answer:
+    def _build(self, usage: Usage) -> RequestOutput:
         choices = tuple(_choice(deltas) for _, deltas in sorted(self._deltas.items()))
         first = choices[0]
-        return Answer(
+        return RequestOutput(
             request_id=self._request_id,
             prompt_token_ids=self._prompt,
             text=first.text,
@@ -183,7 +183,7 @@ class AnswerBuilder:
         )
 
 
-def _choice(deltas: Sequence[Delta]) -> Choice:
+def _choice(deltas: Sequence[OutputDelta]) -> Choice:
     last = deltas[-1]
     assert last.finish_reason is not None, "a request ends after all of its answers"
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 from quire.sampling.beam import BeamSearch
-from quire.sampling.open_reply import OpenReply
-from quire.sampling.outputs import Delta, FinishReason
+from quire.sampling.open_reply import RequestOutputState
+from quire.sampling.outputs import OutputDelta, FinishReason
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.request import Request, RequestState
 
 
-class Replies:
+class OutputProcessor:
     """Finds the reply that a sequence belongs to, and forgets it when its last answer has ended.
 
     Args:
@@ -30,8 +30,8 @@ class Replies:
     ) -> None:
         self._open_text, self._release = open_text, release
         self._eos_token_ids = eos_token_ids
-        self._open: dict[str, OpenReply] = {}
-        self._of_sequence: dict[str, OpenReply] = {}
+        self._open: dict[str, RequestOutputState] = {}
+        self._of_sequence: dict[str, RequestOutputState] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open or request_id in self._of_sequence
@@ -54,15 +54,15 @@ class Replies:
         return wanted
 
     def make(
-        self, reply_id: str, params: SamplingParams, sequences: Sequence[Request]
-    ) -> OpenReply:
+        self, submission_id: str, params: SamplingParams, sequences: Sequence[Request]
+    ) -> RequestOutputState:
         """Make the reply to a submission that has still to be accepted."""
         search = BeamSearch(params, self._eos_token_ids) if params.use_beam_search else None
-        return OpenReply(reply_id, params, sequences, self._open_text, self._release, search)
+        return RequestOutputState(submission_id, params, sequences, self._open_text, self._release, search)
 
-    def open(self, reply: OpenReply) -> None:
+    def open(self, reply: RequestOutputState) -> None:
         """From now on find this reply by its sequences."""
-        self._open[reply.reply_id] = reply
+        self._open[reply.submission_id] = reply
         self._of_sequence |= {request.request_id: reply for request in reply.sequences}
 
     def unfinished(self, request_id: str | None = None) -> Iterator[tuple[int, Request]]:
@@ -77,17 +77,17 @@ class Replies:
         """Add scores of the prompt's tokens from `first` on."""
         self._of(request).add_scores(request, first, scores)
 
-    def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[Delta]:
+    def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
         """Add a token to a sequence; return what may be shown."""
         return self._close(request, self._of(request).add_token(request, token, now_s))
 
-    def abort(self, request: Request, now_s: float) -> list[Delta]:
+    def abort(self, request: Request, now_s: float) -> list[OutputDelta]:
         """Note that a sequence was ended from outside."""
         return self._close(request, self._of(request).abort(request, now_s))
 
     def end(
         self, request: Request, reason: FinishReason, now_s: float, error: str | None = None
-    ) -> list[Delta]:
+    ) -> list[OutputDelta]:
         """End a sequence where it is; nothing where its reply has ended with another one."""
         if request.request_id not in self._of_sequence:
             return []
@@ -99,17 +99,17 @@ class Replies:
         assert search is not None
         return search
 
-    def end_search(self, request: Request, now_s: float) -> list[Delta]:
+    def end_search(self, request: Request, now_s: float) -> list[OutputDelta]:
         """End the search that a sequence is a beam of."""
         return self._close(request, self._of(request).end_search(now_s))
 
-    def _of(self, request: Request) -> OpenReply:
+    def _of(self, request: Request) -> RequestOutputState:
         return self._of_sequence[request.request_id]
 
-    def _close(self, request: Request, deltas: list[Delta]) -> list[Delta]:
+    def _close(self, request: Request, deltas: list[OutputDelta]) -> list[OutputDelta]:
         reply = self._of(request)
         if not reply.is_open:
-            del self._open[reply.reply_id]
+            del self._open[reply.submission_id]
             for sequence in reply.sequences:
                 del self._of_sequence[sequence.request_id]
         return deltas

@@ -220,16 +220,16 @@ def _report(
     errors: dict[int, str],
 ) -> list[SampledToken]:
     tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
-    asked = {
+    requested = {
         index: option.logprobs
         for index, option in enumerate(options)
         if option.logprobs is not None and index not in errors
     }
-    if asked:
-        indices = list(asked)
-        scores = _score(logits[indices], token_ids[indices], max(asked.values()))
+    if requested:
+        indices = list(requested)
+        scores = _score(logits[indices], token_ids[indices], max(requested.values()))
         for index, scored in zip(indices, scores, strict=True):
-            top = scored.top_logprobs[: asked[index]]
+            top = scored.top_logprobs[: requested[index]]
             tokens[index] = SampledToken(scored.token_id, scored.logprob, top, scored.rank)
     for index, error in errors.items():
         tokens[index] = SampledToken(NO_TOKEN, error=error)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire.scheduler.batchers.base import Batcher
 from quire.scheduler.group import whole_groups
-from quire.scheduler.lane_caps import LaneCaps
+from quire.scheduler.lane_caps import LaneCapacities
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.scheduler.step_plan import StepPlan
@@ -12,7 +12,7 @@ from quire.scheduler.step_plan import StepPlan
 Preempt = Callable[[Request, str], None]  # (request, why)
 
 
-class Decoding:
+class Decode:
     """Rows that decode, and who gives way to them.
 
     Args:
@@ -27,11 +27,11 @@ class Decoding:
         self,
         parts: SchedulerParts,
         running: list[Request],
-        caps: LaneCaps,
+        caps: LaneCapacities,
         batcher: Batcher,
         preempt: Preempt,
     ) -> None:
-        self._residency, self._preempter = parts.residency, parts.preempter
+        self._sequence_memory, self._preempter = parts.sequence_memory, parts.preempter
         self._step = parts.step
         self._running, self._caps = running, caps
         self._batcher, self._preempt = batcher, preempt
@@ -46,14 +46,14 @@ class Decoding:
         decoding = self._make_room(whole_groups(self._caps.bring_down(decoding)))
         if decoding:
             ones = [1] * len(decoding)
-            self._residency.grow(decoding, ones)
+            self._sequence_memory.grow(decoding, ones)
             plan.requests.extend(decoding)
             plan.tokens.extend(ones)
             plan.num_decoding = len(plan.requests)
 
     def _make_room(self, decoding: list[Request]) -> list[Request]:
         """Take out as few as it takes for the others to get their next token's page."""
-        while decoding and not self._residency.can_grow(decoding, [1] * len(decoding)):
+        while decoding and not self._sequence_memory.can_grow(decoding, [1] * len(decoding)):
             if self._caps.relieve(self._running) or self._caps.give_up_slots(decoding):
                 decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
                 continue

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from quire.errors import OutOfPages
 from quire.kv.prefix_node import PrefixLease
 from quire.scheduler.batchers.base import Batcher
-from quire.scheduler.group import plan_reading, together
+from quire.scheduler.group import plan_prefill, together
 from quire.scheduler.refusals import Refusals
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.room import Room
+from quire.scheduler.room import FreePages
 from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.tenancy.tenant_book import Right
 
 Preempt = Callable[[Request, str], None]  # (request, why)
 
 
-class Entrance:
+class Admission:
     """The door of the KV memory.
 
     Args:
@@ -37,15 +37,15 @@ class Entrance:
         batcher: Batcher,
         preempt: Preempt,
     ) -> None:
-        self._config, self._residency = parts.config, parts.residency
+        self._config, self._sequence_memory = parts.config, parts.sequence_memory
         self._admission, self._fairness = parts.admission, parts.fairness
-        self._preempter, self._memory = parts.preempter, parts.residency.memory
+        self._preempter, self._memory = parts.preempter, parts.sequence_memory.memory
         self._running, self._batcher, self._preempt = running, batcher, preempt
-        self._room = Room(parts, running)
-        self._refusals = Refusals(parts.residency, running, parts.fairness.waiting)
+        self._room = FreePages(parts, running)
+        self._refusals = Refusals(parts.sequence_memory, running, parts.fairness.waiting)
         self._last_returned = False
 
-    def let_in(self, budget: int) -> Request | None:
+    def admit(self, budget: int) -> Request | None:
         """Let the next one in, if anybody may enter as things are; return the one that moves first.
 
         Takes from nobody: those that run may be part of the step already.
@@ -66,9 +66,9 @@ class Entrance:
         return next((request for request in tried if request is not None), None)
 
     @property
-    def lacks_room(self) -> bool:
+    def lacks_free_pages(self) -> bool:
         """Whether memory is above the low watermark, or short for the first that waits."""
-        above = self._residency.sharing.available_bytes < self._room.kept_free_bytes
+        above = self._sequence_memory.sharing.available_bytes < self._room.reserved_free_bytes
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
@@ -155,14 +155,14 @@ class Entrance:
         if not (self._running or self._preempter.has_place(away)):
             self._preempter.give_up(away)  # no piece is long enough, and none will come free
         whole = self._preempter.is_whole(away)
-        first = away if whole else plan_reading(request)
+        first = away if whole else plan_prefill(request)
         head_tokens = self._preempter.head_tokens(first)
-        lease = None if whole else self._residency.sharing.look_up(first, head_tokens)
+        lease = None if whole else self._sequence_memory.sharing.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
         if not (
             self._room.fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
         ):
-            self._residency.sharing.give_back(lease)
+            self._sequence_memory.sharing.give_back(lease)
             return None
         if not (whole or self._starts(first, lease, head_tokens)):
             return None
@@ -175,13 +175,13 @@ class Entrance:
         One that is alone finds them once cached prefixes are dropped, its own among them.
         """
         try:
-            self._residency.enter(request, lease)
+            self._sequence_memory.enter(request, lease)
         except OutOfPages:
-            self._residency.sharing.give_back(lease)
+            self._sequence_memory.sharing.give_back(lease)
             if self._running:
                 return False
-            self._residency.sharing.drop_cached()
-            self._residency.enter(request, self._residency.sharing.look_up(request, head_tokens))
+            self._sequence_memory.sharing.drop_cached()
+            self._sequence_memory.enter(request, self._sequence_memory.sharing.look_up(request, head_tokens))
         return True
 
     def _away(self, request: Request) -> Request:
@@ -235,7 +235,7 @@ class Entrance:
     def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
         if not self._fairness.has_several:
             return 0
-        missing = self._admission.newcomer(request, request.num_tokens, cached_tokens)
+        missing = self._admission.new_request(request, request.num_tokens, cached_tokens)
         return self._admission.peaks.num_bytes(missing)
 
     # ---- in ------------------------------------------------------------------------------------
@@ -263,11 +263,11 @@ class Entrance:
 
         They were not promised to it: held, they could have it taken out again at once.
         """
-        if self._residency.sharing.available_bytes < self._room.kept_free_bytes:
-            self._residency.sharing.stop_sharing(request)
+        if self._sequence_memory.sharing.available_bytes < self._room.reserved_free_bytes:
+            self._sequence_memory.sharing.stop_sharing(request)
 
     def _join(self, request: Request) -> None:
-        waited_s = self._residency.events.now_s() - request.queued_s
+        waited_s = self._sequence_memory.events.now_s() - request.queued_s
         self._fairness.entered(request, waited_s)
         request.state = RequestState.RUNNING
         self._running.append(request)

@@ -28,7 +28,7 @@ class EvictionEntry:
             the first positions of runs of neighbours and behind them how long those are.
         wanted: [lanes] tokens that might have stayed, whole pieces or not; None where nobody asks:
             a rule that took notes is asked again with them.
-        raised: the tokens that got a record in a finer codec then, as if they had left; None where
+        promoted: the tokens that got a record in a finer codec then, as if they had left; None where
             there are no records.
     """
 
@@ -36,7 +36,7 @@ class EvictionEntry:
     counts: NDArray[np.int32]
     stored: Positions
     wanted: NDArray[np.int32] | None = None
-    raised: "EvictionEntry | None" = None
+    promoted: "EvictionEntry | None" = None
 
     @classmethod
     def of(
@@ -60,12 +60,12 @@ class EvictionEntry:
     def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
         """One entry of those of some lanes each, one behind the other."""
         counts = np.concatenate([part.counts for part in parts])
-        raised = [part.raised for part in parts if part.raised is not None]
+        promoted = [part.promoted for part in parts if part.promoted is not None]
         return cls(
             num_computed,
             counts,
             _in_runs(np.concatenate([part.left for part in parts])),
-            raised=cls.joined(num_computed, raised) if raised else None,
+            promoted=cls.joined(num_computed, promoted) if promoted else None,
         )
 
     @property
@@ -101,8 +101,8 @@ class EvictionEntry:
         made = hashlib.blake2b(digest_size=8)
         made.update(np.int64(self.num_computed).tobytes())
         made.update(self.counts.tobytes() + self.left.tobytes())
-        if self.raised is not None:
-            made.update(self.raised.digest.encode())
+        if self.promoted is not None:
+            made.update(self.promoted.digest.encode())
         return made.hexdigest()
 
 
@@ -116,19 +116,19 @@ def _in_runs(left: Positions) -> Positions:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSets:
+class RetainedSets:
     """What stayed after one eviction.
 
     Attributes:
         num_computed: tokens processed then.
         kept: for each lane the positions that stayed, ascending.
-        important: likewise those of them with a record in a finer codec; None where there are no
+        promoted: likewise those of them with a record in a finer codec; None where there are no
             records.
     """
 
     num_computed: int
     kept: tuple[Positions, ...]
-    important: tuple[Positions, ...] | None = None
+    promoted: tuple[Positions, ...] | None = None
 
     def as_dict(self) -> dict[str, object]:
         """JSON values; positions of a lane as text, such as "0-3,17,20-31"."""
@@ -136,8 +136,8 @@ class KeptSets:
             "num_computed": self.num_computed,
             "kept": [_ranges(lane) for lane in self.kept],
         }
-        if self.important is not None:
-            found["important"] = [_ranges(lane) for lane in self.important]
+        if self.promoted is not None:
+            found["important"] = [_ranges(lane) for lane in self.promoted]
         return found
 
 
@@ -148,23 +148,23 @@ def _ranges(positions: Positions) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
-def kept_sets(trace: Sequence[EvictionEntry]) -> Iterator[KeptSets]:
+def retained_sets(trace: Sequence[EvictionEntry]) -> Iterator[RetainedSets]:
     """What stayed after each eviction of a sequence, from its first on."""
     if not trace:
         return
     lanes = len(trace[0].counts)
     nobody = np.arange(0, dtype=np.int32)
-    kept, important = [nobody] * lanes, [nobody] * lanes
+    kept, promoted = [nobody] * lanes, [nobody] * lanes
     length = 0
     for entry in trace:
         new, left = np.arange(length, entry.num_computed, dtype=np.int32), entry.by_lane
         kept = [_without(held, new, gone) for held, gone in zip(kept, left, strict=True)]
         length, finer = entry.num_computed, None
-        if entry.raised is not None:
-            raised = entry.raised.by_lane
-            important = [_without(*lane) for lane in zip(important, raised, left, strict=True)]
-            finer = tuple(important)
-        yield KeptSets(entry.num_computed, tuple(kept), finer)
+        if entry.promoted is not None:
+            promoted = entry.promoted.by_lane
+            promoted = [_without(*lane) for lane in zip(promoted, promoted, left, strict=True)]
+            finer = tuple(promoted)
+        yield RetainedSets(entry.num_computed, tuple(kept), finer)
 
 
 def _without(held: Positions, new: Positions, gone: Positions) -> Positions:

@@ -17,7 +17,7 @@ from quire.errors import NeverFits, OutOfPages, QuireError
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
 from quire.scheduler.group import branch, due_forks, leave, not_continued, same_group, together
-from quire.scheduler.lane_caps import LaneCaps
+from quire.scheduler.lane_caps import LaneCapacities
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
 from quire.scheduler.residency import rows_of, share_evictions
 from quire.scheduler.scheduler_parts import SchedulerParts
@@ -45,15 +45,15 @@ class Forks:
         self,
         parts: SchedulerParts,
         running: list[Request],
-        caps: LaneCaps,
+        caps: LaneCapacities,
         *,
         preempt: Recompute,
         recompute: Recompute,
         wait: Callable[[Request], None],
         fail: Fail,
     ) -> None:
-        self._residency, self._preempter = parts.residency, parts.preempter
-        self._memory, self._waiting = parts.residency.memory, parts.fairness.waiting
+        self._sequence_memory, self._preempter = parts.sequence_memory, parts.preempter
+        self._memory, self._waiting = parts.sequence_memory.memory, parts.fairness.waiting
         self._running, self._caps = running, caps
         self._preempt, self._recompute = preempt, recompute
         self._wait, self._fail = wait, fail
@@ -99,7 +99,7 @@ class Forks:
 
     def _copy(self, parent: Request, child: Request) -> bool:
         try:
-            self._residency.copy(parent, child)
+            self._sequence_memory.copy(parent, child)
         except OutOfPages:
             return False
         return True
@@ -160,7 +160,7 @@ class Forks:
             self._recompute(group.members[0], NO_PAGES)
 
     def _drop(self, request: Request) -> None:
-        self._residency.leave(request, "beam dropped")
+        self._sequence_memory.leave(request, "beam dropped")
         request.state = RequestState.WAITING
         request.trace.clear()  # when it comes back it is another beam's copy
 
@@ -198,4 +198,4 @@ class Forks:
         for parent in parents:
             for page_class, pages in statistics_pages(self._memory, parent.row).items():
                 needed[page_class] = needed.get(page_class, 0) + pages
-        return self._residency.sharing.make_room(needed)
+        return self._sequence_memory.sharing.make_room(needed)

@@ -100,7 +100,7 @@ def same_group(one: Request, other: Request) -> bool:
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def plan_reading(request: Request) -> Request:
+def plan_prefill(request: Request) -> Request:
     """Decide who is read and who is copied; return the member to begin with.
 
     Two members that differ share what both hold before the first eviction that they do not have in

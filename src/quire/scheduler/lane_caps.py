@@ -19,7 +19,7 @@ from quire.scheduler.lane_room import (
     wants_page,
 )
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 
 CAP, REPLAY = "cap", "replay"
 
@@ -70,7 +70,7 @@ class Evictor(Protocol):
         """
         ...
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         """Divide the cap of a request whose whole prompt has been read.
 
         Raises:
@@ -90,15 +90,15 @@ class _NoEvictor:
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
 
 
-class LaneCaps:
+class LaneCapacities:
     """Evicts from lanes that are full.
 
     Args:
-        residency: requests' rows.
+        sequence_memory: requests' rows.
         evictor: chooses and moves; None where no request evicts.
         fail: called with a request whose policy broke its contract.
 
@@ -108,13 +108,13 @@ class LaneCaps:
 
     def __init__(
         self,
-        residency: Residency,
+        sequence_memory: SequenceMemory,
         evictor: Evictor | None,
         fail: Callable[[Request, PolicyError], None],
     ) -> None:
-        self._residency, self._fail = residency, fail
+        self._sequence_memory, self._fail = sequence_memory, fail
         self._evictor = _NoEvictor() if evictor is None else evictor
-        self._table = evicting_table(residency.memory)
+        self._table = evicting_table(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
 
@@ -128,15 +128,15 @@ class LaneCaps:
         # others of a group leave with the member they were to be copied from
         return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
 
-    def relieve_while(self, lacks_room: Callable[[], bool], requests: Collection[Request]) -> None:
+    def relieve_while(self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]) -> None:
         """While room is short let those that may go down to their caps, before anybody gives way.
 
         Args:
-            lacks_room: asked only where somebody may.
+            lacks_free_pages: asked only where somebody may.
             requests: see `relieve`; those that fail leave it.
         """
-        asked = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
-        while asked and lacks_room() and self.relieve(requests):
+        requested = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
+        while requested and lacks_free_pages() and self.relieve(requests):
             pass
 
     def relieve(self, requests: Iterable[Request]) -> bool:
@@ -167,8 +167,8 @@ class LaneCaps:
         """Those that lose tokens only where room is short, the longest first."""
         if self._table is None:
             return
-        asked = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
-        for request in sorted(asked, key=lambda r: (-self._held(r), r.order)):
+        requested = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
+        for request in sorted(requested, key=lambda r: (-self._held(r), r.order)):
             if request.state is RequestState.RUNNING:
                 yield request
 
@@ -187,13 +187,13 @@ class LaneCaps:
         return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
 
     def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
-        if keep is None or self._residency.sharing.borrows_unwritten(request):
+        if keep is None or self._sequence_memory.sharing.borrows_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
         # what others may find of it goes first: a page that a cached prefix names is not freed
-        self._residency.sharing.stop_sharing(request)
-        self._residency.sharing.drop_cached()
+        self._sequence_memory.sharing.stop_sharing(request)
+        self._sequence_memory.sharing.drop_cached()
         try:
             return self._evict(request, keep, PRESSURE, least_gain=least_gain)
         except OutOfPages:
@@ -227,15 +227,15 @@ class LaneCaps:
     def _bring_down(self, request: Request) -> bool:
         """Make room for the next tokens; False where what is held has yet to be written."""
         assert self._table is not None
-        if self._residency.sharing.borrows_unwritten(request):
+        if self._sequence_memory.sharing.borrows_unwritten(request):
             return not self._is_due(request)
         while (entry := request.next_replay) is not None:
             if entry.num_computed != request.num_computed:
                 return True
             self._repeat(request, entry)
-        if request.unsettled and request.num_computed >= len(request.prompt_token_ids):
-            self._evictor.settle(request)
-            request.unsettled = False
+        if request.pending and request.num_computed >= len(request.prompt_token_ids):
+            self._evictor.finalize(request)
+            request.pending = False
         keep = slots_to_keep(request, self._table, lookahead(request))
         if keep is not None and np.any(keep < held_slots(self._table, request)):
             self._evict(request, keep, CAP)
@@ -251,7 +251,7 @@ class LaneCaps:
     def _evict(
         self, request: Request, keep: Slots, reason: str, *, least_gain: int | None = None
     ) -> bool:
-        memory = self._residency.memory
+        memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
         done: list[Evicted | None] = []
         self._changing(
@@ -273,7 +273,7 @@ class LaneCaps:
         return True
 
     def _repeat(self, request: Request, entry: EvictionEntry) -> None:
-        memory = self._residency.memory
+        memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
         self._changing(request, lambda: self._evictor.repeat(request, entry))
         request.exact = False
@@ -283,22 +283,22 @@ class LaneCaps:
 
     def _changing(self, request: Request, change: Callable[[], None]) -> None:
         """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
-        self._residency.sharing.stop_sharing(request)
-        copied_bytes = self._residency.memory.copied_bytes
+        self._sequence_memory.sharing.stop_sharing(request)
+        copied_bytes = self._sequence_memory.memory.copied_bytes
         try:
             change()
         except OutOfPages:
-            self._residency.sharing.drop_cached()
+            self._sequence_memory.sharing.drop_cached()
             change()
-        copied_bytes = self._residency.memory.copied_bytes - copied_bytes
+        copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
         if copied_bytes:
-            self._residency.events.emit("copied", request, kv_bytes=copied_bytes)
+            self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
 
     def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
         last = request.trace[request.replayed - 1] if request.replayed else None
         wanted = request.records_evictions and last is not None
         extra = {"digest": last.digest} if wanted and last is not None else {}
-        self._residency.events.emit(
+        self._sequence_memory.events.emit(
             "evicted",
             request,
             tokens=round(tokens, 3),

@@ -140,7 +140,7 @@ def repeats_later(request: Request) -> bool:
 def in_blocks(request: Request) -> bool:
     """Whether the next tokens are a block: read whole, behind an eviction, or not at all."""
     spec, done = request.eviction, request.num_computed
-    if not spec.reads_in_blocks or repeats_later(request):
+    if not spec.prefills_in_blocks or repeats_later(request):
         return False
     return spec.least_cap <= done < len(request.prompt_token_ids)
 

@@ -30,7 +30,7 @@ class Limits:
         preempt: Preempt,
         scale_out: Preempt,
     ) -> None:
-        self._memory, self._residency = parts.residency.memory, parts.residency
+        self._memory, self._sequence_memory = parts.sequence_memory.memory, parts.sequence_memory
         self._high_watermark = parts.config.high_watermark
         self._scale_down_at, self._scale_out = parts.config.scale_down_at, scale_out
         self._fairness, self._preempter = parts.fairness, parts.preempter
@@ -51,7 +51,7 @@ class Limits:
         """Above the high watermark somebody gives way before memory runs out."""
         most_bytes = self._high_watermark * self._memory.total_bytes
         while len(self._running) > 1:
-            if self._memory.total_bytes - self._residency.sharing.available_bytes <= most_bytes:
+            if self._memory.total_bytes - self._sequence_memory.sharing.available_bytes <= most_bytes:
                 return
             first = min(self._running, key=self._preempter.order)
             victim = self._preempter.victim(self._running, first)
@@ -64,7 +64,7 @@ class Limits:
 
         Whoever is first stays: alone it may have all of the memory.
         """
-        while self._memory.total_bytes - self._residency.sharing.available_bytes > most_bytes:
+        while self._memory.total_bytes - self._sequence_memory.sharing.available_bytes > most_bytes:
             first = min(self._running, key=self._preempter.order, default=None)
             if first is None:
                 return

@@ -30,7 +30,7 @@ class LoadRate:
         self, tier: PrefixTier, token_bytes: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._tier, self._token_bytes, self._clock = tier, token_bytes, clock
-        self._looks: Pieces = deque()
+        self._queries_seen: Pieces = deque()
         self._looked_s, self._refreshed_s = -LOOK_AGAIN_S, clock()
 
     @property
@@ -44,7 +44,7 @@ class LoadRate:
 
     def learn(self, pieces: Pieces | None = None) -> None:
         """Learn from what came, in (bytes, seconds), and from the last looks."""
-        for found in (self._looks, Pieces() if pieces is None else pieces):
+        for found in (self._queries_seen, Pieces() if pieces is None else pieces):
             while found:
                 num_bytes, seconds = found.popleft()
                 self._tier.rate.add((1, num_bytes), seconds)
@@ -60,7 +60,7 @@ class LoadRate:
             with contextlib.suppress(OffloadError):
                 store.refresh()
 
-        self._tier.carrier.later(refresh)
+        self._tier.transfer_worker.later(refresh)
 
     def look_again(self, block: Block, place: Place) -> None:
         """Load a block to nowhere now and then: a tier that was too slow may have become fast."""
@@ -73,6 +73,6 @@ class LoadRate:
             started_s = self._clock()
             with contextlib.suppress(OffloadError):
                 self._tier.store.read([block], place, records)
-                self._looks.append((records.nbytes, self._clock() - started_s))
+                self._queries_seen.append((records.nbytes, self._clock() - started_s))
 
-        self._tier.carrier.urgent(look)
+        self._tier.transfer_worker.urgent(look)

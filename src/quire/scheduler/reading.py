@@ -6,22 +6,22 @@ a step's budget   | the tenant served least first, a part of the step each | new
 from collections.abc import Iterator
 
 from quire.scheduler.batchers.base import Batcher
-from quire.scheduler.entrance import Entrance
+from quire.scheduler.entrance import Admission
 from quire.scheduler.group import readable_tokens
-from quire.scheduler.lane_caps import LaneCaps
+from quire.scheduler.lane_caps import LaneCapacities
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.scheduler.step_plan import StepPlan
 
 
-class Reading:
+class Prefill:
     """Plans the part of a step that reads prompts.
 
     Args:
         parts: the rules that are asked.
         running: those that are in; the scheduler's own list.
         caps: makes room in lanes at their cap.
-        entrance: lets newcomers in.
+        admission: lets newcomers in.
         batcher: who may get tokens.
     """
 
@@ -29,15 +29,15 @@ class Reading:
         self,
         parts: SchedulerParts,
         running: list[Request],
-        caps: LaneCaps,
-        entrance: Entrance,
+        caps: LaneCapacities,
+        admission: Admission,
         batcher: Batcher,
     ) -> None:
-        self._residency, self._preempter = parts.residency, parts.preempter
+        self._sequence_memory, self._preempter = parts.sequence_memory, parts.preempter
         self._fairness, self._chunks = parts.fairness, parts.chunks
         self._step = parts.step
         self._running, self._caps = running, caps
-        self._entrance, self._batcher = entrance, batcher
+        self._admission, self._batcher = admission, batcher
 
     def plan(self, plan: StepPlan, budget: int) -> None:
         """Read prompts on, and let newcomers in behind them.
@@ -46,7 +46,7 @@ class Reading:
         for ever behind newcomers that take the rest of every step. Only the tenant that was served
         least does not wait for others' prompts.
         """
-        restoring = self._residency.restoring
+        restoring = self._sequence_memory.restoring
         if restoring is not None:
             restoring.begin_plan()
         self._plan(plan, budget)
@@ -56,18 +56,18 @@ class Reading:
             plan.waits = not plan.requests
 
     def _plan(self, plan: StepPlan, budget: int) -> None:
-        readers = sorted(self._reading(plan), key=self._fairness.reading_order, reverse=True)
+        readers = sorted(self._reading(plan), key=self._fairness.prefill_order, reverse=True)
         all_served = True
         while budget > 0:
-            newcomer = None
+            new_request = None
             if (not readers and all_served) or (readers and self._is_before(readers[-1])):
-                newcomer = self._entrance.let_in(budget)
-            if newcomer is None and not readers:
+                new_request = self._admission.admit(budget)
+            if new_request is None and not readers:
                 return
-            request = newcomer or readers.pop()
+            request = new_request or readers.pop()
             if request.state is not RequestState.RUNNING:  # its group left: a policy failed
                 continue
-            if request is newcomer and not self._batcher.reads(request):
+            if request is new_request and not self._batcher.reads(request):
                 continue  # it came back whole, and waits for a row
             tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
             budget -= tokens
@@ -75,7 +75,7 @@ class Reading:
 
     def _waits_for_pages(self, request: Request) -> bool:
         """Whether it gets nothing because its prefix is on its way: others need not wait too."""
-        restoring = self._residency.restoring
+        restoring = self._sequence_memory.restoring
         return restoring is not None and restoring.is_waiting(request)
 
     def _part(self, request: Request, others: list[Request]) -> int:
@@ -103,8 +103,8 @@ class Reading:
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
         budget = self._behind_tail(request, budget)
-        if self._residency.restoring is not None:
-            budget = self._residency.restoring.may_read(request, budget)
+        if self._sequence_memory.restoring is not None:
+            budget = self._sequence_memory.restoring.may_read(request, budget)
         tokens = self._chunks.tokens(plan, request, budget)
         atomic = self._chunks.is_atomic(request)
         if tokens and not self._caps.bring_down([request]):
@@ -114,16 +114,16 @@ class Reading:
                 return 0
             tokens = 0 if atomic else self._largest_fitting(request, tokens)
         if tokens:
-            self._residency.grow([request], [tokens])
-            self._fairness.charge_reading(request, tokens)
-            kv_bytes = self._residency.memory.row_bytes(request.row)
-            self._residency.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
+            self._sequence_memory.grow([request], [tokens])
+            self._fairness.charge_prefill(request, tokens)
+            kv_bytes = self._sequence_memory.memory.row_bytes(request.row)
+            self._sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
             plan.add(request, tokens)
         return tokens
 
     def _has_room(self, plan: StepPlan, request: Request, tokens: int) -> bool:
         """Whether there is room for a chunk, others gone down to their caps where they can."""
-        while not self._residency.can_grow([request], [tokens]):
+        while not self._sequence_memory.can_grow([request], [tokens]):
             planned = set(map(id, plan.requests))
             others = (r for r in self._running if id(r) not in planned)
             relieved = self._caps.relieve(others) or self._caps.give_up_slots([request])
@@ -145,6 +145,6 @@ class Reading:
         low, high = 0, tokens
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._residency.can_grow([request], [middle])
+            fits = self._sequence_memory.can_grow([request], [middle])
             low, high = (middle, high) if fits else (low, middle)
         return low

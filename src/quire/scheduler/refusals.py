@@ -1,7 +1,7 @@
 """Who was refused, and as things stood then: nobody asks twice while nothing has changed."""
 
 from quire.scheduler.request import Request
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.tenancy.fair_queue import FairQueue
 
 
@@ -9,18 +9,18 @@ class Refusals:
     """Waiting requests that found no room.
 
     Args:
-        residency: the memory.
+        sequence_memory: the memory.
         running: those that are in; the scheduler's own list.
         waiting: the queue.
     """
 
-    def __init__(self, residency: Residency, running: list[Request], waiting: FairQueue) -> None:
-        self._residency, self._running, self._waiting = residency, running, waiting
+    def __init__(self, sequence_memory: SequenceMemory, running: list[Request], waiting: FairQueue) -> None:
+        self._sequence_memory, self._running, self._waiting = sequence_memory, running, waiting
         self._refused: dict[Request, tuple[int, int]] = {}
 
     @property
     def _state(self) -> tuple[int, int]:
-        return self._residency.sharing.available_bytes, len(self._running)
+        return self._sequence_memory.sharing.available_bytes, len(self._running)
 
     def hold(self, request: Request) -> bool:
         """Whether it was refused as things stand."""

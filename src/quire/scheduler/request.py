@@ -77,7 +77,7 @@ class Request:
         priority: lower goes first.
         deadline_s: clock reading by which its answer is wanted; infinity where it does not matter.
         arrival: order of submission.
-        rope_regime: which rotary frequencies it uses, for all its life.
+        rope_variant: which rotary frequencies it uses, for all its life.
         tenant: on whose account it runs.
         cache_salt: what its caller adds to the identity of its cached prefixes.
         evict: what its eviction policy was written as.
@@ -95,7 +95,7 @@ class Request:
         evict: the eviction policy as text.
         eviction: how many of its tokens stay, and when; resolved for its prompt.
         selection: what chooses them, a `quire.policies.eviction.Eviction`; who plans never looks.
-        unsettled: caps of its lanes are divided when its prompt has been read.
+        pending: caps of its lanes are divided when its prompt has been read.
         statistics: names of the lane groups in which things about its tokens are remembered.
         trace: what has left it so far, over all its runs; read again, the same leaves again.
         replayed: entries of the trace that have been carried out in this run.
@@ -125,13 +125,13 @@ class Request:
     priority: int = 0
     deadline_s: float = math.inf
     arrival: int = 0
-    rope_regime: int = 0
+    rope_variant: int = 0
     tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     evict: str = "full"
     eviction: EvictionSpec = KEEP_ALL
     selection: object | None = None
-    unsettled: bool = False
+    pending: bool = False
     statistics: frozenset[str] = frozenset()
     records_evictions: bool = False
     group: RequestGroup | None = None
@@ -196,7 +196,7 @@ class Request:
     def exact_tokens(self) -> int:
         """Tokens it holds before the first of them leaves: so far it can be as any other is."""
         exact = self.eviction.exact_tokens(len(self.prompt_token_ids))
-        if self.unsettled:
+        if self.pending:
             exact = min(exact, len(self.prompt_token_ids))
         return min(exact, self.trace[0].num_computed) if self.trace else exact
 

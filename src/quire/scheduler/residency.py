@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.kv.tables import Rows
-from quire.offload.kv.front_room import FrontRoom
-from quire.offload.prefix_store.restoring import Restoring
+from quire.offload.kv.front_room import PrefixOffloader
+from quire.offload.prefix_store.restoring import PrefixLoader
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import note_peak
 from quire.scheduler.prefix_sharing import PrefixSharing
@@ -18,13 +18,13 @@ from quire.scheduler.request import Request, RequestState
 FINISHED = "finished"  # by themselves: why most requests leave
 
 
-class Residency:
+class SequenceMemory:
     """Rows of the KV memory on behalf of requests.
 
     Args:
         sharing: the prefix cache over the memory.
         events: told of what happens.
-        front_room: moves first pages of requests to the host; None where all stay.
+        prefix_offloader: moves first pages of requests to the host; None where all stay.
         restoring: loads prefixes that went elsewhere; None where they are just gone.
     """
 
@@ -33,11 +33,11 @@ class Residency:
         sharing: PrefixSharing,
         *,
         events: EventLog | None = None,
-        front_room: FrontRoom | None = None,
-        restoring: Restoring | None = None,
+        prefix_offloader: PrefixOffloader | None = None,
+        restoring: PrefixLoader | None = None,
     ) -> None:
         self.sharing, self.memory = sharing, sharing.memory
-        self.front_room, self.restoring = front_room, restoring
+        self.prefix_offloader, self.restoring = prefix_offloader, restoring
         self.events = events or EventLog()
 
     # ---- room ----------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class Residency:
             return True
         if self._reclaims(rows, counts):
             return True
-        while self.front_room is not None and self.front_room.move_some():
+        while self.prefix_offloader is not None and self.prefix_offloader.move_some():
             if self._reclaims(rows, counts):
                 return True
         return False
@@ -169,9 +169,9 @@ def share_evictions(parent: Request, child: Request) -> None:
     """Let a copy have lost what its parent has; what it lost later itself it will lose again."""
     child.trace[: parent.replayed] = parent.trace[: parent.replayed]
     child.replayed = parent.replayed
-    if child.unsettled or not parent.unsettled:
+    if child.pending or not parent.pending:
         child.eviction, child.selection = parent.eviction, parent.selection
-        child.unsettled = parent.unsettled
+        child.pending = parent.pending
     if len(child.trace) == child.replayed:  # its own past is that of its parent
         child.num_evictions, child.evicted_tokens = parent.num_evictions, parent.evicted_tokens
 

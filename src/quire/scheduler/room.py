@@ -12,7 +12,7 @@ from quire.scheduler.scheduler_parts import SchedulerParts
 MOVED_ON_TOKENS = 16  # that whoever enters under a mark for scaling down has room for
 
 
-class Room:
+class FreePages:
     """Rows and pages that are left.
 
     Args:
@@ -24,13 +24,13 @@ class Room:
     """
 
     def __init__(self, parts: SchedulerParts, running: list[Request]) -> None:
-        self._config, self._residency = parts.config, parts.residency
+        self._config, self._sequence_memory = parts.config, parts.sequence_memory
         self._admission, self._preempter = parts.admission, parts.preempter
-        self._memory, self._running = parts.residency.memory, running
+        self._memory, self._running = parts.sequence_memory.memory, running
         self.most_rows = parts.config.num_rows
 
     @property
-    def kept_free_bytes(self) -> float:
+    def reserved_free_bytes(self) -> float:
         """Bytes that nobody who enters may take, where others run."""
         return (1 - self._config.full_at) * self._memory.total_bytes
 
@@ -52,7 +52,7 @@ class Room:
         if self._running:
             promised = self._promised(request, cached_tokens, self._running)
             by_class = self._admission.peaks.by_class(promised)
-            sharing = self._residency.sharing
+            sharing = self._sequence_memory.sharing
             if not (self._leaves_enough(promised, 0) and sharing.make_room(by_class)):
                 return False
         return self._preempter.has_place(request)
@@ -69,15 +69,15 @@ class Room:
     def _soon(self, request: Request, staying: Sequence[Request], cached_tokens: int) -> Counts:
         """What all take to move on a little: else who comes back would be taken out again."""
         tokens = min(request.num_tokens + MOVED_ON_TOKENS, request.final_tokens)
-        newcomer = self._admission.newcomer(request, tokens, cached_tokens)
+        new_request = self._admission.new_request(request, tokens, cached_tokens)
         then = [min(r.num_tokens + MOVED_ON_TOKENS, r.final_tokens) for r in staying]
-        soon: Counts = newcomer + self._admission.peaks.owed(staying, then).sum(axis=0)
+        soon: Counts = new_request + self._admission.peaks.owed(staying, then).sum(axis=0)
         return soon
 
     def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
-        left_bytes = self._residency.sharing.available_bytes + freed_bytes
+        left_bytes = self._sequence_memory.sharing.available_bytes + freed_bytes
         left_bytes -= self._admission.peaks.num_bytes(promised)
-        return left_bytes >= self.kept_free_bytes
+        return left_bytes >= self.reserved_free_bytes
 
     def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
         """Whether there would be room for a request if only these stayed."""

@@ -15,16 +15,16 @@ from quire.kv.memory import KVMemory
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.admission.refusal import refuse_if_never
 from quire.scheduler.batchers.base import Moves
-from quire.scheduler.decoding import Decoding
-from quire.scheduler.entrance import Entrance
+from quire.scheduler.decoding import Decode
+from quire.scheduler.entrance import Admission
 from quire.scheduler.forks import Forks
 from quire.scheduler.group import dissolve, leave, num_rows, refuse_beams, together
-from quire.scheduler.lane_caps import Evictor, LaneCaps
+from quire.scheduler.lane_caps import Evictor, LaneCapacities
 from quire.scheduler.limits import Limits
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.reading import Reading
+from quire.scheduler.reading import Prefill
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.scheduler.residency import FINISHED, Residency
+from quire.scheduler.residency import FINISHED, SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler_parts import SchedulerParts, make_batcher, make_parts
 from quire.scheduler.step_plan import StepPlan
@@ -50,22 +50,22 @@ class Scheduler:
         *,
         parts: SchedulerParts | None = None,
     ) -> None:
-        parts = parts or make_parts(config, Residency(PrefixSharing(memory)))
+        parts = parts or make_parts(config, SequenceMemory(PrefixSharing(memory)))
         self.memory, self.config = memory, config
-        self.residency, self.preempter = parts.residency, parts.preempter
+        self.sequence_memory, self.preempter = parts.sequence_memory, parts.preempter
         self.admission, self.step = parts.admission, parts.step
         self.peaks = parts.admission.peaks
         self.fairness = parts.fairness
         self.running, self.waiting = parts.state.running, parts.state.waiting
         self.failures: list[tuple[Request, QuireError]] = []  # for the engine to report
-        self.caps = LaneCaps(parts.residency, evictor, self._fail)
+        self.caps = LaneCapacities(parts.sequence_memory, evictor, self._fail)
         scale_out = partial(self._preempt, whole=True)
         self._limits = Limits(parts, self.running, self._preempt, scale_out)
         self.batcher = make_batcher(config, parts.state)
-        self._entrance = Entrance(parts, self.running, self.batcher, self._preempt)
-        self._urgency = Urgency(parts, self.running, self._entrance, self._preempt)
-        self._decoding = Decoding(parts, self.running, self.caps, self.batcher, self._preempt)
-        self._reading = Reading(parts, self.running, self.caps, self._entrance, self.batcher)
+        self._admission = Admission(parts, self.running, self.batcher, self._preempt)
+        self._urgency = Urgency(parts, self.running, self._admission, self._preempt)
+        self._decoding = Decode(parts, self.running, self.caps, self.batcher, self._preempt)
+        self._reading = Prefill(parts, self.running, self.caps, self._admission, self.batcher)
         self._forks = Forks(
             parts,
             self.running,
@@ -126,7 +126,7 @@ class Scheduler:
         queued = request in self.waiting
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
-            self.residency.leave(request, reason)
+            self.sequence_memory.leave(request, reason)
             if reason == FINISHED:
                 self.admission.learn(request)
         elif request.state is RequestState.WAITING:
@@ -150,8 +150,8 @@ class Scheduler:
         for member in together(request):
             if member.state is RequestState.RUNNING:
                 self.running.remove(member)
-                self.fairness.settle(member)
-                self.residency.leave(member, reason)
+                self.fairness.finalize(member)
+                self.sequence_memory.leave(member, reason)
 
     def _preempt(
         self, request: Request, reason: str, *, whole: bool = False, recompute: bool = False
@@ -178,17 +178,17 @@ class Scheduler:
         """Let a request wait; a group waits in the place of its first member."""
         for member in together(request):
             member.state = RequestState.WAITING
-            member.queued_s = self.residency.events.now_s()
+            member.queued_s = self.sequence_memory.events.now_s()
         self.waiting.push(together(request)[0])
 
-    def give_way(self) -> bool:
+    def preempt(self) -> bool:
         """Free memory for another engine of a shared pool: cached prefixes, then who goes last.
 
         Returns:
             False when nothing is left to free.
         """
-        if self.residency.sharing.idle_bytes:
-            self.residency.sharing.drop_cached()
+        if self.sequence_memory.sharing.idle_bytes:
+            self.sequence_memory.sharing.drop_cached()
             return True
         if self.running:
             last = max(self.running, key=self.preempter.order)
@@ -207,8 +207,8 @@ class Scheduler:
         """
         failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
         others = (r for r in self.running if r not in failed)
-        borrowed = [r for r in others if self.residency.sharing.borrows_unwritten(r)]
-        self.residency.sharing.withdraw()
+        borrowed = [r for r in others if self.sequence_memory.sharing.borrows_unwritten(r)]
+        self.sequence_memory.sharing.withdraw()
         for request in failed + borrowed:
             if request.state is RequestState.RUNNING:  # else it went with its group
                 self._leave_all(request, "step failed")
@@ -221,16 +221,16 @@ class Scheduler:
         """Plan a step and make room for it. Rows that decode come first."""
         plan = StepPlan()
         self.fairness.recount(self.running)
-        self.caps.relieve_while(lambda: self._entrance.lacks_room, self.running)
+        self.caps.relieve_while(lambda: self._admission.lacks_free_pages, self.running)
         self._limits.respect()
-        self._entrance.claim()
+        self._admission.claim()
         self._urgency.claim()
         moves = self.batcher.begin()
         if moves is not None:
             self._move(moves)
         self._decoding.plan(plan)
         budget = self.step.tokens - len(plan.requests)
-        self._reading.plan(plan, self.batcher.reading_tokens(budget))
+        self._reading.plan(plan, self.batcher.prefill_tokens(budget))
         while not (plan.requests or plan.waits) and self.batcher.stalled():
             self._decoding.plan(plan)
         if not (plan.requests or plan.waits) and self.running:
@@ -244,16 +244,16 @@ class Scheduler:
             if self.preempter.set_aside(leaving):
                 for member in leaving:
                     self.running.remove(member)
-                    self.fairness.settle(member)
+                    self.fairness.finalize(member)
                 self._wait(request)
         for request in moves.back:
-            self._entrance.fetch(request)
+            self._admission.fetch(request)
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Note that the step's tokens have been processed; return the forks made then."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.num_computed += tokens
-        self.residency.sharing.confirm(plan.requests)
+        self.sequence_memory.sharing.confirm(plan.requests)
         self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
         return self._forks.make_due(plan.requests)
 

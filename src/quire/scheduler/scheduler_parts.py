@@ -9,12 +9,12 @@ from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.chunks import ChunkSizes
 from quire.scheduler.preemption.preempter import Preempter
 from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_size import StepSize, refuse_nothing_shared
 from quire.tenancy.fairness import Fairness
-from quire.tenancy.tenant_book import TenantBook
+from quire.tenancy.tenant_book import TenantAccounts
 from quire.tenancy.tenants import parse_tenants
 
 
@@ -25,7 +25,7 @@ class SchedulerParts:
     Attributes:
         config: steps and queues.
         state: which requests run and which wait.
-        residency: requests' rows in the memory.
+        sequence_memory: requests' rows in the memory.
         chunks: how much of a prompt a step reads.
         admission: when a waiting request may start.
         fairness: the queue, and what tenants hold and have had.
@@ -35,7 +35,7 @@ class SchedulerParts:
 
     config: ScheduleConfig
     state: SchedulerState
-    residency: Residency
+    sequence_memory: SequenceMemory
     chunks: ChunkSizes
     admission: AdmissionRule
     fairness: Fairness
@@ -45,7 +45,7 @@ class SchedulerParts:
 
 def make_parts(
     config: ScheduleConfig,
-    residency: Residency,
+    sequence_memory: SequenceMemory,
     swapper: Swapper | None = None,
     step: StepSize | None = None,
     state: SchedulerState | None = None,
@@ -54,7 +54,7 @@ def make_parts(
 
     Args:
         config: steps and queues.
-        residency: requests' rows in the memory.
+        sequence_memory: requests' rows in the memory.
         swapper: copies KV to the host.
         step: sizes of steps; by default those of weights that are all on the device.
         state: which requests run and which wait; by default none.
@@ -64,28 +64,28 @@ def make_parts(
     """
     if step is None:
         refuse_nothing_shared(config.objective, brought=False)
-    chunks = ChunkSizes(config, residency.memory)
-    front_room, restoring = residency.front_room, residency.restoring
+    chunks = ChunkSizes(config, sequence_memory.memory)
+    prefix_offloader, restoring = sequence_memory.prefix_offloader, sequence_memory.restoring
     peaks = Peaks(
-        residency.memory,
+        sequence_memory.memory,
         config.longest_chunk,
-        front_tokens=0 if front_room is None else front_room.front_tokens,
-        offload_bytes=0 if front_room is None else front_room.offload_bytes,
-        arriving=None if restoring is None else restoring.pages_arriving,
+        offloaded_tokens=0 if prefix_offloader is None else prefix_offloader.offloaded_tokens,
+        offload_bytes=0 if prefix_offloader is None else prefix_offloader.offload_bytes,
+        arriving=None if restoring is None else restoring.pages_in_flight,
     )
-    arena = residency.memory.arena
+    arena = sequence_memory.memory.arena
     tenants = parse_tenants(config.tenants)
     state = state or SchedulerState.empty(tenants)
-    book = TenantBook(tenants, arena.num_slabs * arena.slab_bytes)
-    fairness = Fairness(book, residency.sharing, state.waiting)
+    book = TenantAccounts(tenants, arena.num_slabs * arena.slab_bytes)
+    fairness = Fairness(book, sequence_memory.sharing, state.waiting)
     return SchedulerParts(
         config=config,
         state=state,
-        residency=residency,
+        sequence_memory=sequence_memory,
         chunks=chunks,
         admission=make_admission(config.admission, peaks),
         fairness=fairness,
-        preempter=Preempter(residency, swapper, fairness.owes),
+        preempter=Preempter(sequence_memory, swapper, fairness.owes),
         step=step or StepSize(config.step_tokens),
     )
 

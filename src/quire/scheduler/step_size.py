@@ -12,7 +12,7 @@ and a step is one batch; so it is where pages of its rows are brought too.
 from typing import Protocol, runtime_checkable
 
 from quire.errors import UnsoundCombination
-from quire.plan.offload.resident import MOST_BATCHES, WeightsPlace, best_pass
+from quire.plan.offload.resident import MOST_BATCHES, WeightsPlacement, best_pass
 
 _NEW_SHARE = 0.2  # of what the last full batches took, in what the next is expected to take
 _FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
@@ -26,7 +26,7 @@ class Brought(Protocol):
         place: where weights lie.
     """
 
-    place: WeightsPlace
+    place: WeightsPlacement
 
     @property
     def device_s(self) -> float:
@@ -101,18 +101,18 @@ def most_batches(objective: str, brought: Brought | None) -> int:
     return 1 if brought is None or objective == "latency" else MOST_BATCHES
 
 
-def refuse_nothing_shared(objective: str, *, brought: bool, hosted: bool = False) -> None:
+def refuse_nothing_shared(objective: str, *, brought: bool, offloaded: bool = False) -> None:
     """Refuse an objective that would change nothing.
 
     Args:
         objective: of the schedule.
         brought: whether layers' weights lie outside of the device.
-        hosted: whether first pages of sequences that run may lie on the host.
+        offloaded: whether first pages of sequences that run may lie on the host.
 
     Raises:
         UnsoundCombination: `throughput` where they do not, or where steps are one batch anyway.
     """
-    if objective == "throughput" and hosted:
+    if objective == "throughput" and offloaded:
         raise UnsoundCombination(
             "with --stream-kv-memory a step is one batch, whose rows' pages are brought in turn "
             "with its layers: use --objective latency or auto, or leave out --stream-kv-memory"

@@ -10,9 +10,9 @@
 from collections.abc import Callable
 
 from quire.errors import NeverFits, QuireError
-from quire.scheduler.decoding import Decoding
+from quire.scheduler.decoding import Decode
 from quire.scheduler.group import together
-from quire.scheduler.reading import Reading
+from quire.scheduler.reading import Prefill
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.scheduler.step_plan import StepPlan
@@ -41,13 +41,13 @@ class Unblocking:
         parts: SchedulerParts,
         running: list[Request],
         *,
-        decoding: Decoding,
-        reading: Reading,
+        decoding: Decode,
+        reading: Prefill,
         part: Callable[[Request], bool],
         preempt: Callable[[Request, str], None],
         fail: Callable[[Request, QuireError], None],
     ) -> None:
-        self._preempter, self._front_room = parts.preempter, parts.residency.front_room
+        self._preempter, self._prefix_offloader = parts.preempter, parts.sequence_memory.prefix_offloader
         self._running, self._step_tokens = running, parts.config.step_tokens
         self._decoding, self._reading = decoding, reading
         self._part, self._preempt, self._fail = part, preempt, fail
@@ -89,7 +89,7 @@ class Unblocking:
         Where it cannot evict because its first pages find no room to return, it is computed again
         and keeps all its pages in the memory, so that it evicts in time.
         """
-        if self._front_room is None or not self._front_room.stops_evicting(first):
+        if self._prefix_offloader is None or not self._prefix_offloader.stops_evicting(first):
             self._fail(first, NeverFits(NEVER))
             return
         first.streams = False

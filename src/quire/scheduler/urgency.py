@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from quire.scheduler.entrance import Entrance
+from quire.scheduler.entrance import Admission
 from quire.scheduler.request import Request
-from quire.scheduler.room import Room
+from quire.scheduler.room import FreePages
 from quire.scheduler.scheduler_parts import SchedulerParts
 
 Preempt = Callable[[Request, str], None]  # (request, why)
@@ -20,7 +20,7 @@ class Urgency:
     Args:
         parts: the rules that are asked.
         running: those that are in; the scheduler's own list.
-        entrance: lets them in.
+        admission: lets them in.
         preempt: takes a request out.
     """
 
@@ -28,13 +28,13 @@ class Urgency:
         self,
         parts: SchedulerParts,
         running: list[Request],
-        entrance: Entrance,
+        admission: Admission,
         preempt: Preempt,
     ) -> None:
-        self._room = Room(parts, running)
+        self._room = FreePages(parts, running)
         self._urgent = parts.config.urgent
         self._fairness, self._preempter = parts.fairness, parts.preempter
-        self._running, self._entrance, self._preempt = running, entrance, preempt
+        self._running, self._admission, self._preempt = running, admission, preempt
 
     def claim(self) -> None:
         """Let in all that are urgent and whose turn it is."""
@@ -51,9 +51,9 @@ class Urgency:
 
     def _enters(self, request: Request) -> bool:
         assert self._urgent is not None
-        if request.priority > self._urgent or not self._entrance.is_turn_of(request):
+        if request.priority > self._urgent or not self._admission.is_turn_of(request):
             return False
-        if self._entrance.fetch(request):
+        if self._admission.fetch(request):
             return True
         behind = self._behind(request)
         staying = [other for other in self._running if other not in behind]
@@ -64,7 +64,7 @@ class Urgency:
             victim = victim or self._preempter.victim_among(behind, even_returned=True)
             assert victim is not None, "there are candidates"
             self._preempt(victim, WHY)
-            if self._entrance.fetch(request):
+            if self._admission.fetch(request):
                 return True
             behind = self._behind(request)
         return False

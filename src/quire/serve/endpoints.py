@@ -72,10 +72,10 @@ class Endpoints:
         self._check(body, request)
         service, num_choices = self._service, body.n or 1
         params = completion_params(body, service.llm.model.generation.temperature)
-        asked = body.prompts
-        service.check_number(len(asked), params)
+        requested = body.prompts
+        service.check_number(len(requested), params)
         prompts = await service.texts.prompts(
-            asked,
+            requested,
             service.turn(tenant_of(request), body.evict),
             add_special_tokens=body.add_special_tokens is not False,
             with_text=bool(body.echo),
@@ -94,7 +94,7 @@ class Endpoints:
         return await self._reply(body, request, prompts, params, writers, envelope)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a conversation."""
+        """RequestOutput a conversation."""
         with naming_fields_of(body):
             return await self._chat(body, request)
 

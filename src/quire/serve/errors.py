@@ -73,7 +73,7 @@ class Draining(QuireError):
         super().__init__("the server is shutting down and accepts no new requests: send it again")
 
 
-class AnswerFailed(QuireError):
+class RequestFailed(QuireError):
     """An accepted request ended with an error instead of an answer."""
 
 

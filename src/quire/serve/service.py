@@ -9,7 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
-from quire.sampling.answer_stream import AnswerStream
+from quire.sampling.answer_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
@@ -152,7 +152,7 @@ class Service:
                 "requests",
             )
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> AnswerStream:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Have every prompt answered, each as often as the options say.
 
         Raises:

@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.sampling.answer_stream import AnswerStream
-from quire.sampling.outputs import Delta, Usage
-from quire.serve.errors import AnswerFailed, error_body
+from quire.sampling.answer_stream import OutputStream
+from quire.sampling.outputs import OutputDelta, Usage
+from quire.serve.errors import RequestFailed, error_body
 from quire.serve.protocol import StreamOptions
 from quire.serve.responses import Envelope, token_counts, usage_body
 from quire.serve.writers import Writer
@@ -25,7 +25,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy 
 class _Events(StreamingResponse):
     """Cancels the answers however its sending ends, even before the first event."""
 
-    def __init__(self, events: AsyncIterator[str], answers: AnswerStream) -> None:
+    def __init__(self, events: AsyncIterator[str], answers: OutputStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._answers = answers
 
@@ -48,7 +48,7 @@ class Reply:
         options: what a stream carries besides the text.
     """
 
-    answers: AnswerStream
+    answers: OutputStream
     writers: Sequence[Writer]
     envelope: Envelope
     choices_per_prompt: int
@@ -60,7 +60,7 @@ class Reply:
         """One body, when all answers are there.
 
         Raises:
-            AnswerFailed: one of them ended with an error.
+            RequestFailed: one of them ended with an error.
             EngineDead: the engine has stopped.
         """
         watcher = asyncio.create_task(self._cancel_when_gone(request))
@@ -104,7 +104,7 @@ class Reply:
             yield _event(error_body(error))
         yield DONE
 
-    def _count(self, delta: Delta) -> None:
+    def _count(self, delta: OutputDelta) -> None:
         _raise_if_failed(delta.error)
         self._num_tokens += len(delta.token_ids)
         if delta.usage is not None:
@@ -127,7 +127,7 @@ class Reply:
 
 def _raise_if_failed(error: str | None) -> None:
     if error is not None:
-        raise AnswerFailed(error)
+        raise RequestFailed(error)
 
 
 def _event(body: dict[str, object]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.sampling import outputs
-from quire.sampling.outputs import Answer, Delta
+from quire.sampling.outputs import RequestOutput, OutputDelta
 from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
 from quire.serve.pieces import TokenPieces
@@ -33,7 +33,7 @@ class CompletionWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _shown_characters: int = 0
 
-    def whole(self, answer: Answer, choice: outputs.Choice) -> Choice:
+    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
         """The choice of a whole response."""
         logprobs = None
         if self.wants_logprobs:
@@ -45,7 +45,7 @@ class CompletionWriter:
             logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
         return self._choice((self.echo or "") + choice.text, logprobs, choice)
 
-    def chunks(self, delta: Delta) -> list[Choice]:
+    def chunks(self, delta: OutputDelta) -> list[Choice]:
         """What a delta adds; nothing while there is nothing to show."""
         text = (self.echo or "") + delta.text
         self.echo = None
@@ -63,7 +63,7 @@ class CompletionWriter:
         return [self._choice(text, logprobs, delta)]
 
     def _choice(
-        self, text: str, logprobs: dict[str, object] | None, source: outputs.Choice | Delta
+        self, text: str, logprobs: dict[str, object] | None, source: outputs.Choice | OutputDelta
     ) -> Choice:
         return {
             "index": self.index,
@@ -90,7 +90,7 @@ class ChatWriter:
     _held: list[SampledToken] = field(default_factory=list)
     _began: bool = False
 
-    def whole(self, answer: Answer, choice: outputs.Choice) -> Choice:
+    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
         """The choice of a whole response."""
         message = {
             "role": "assistant",
@@ -106,7 +106,7 @@ class ChatWriter:
             "stop_reason": choice.stop_reason,
         }
 
-    def chunks(self, delta: Delta) -> list[Choice]:
+    def chunks(self, delta: OutputDelta) -> list[Choice]:
         """The role first, then content, then an empty delta with the reason of the end."""
         self._held += delta.logprobs or ()
         chunks = []
@@ -142,5 +142,5 @@ class ChatWriter:
 Writer = CompletionWriter | ChatWriter
 
 
-def _ending(delta: Delta) -> Choice:
+def _ending(delta: OutputDelta) -> Choice:
     return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

@@ -40,5 +40,5 @@ class OldestLeave:
         """Nothing is noted, so that nothing is repeated: it is evicted anew."""
         raise InvariantError(f"request {request.request_id} repeats what was not noted")
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         """Caps stay as they are: how a prompt would divide them only a model can tell."""

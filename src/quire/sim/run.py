@@ -21,7 +21,7 @@ from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
@@ -130,9 +130,9 @@ def make_scheduler(
     shares = config.kv.prefix_cache and memory.placement.shares
     prefix = PrefixIndex(memory) if shares else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
-    residency = Residency(sharing, events=EventLog(clock, kept=1))
+    sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)
-    parts = make_parts(config.schedule, residency, swapper)
+    parts = make_parts(config.schedule, sequence_memory, swapper)
     return Scheduler(memory, config.schedule, OldestLeave(memory), parts=parts)
 
 

@@ -98,7 +98,7 @@ class Simulator:
         weights = {spec.name: spec.weight for spec in parse_tenants(scheduler.config.tenants)}
         served = ServedTokens(trace.tenants, weights)
         self.result = SimResult(trace, self.memory.total_bytes, served=served)
-        scheduler.residency.events.subscribe(self.result.tally)
+        scheduler.sequence_memory.events.subscribe(self.result.tally)
         self._arrivals = trace.requests
         self._num_arrived = 0
         self._jobs: dict[str, _Job] = {}

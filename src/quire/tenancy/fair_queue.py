@@ -235,7 +235,7 @@ class FairQueue:
         return self._virtual_time.get(tenant, 0.0)
 
     @property
-    def num_remembered(self) -> int:
+    def num_tracked(self) -> int:
         """Tenants whose virtual time is kept."""
         return len(self._virtual_time)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
-from quire.tenancy.tenant_book import Right, TenantBook, checked_tenant
+from quire.tenancy.tenant_book import Right, TenantAccounts, checked_tenant
 from quire.tenancy.tenant_bytes import bytes_by_tenant
 from quire.tenancy.tenant_meter import TenantMeter, TenantStats
 from quire.tenancy.tenants import PUBLIC
@@ -31,7 +31,7 @@ class Fairness:
         meter: what each tenant has had.
     """
 
-    def __init__(self, book: TenantBook, sharing: PrefixSharing, waiting: FairQueue) -> None:
+    def __init__(self, book: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue) -> None:
         self.book, self._sharing, self.waiting = book, sharing, waiting
         self.meter = TenantMeter()
         self._here: set[str] = set()
@@ -89,16 +89,16 @@ class Fairness:
 
     def _forget_idle(self) -> None:
         self.meter.fold(self._here)
-        if self.waiting.num_remembered > self._forget_from:
+        if self.waiting.num_tracked > self._forget_from:
             self.waiting.forget_idle(self._here)
-            self._forget_from = max(FORGET_FROM, 2 * self.waiting.num_remembered)
+            self._forget_from = max(FORGET_FROM, 2 * self.waiting.num_tracked)
 
     def _count(self, running: Sequence[Request], leaving: Sequence[Request] = ()) -> None:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
             rows[request.tenant].append(request.row)
         prefix = self._sharing.prefix
-        public = [] if prefix is None else prefix.public_loans()
+        public = [] if prefix is None else prefix.public_references()
         held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
         self.book.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
@@ -144,7 +144,7 @@ class Fairness:
 
     # ---- tokens --------------------------------------------------------------------------------
 
-    def reading_order(self, request: Request) -> tuple[float, int, float, int]:
+    def prefill_order(self, request: Request) -> tuple[float, int, float, int]:
         """Whose prompt is read first: of the tenant served least."""
         return self.waiting.rank(request) if self.has_several else (0.0, *request.order)
 
@@ -156,7 +156,7 @@ class Fairness:
         weights = {tenant: self.book.spec(tenant).weight for tenant in {*tenants, request.tenant}}
         return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
 
-    def charge_reading(self, request: Request, tokens: int) -> None:
+    def charge_prefill(self, request: Request, tokens: int) -> None:
         """Charge a chunk that is planned; what was read before a preemption was charged then.
 
         Tokens that came from a prefix cache since the last chunk are charged with it.
@@ -177,7 +177,7 @@ class Fairness:
 
     def entered(self, request: Request, waited_s: float) -> None:
         """Note an entry, with the tokens that a prefix cache gave it."""
-        self.settle(request)
+        self.finalize(request)
         self.meter.entered(request.tenant, waited_s)
         self._charge_cached(request)
 
@@ -192,10 +192,10 @@ class Fairness:
     def preempted(self, requests: Sequence[Request]) -> None:
         """Note that one request, or a group with its first member first, is thrown out."""
         for request in requests:
-            self.settle(request)
+            self.finalize(request)
         self.meter.preempted(requests[0].tenant)
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         """All that a request holds is paid for: read again, it costs its tenant nothing.
 
         Decoding charges by the step and keeps no account of each request, so this is called

@@ -37,7 +37,7 @@ class Verdict:
 
     Attributes:
         right: NOTHING refuses; BORROWED takes what is free; SHARE and GUARANTEED may have others
-            thrown out (see `TenantBook.reclaimable_for`).
+            thrown out (see `TenantAccounts.reclaimable_for`).
         reason: with the numbers, for people.
     """
 
@@ -48,7 +48,7 @@ class Verdict:
         return self.right > Right.NOTHING
 
 
-class TenantBook:
+class TenantAccounts:
     """The accounts.
 
     Args:
@@ -211,7 +211,7 @@ def _open_spec(tenant: str) -> TenantSpec:
     return TenantSpec(name=tenant)
 
 
-def checked_tenant(book: TenantBook, tenant: str) -> str:
+def checked_tenant(book: TenantAccounts, tenant: str) -> str:
     """A tenant's name as a request gives it.
 
     Raises:

@@ -16,7 +16,7 @@ NOBODY = -1
 def bytes_by_tenant(
     memory: KVMemory,
     rows: Mapping[str, Sequence[int]],
-    lent: Mapping[str, Sequence[Mapping[str, PageNumbers]]] | None = None,
+    referenced: Mapping[str, Sequence[Mapping[str, PageNumbers]]] | None = None,
     public_tokens: Mapping[int, int] | None = None,
 ) -> dict[str, int]:
     """Bytes of the pages each tenant refers to, every page counted once.
@@ -27,17 +27,17 @@ def bytes_by_tenant(
     Args:
         memory: the pool.
         rows: rows of each tenant's requests.
-        lent: pages kept without a request (`KVMemory.loans`), by tenant; shared prefixes under
+        referenced: pages kept without a request (`KVMemory.cached_references`), by tenant; shared prefixes under
             `PUBLIC`.
         public_tokens: how many first tokens of a row are a shared prefix, for rows that have one.
 
     Returns:
         Bytes by tenant, and by `PUBLIC`; together the bytes of these pages.
     """
-    lent = lent or {}
+    referenced = referenced or {}
     public_tokens = public_tokens or {}
-    names = [PUBLIC, *sorted((rows.keys() | lent.keys()) - {PUBLIC})]
-    if not lent and not any(pool.num_shared for pool in memory.pools.values()):
+    names = [PUBLIC, *sorted((rows.keys() | referenced.keys()) - {PUBLIC})]
+    if not referenced and not any(pool.num_shared for pool in memory.pools.values()):
         return {name: _unshared_bytes(memory, rows.get(name, ())) for name in names}
     owners = {c: np.full(len(p.ref_counts), NOBODY, np.int32) for c, p in memory.pools.items()}
     held = dict.fromkeys(names, 0)
@@ -45,8 +45,8 @@ def bytes_by_tenant(
         for page_class, pages in _first_pages(memory, row, tokens):
             held[PUBLIC] += _claim(owners, page_class, pages, 0)
     for index, name in enumerate(names):
-        for loan in lent.get(name, ()):
-            for group, pages in loan.items():
+        for cached_reference in referenced.get(name, ()):
+            for group, pages in cached_reference.items():
                 page_class = memory.tables[group].group.page_class
                 held[name] += _claim(owners, page_class, pages, index)
         for table in memory.tables.values():

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from quire.tenancy.tenant_book import TenantBook
+from quire.tenancy.tenant_book import TenantAccounts
 
 IDLE_KEPT = 1024
 OTHERS = "(others)"
@@ -113,7 +113,7 @@ class TenantMeter:
         """A request has been thrown out."""
         self._of(tenant).num_preemptions += 1
 
-    def report(self, book: TenantBook | None = None) -> tuple[TenantStats, ...]:
+    def report(self, book: TenantAccounts | None = None) -> tuple[TenantStats, ...]:
         """The numbers of all who asked for anything, by name.
 
         Args:
@@ -138,7 +138,7 @@ def _row(tenant: str, counts: _Counts) -> TenantStats:
     return TenantStats(tenant=tenant, **vars(counts))
 
 
-def _with_bytes(row: TenantStats, book: TenantBook) -> TenantStats:
+def _with_bytes(row: TenantStats, book: TenantAccounts) -> TenantStats:
     return replace(
         row,
         held_bytes=book.held_bytes(row.tenant),

@@ -49,7 +49,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV) -> PaperProtocol:
-    prompt = Encoded(tokens=(1,) * 224, asked=Asked(prompt="", grade=lambda text: 1.0))
+    prompt = Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0))
     return PaperProtocol(model, kv, config, [prompt] * config.samples)
 
 

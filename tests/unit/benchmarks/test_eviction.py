@@ -20,7 +20,7 @@ from benchmarks.eviction.config import (
     PerplexityConfig,
 )
 from benchmarks.eviction.cost import StepCost
-from benchmarks.eviction.kept import agreement, binned, kept_positions, run_kept
+from benchmarks.eviction.kept import agreement, binned, retained_positions, run_kept
 from benchmarks.eviction.perplexity import RuleTexts, run_perplexity
 from benchmarks.eviction.perplexity import claims as perplexity_claims
 from benchmarks.eviction.quality import Judge, measure_cells, run_quality
@@ -141,17 +141,17 @@ def test_finished_cells_are_not_asked_again(tmp_path: Path):
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write(json.dumps(second.to_json())[:40] + "\n")
 
-    asked: list[CellKey] = []
+    requested: list[CellKey] = []
     shown: list[Cell] = []
 
     def ask(key: CellKey) -> Cell:
-        asked.append(key)
+        requested.append(key)
         return {second.key: second, third.key: third}[key]
 
     found = list(measure_cells(ask, [first.key, second.key, third.key], kept, shown.append))
 
     assert found == [first, second, third]
-    assert asked == [second.key, third.key]
+    assert requested == [second.key, third.key]
     assert shown == [second, third]
     assert set(kept.read().values()) == {first, second, third}
     assert CellFile(None).read() == {}
@@ -323,7 +323,7 @@ def test_layers_with_a_window_keep_nothing_by_a_rule_and_have_no_lanes():
     prompt = [3 + i * i % 60 for i in range(64)]
 
     for rule in ("recent", "h2o"):  # one set a layer, and one a head
-        assert kept_positions(model, config, [prompt], Rule(rule)).shape == (1, 4, 64)
+        assert retained_positions(model, config, [prompt], Rule(rule)).shape == (1, 4, 64)
 
 
 # ---- cost ----------------------------------------------------------------------------------------

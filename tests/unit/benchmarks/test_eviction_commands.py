@@ -102,8 +102,8 @@ def test_batch_max_ends_with_claims_and_repeats(tmp_path: Path):
 
 @pytest.mark.usefixtures("small_batch_max")
 def test_batch_max_runs_the_parts_that_are_asked_for():
-    asked = ("--parts", "speed", "--pools", "4,3", "--static-only", "--dtype", "float32")
-    run = last_object(benchmark("batch-max", "--quick", "--json", *asked))
+    requested = ("--parts", "speed", "--pools", "4,3", "--static-only", "--dtype", "float32")
+    run = last_object(benchmark("batch-max", "--quick", "--json", *requested))
 
     assert list(run["arms"]) == ["speed"]
     assert run["config"]["speed"]["pools"] == [4, 3]
@@ -231,7 +231,7 @@ def test_the_quick_run_is_smaller_in_every_part():
 
 
 @pytest.mark.parametrize(("asked", "expected"), [((), 10), (("--prompts", "1"), 1)])
-def test_what_is_said_of_prompts_holds_for_a_quick_run_too(asked, expected, monkeypatch):
+def test_what_is_said_of_prompts_holds_for_a_quick_run_too(requested, expected, monkeypatch):
     made = []
 
     def keep(names, parts, config):
@@ -239,7 +239,7 @@ def test_what_is_said_of_prompts_holds_for_a_quick_run_too(asked, expected, monk
         return iter(())
 
     monkeypatch.setattr("benchmarks.common.named_parts.run_named", keep)
-    result = CliRunner().invoke(app, ["eviction", "--quick", *asked])
+    result = CliRunner().invoke(app, ["eviction", "--quick", *requested])
 
     assert result.exit_code == 0, result.output
     assert made[0].quality.prompts == expected

@@ -412,11 +412,11 @@ def test_recorded_prompts_have_as_many_shots_as_fit(tiny: LoadedModel, tmp_path:
 
     [found] = recorded({"gsm8k": path}, tiny, config)
 
-    assert len(found.prompts) == len(found.asked) == 3
-    shots = [one.prompt.count("####") for one in found.asked]
+    assert len(found.prompts) == len(found.requested) == 3
+    shots = [one.prompt.count("####") for one in found.requested]
     assert all(config.least_tokens < len(prompt) <= 160 for prompt in found.prompts)
     assert 2 < min(shots) <= max(shots) < 16
-    assert found.asked[0].grade("nothing") == 0.0
+    assert found.requested[0].grade("nothing") == 0.0
 
 
 def test_recorded_prompts_that_are_too_short_are_refused(tiny: LoadedModel, tmp_path: Path):
@@ -436,8 +436,8 @@ def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
         tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
     )
     prompts = tuple(pieces(tiny, BOOKS, 160, 2))
-    asked = tuple(Asked(prompt="", grade=lambda text: float(bool(text))) for _ in prompts)
-    own = Recorded(name="books", score="accuracy", prompts=prompts, asked=asked)
+    requested = tuple(Asked(prompt="", grade=lambda text: float(bool(text))) for _ in prompts)
+    own = Recorded(name="books", score="accuracy", prompts=prompts, requested=requested)
 
     result = run_prompts(tiny, config, [own], rouge_l)
 

@@ -52,4 +52,4 @@ def test_a_timed_decoder_is_the_decoder_it_times():
 
     assert (timed.spec, timed.dtype) == (model.decoder.spec, torch.float32)
     assert timed.device == model.decoder.device
-    assert (timed.num_rope_regimes, timed.rope_regime(10)) == (1, 0)
+    assert (timed.num_rope_variants, timed.rope_variant(10)) == (1, 0)

@@ -32,7 +32,7 @@ FEW = replace(CPU.w1, batches=(2, 4), queries=10)
 def test_the_workloads_are_the_papers():
     """120 queries 1:1:2 of long (4,000 words) and short; 30 short ones."""
     w1, w2 = workload("w1", 1.0), workload("w2", 1.0)
-    kinds = [(asked.prompt_tokens > 2_000, asked.new_tokens > 2_000) for asked in w1]
+    kinds = [(requested.prompt_tokens > 2_000, requested.new_tokens > 2_000) for requested in w1]
 
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
         (True, False): 30,
@@ -40,16 +40,16 @@ def test_the_workloads_are_the_papers():
         (False, False): 60,
     }
     assert len(w2) == 30
-    assert all(40 <= n <= 260 for asked in w2 for n in (asked.prompt_tokens, asked.new_tokens))
-    lengths = [n for asked in w1 for n in (asked.prompt_tokens, asked.new_tokens)]
+    assert all(40 <= n <= 260 for requested in w2 for n in (requested.prompt_tokens, requested.new_tokens))
+    lengths = [n for requested in w1 for n in (requested.prompt_tokens, requested.new_tokens)]
     assert all(40 <= n <= 520 or 4_680 <= n <= 5_720 for n in lengths)
 
 
 def test_lengths_are_scaled_and_stay_at_least_two():
     full, scaled = workload("w1", 1.0), workload("w1", 0.01)
 
-    assert [asked.prompt_tokens for asked in scaled] == [
-        max(2, round(asked.prompt_tokens * 0.01)) for asked in full
+    assert [requested.prompt_tokens for requested in scaled] == [
+        max(2, round(requested.prompt_tokens * 0.01)) for requested in full
     ]
 
 
@@ -58,7 +58,7 @@ def test_the_trace_keeps_its_gaps_and_some_are_urgent():
 
     assert load[0].arrival_s == 0
     assert load[-1].arrival_s == pytest.approx(30.0)
-    assert [asked.priority for asked in load].count(0) == 2
+    assert [requested.priority for requested in load].count(0) == 2
     assert load[0].prompt_tokens == 37  # 374 in the file
     assert load[1].arrival_s / load[2].arrival_s == pytest.approx(4.315 / 4.542, rel=1e-3)
 
@@ -111,7 +111,7 @@ def found() -> list[AtBatch]:
 
 
 def test_every_arm_answers_everything(found):
-    expected = [asked.new_tokens for asked in workload("w1", FEW.scale, FEW.queries)]
+    expected = [requested.new_tokens for requested in workload("w1", FEW.scale, FEW.queries)]
 
     for at in found:
         [runs] = at.rounds
@@ -170,9 +170,9 @@ def test_claims_are_medians_of_ratios_within_rounds():
         }
         for total_s in (2.0, 3.0, 4.0)
     ]
-    asked = replace(FEW, batches=(4,))
+    requested = replace(FEW, batches=(4,))
 
-    numbers = claims(asked, [AtBatch(4, rounds, (2.0, 2.7, 2.0))])
+    numbers = claims(requested, [AtBatch(4, rounds, (2.0, 2.7, 2.0))])
 
     assert numbers["w1_batonpd_over_bound_b4"] == pytest.approx(0.9)
     assert numbers["w1_bound_b4"] == pytest.approx(3.0)
@@ -186,19 +186,19 @@ def test_claims_are_medians_of_ratios_within_rounds():
 
 def test_the_claims_of_the_full_bench_have_the_names_that_are_promised():
     config = RebatchConfig()
-    for asked in (config.w1, config.w2):
-        runs = {arm: made_up(arm, 1.0) for arm in asked.arms}
-        numbers = claims(asked, [AtBatch(batch, [runs], [1.0]) for batch in asked.batches])
-        for batch in asked.batches:
-            assert f"{asked.name}_batonpd_over_bound_b{batch}" in numbers
+    for requested in (config.w1, config.w2):
+        runs = {arm: made_up(arm, 1.0) for arm in requested.arms}
+        numbers = claims(requested, [AtBatch(batch, [runs], [1.0]) for batch in requested.batches])
+        for batch in requested.batches:
+            assert f"{requested.name}_batonpd_over_bound_b{batch}" in numbers
     assert config.w1.batches == (4, 8)
     assert config.w2.batches == (2, 4, 6, 8, 10)
 
 
 @pytest.mark.slow
 def test_the_command_ends_with_one_object(tmp_path):
-    asked = ["rebatch", "--quick", "--parts", "w2,trace", "--json", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, [*asked, "--clock", "cpu"])
+    requested = ["rebatch", "--quick", "--parts", "w2,trace", "--json", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*requested, "--clock", "cpu"])
 
     assert result.exit_code == 0, result.output
     run = json.loads(result.output.strip().splitlines()[-1])

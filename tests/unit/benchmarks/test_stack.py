@@ -93,8 +93,8 @@ def test_requests_longer_than_a_contiguous_lane_are_refused():
 
 
 def test_the_command_ends_with_one_object(tmp_path):
-    asked = ["stack", "--quick", "--requests", "4", "--json", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, asked)
+    requested = ["stack", "--quick", "--requests", "4", "--json", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, requested)
 
     assert result.exit_code == 0, result.output
     run = json.loads(result.output.strip().splitlines()[-1])

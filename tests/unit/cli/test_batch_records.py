@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from quire.cli.batch_io import BatchLine, LineHead
 from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
-from quire.sampling.outputs import Answer, Choice, Usage, merged
+from quire.sampling.outputs import RequestOutput, Choice, Usage, merged
 from quire.serve.responses import usage_body
 
 USAGE = Usage(
@@ -24,7 +24,7 @@ USAGE = Usage(
 )
 
 
-def answer(**parts: object) -> Answer:
+def answer(**parts: object) -> RequestOutput:
     plain: dict = {
         "request_id": "r",
         "prompt_token_ids": (1, 2, 3),
@@ -41,7 +41,7 @@ def answer(**parts: object) -> Answer:
     whole = plain | parts
     names = {field.name for field in fields(Choice)} - {"index"}
     choice = Choice(index=0, **{name: whole[name] for name in names})
-    return Answer(**{"choices": (choice,)} | whole)
+    return RequestOutput(**{"choices": (choice,)} | whole)
 
 
 def line(kind: str = "plain", name: str | None = "a") -> BatchLine:

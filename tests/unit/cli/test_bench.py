@@ -13,8 +13,8 @@ SHAPE = ("--input-len", "24", "--output-len", "4", "--num-iters", "2", "--num-it
 
 
 def bench(*arguments: str) -> dict[str, Any]:
-    asked = ["bench", *arguments, *SMALL, *SHAPE, "--json"]
-    result = CliRunner().invoke(app, asked, catch_exceptions=False)
+    requested = ["bench", *arguments, *SMALL, *SHAPE, "--json"]
+    result = CliRunner().invoke(app, requested, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
@@ -41,8 +41,8 @@ def test_latency_holds_percentiles_of_batches():
 
 
 def test_a_length_beyond_the_context_is_refused_in_one_line():
-    asked = ["bench", "throughput", *SMALL, "--input-len", "99999"]
-    result = CliRunner().invoke(app, asked)
+    requested = ["bench", "throughput", *SMALL, "--input-len", "99999"]
+    result = CliRunner().invoke(app, requested)
 
     assert result.exit_code == 2
     assert "--input-len + --output-len" in result.stderr

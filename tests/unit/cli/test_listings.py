@@ -26,7 +26,7 @@ def test_every_registered_policy_is_listed_with_what_it_does_and_its_source():
         assert row.summary
         assert row.source
         assert row.cost
-        assert row.grain in ("lane", "layer")
+        assert row.granularity in ("lane", "layer")
 
 
 def test_every_registered_budget_is_listed_with_when_it_looks():
@@ -34,8 +34,8 @@ def test_every_registered_budget_is_listed_with_when_it_looks():
 
     assert rows.keys() == registered_budgets().keys()
     assert all(row.summary and row.source for row in rows.values())
-    assert {name for name, row in rows.items() if row.looks == "always"} == {"ada"}
-    assert {name for name, row in rows.items() if row.looks == "once"} == {
+    assert {name for name, row in rows.items() if row.queries_seen == "always"} == {"ada"}
+    assert {name for name, row in rows.items() if row.queries_seen == "once"} == {
         "squeeze",
         "lazy",
         "fastgen",

@@ -65,7 +65,7 @@ def quire_plan(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def asked(folder: Path, *more: str) -> list[str]:
+def requested(folder: Path, *more: str) -> list[str]:
     lengths = ("--maximize-batch", "3584,512", "--kv-memory", "96MiB", "--cap", "896")
     return [str(folder), *lengths, "--memory", "4GiB", "--json", *more]
 
@@ -100,7 +100,7 @@ def test_batches_and_bytes_are_those_of_the_pages(folder: Path):
     extreme    224 layer pages of 16,512 B in 12 lanes: all heads keep the newest token
     both       896 tokens: 56 pages in 48 lanes, 8.7 times
     """
-    claims = last_line(quire_plan(*asked(folder)))["claims"]
+    claims = last_line(quire_plan(*requested(folder)))["claims"]
 
     assert [claims[f"{arm}_batch"] for arm in ARMS] == [2, 2, 2, 8]
     assert [claims[f"{arm}_row_bytes"] for arm in ARMS] == [
@@ -115,7 +115,7 @@ def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
     """8 records of a head in 48 lanes: key and value of 64 numbers and a scale, a position."""
     codec = "int4+residual=64"
     plain, mixed = (
-        last_line(quire_plan(*asked(folder, "--kv-codec", codec + more)))["claims"]
+        last_line(quire_plan(*requested(folder, "--kv-codec", codec + more)))["claims"]
         for more in ("", "+important=8:int8")
     )
     record_bytes = 2 * (64 + 2) + 4
@@ -128,13 +128,13 @@ def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
 @pytest.mark.parametrize(("rows", "batches"), [(1, [1, 1, 1, 4]), (4, [4, 4, 4, 17])])
 def test_the_pool_holds_as_many_whole_prompts_as_rows_of_full_kv(folder: Path, rows, batches):
     """At a pool of b x 4,096 tokens ED and FKV have a batch of b; so have the paper's arms."""
-    run = last_line(quire_plan(*asked(folder, "--kv-memory", f"{rows * 48}MiB")))
+    run = last_line(quire_plan(*requested(folder, "--kv-memory", f"{rows * 48}MiB")))
 
     assert [run["claims"][f"{arm}_batch"] for arm in ARMS] == batches
 
 
 def test_without_measurements_none_are_given_and_it_is_said(folder: Path):
-    result = quire_plan(*asked(folder))
+    result = quire_plan(*requested(folder))
     run = last_line(result)
 
     assert not any(name.endswith("tokens_per_s") for name in run["claims"])
@@ -149,7 +149,7 @@ def test_stored_rates_predict(folder: Path, cache: Path):
     Slots: 3,585 to 4,095 on the way.
     """
     store(cache, {"full": RATES, "recent": RATES, "average": RATES})
-    run = last_line(quire_plan(*asked(folder)))
+    run = last_line(quire_plan(*requested(folder)))
     decode_s = 511 * 0.01 + 2 * 5e-7 * sum(range(3_585, 4_096))
 
     claims = run["claims"]
@@ -161,14 +161,14 @@ def test_stored_rates_predict(folder: Path, cache: Path):
 
 def test_rules_stand_whole_in_a_narrow_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
-    text = quire_plan(*asked(folder, "--evict", "tova")).output
+    text = quire_plan(*requested(folder, "--evict", "tova")).output
 
     assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
 
 
 def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
     store(cache, {"full": RATES, "recent": RATES})
-    run = last_line(quire_plan(*asked(folder, "--evict", "tova:cap=9")))
+    run = last_line(quire_plan(*requested(folder, "--evict", "tova:cap=9")))
 
     assert "full_tokens_per_s" in run["claims"]
     assert "decode_tokens_per_s" not in run["claims"]
@@ -177,14 +177,14 @@ def test_a_rule_that_was_not_measured_is_named(folder: Path, cache: Path):
 
 
 def test_a_fixed_batch_whose_prompts_fit_needs_no_blocks(folder: Path):
-    run = last_line(quire_plan(*asked(folder, "--batch", "2")))
+    run = last_line(quire_plan(*requested(folder, "--batch", "2")))
 
     assert run["claims"]["prefill_and_decode_pays"] == 0
     assert "ample" in run["arms"]["verdict"]["reasons"][0]
 
 
 def test_a_prompt_below_the_cap_is_said(folder: Path):
-    run = last_line(quire_plan(*asked(folder, "--maximize-batch", "800,512")))
+    run = last_line(quire_plan(*requested(folder, "--maximize-batch", "800,512")))
 
     assert run["claims"]["prefill_and_decode_pays"] == 0
     assert "within the cap" in run["arms"]["verdict"]["reasons"][0]
@@ -241,7 +241,7 @@ def test_a_wrong_rule_takes_no_time(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_bad_input_is_refused(folder: Path, more, message):
-    result = quire_plan(*asked(folder, *more))
+    result = quire_plan(*requested(folder, *more))
 
     assert result.exit_code == 2
     assert message in result.output

@@ -42,24 +42,24 @@ def test_a_terminal_shows_how_full_and_how_far(monkeypatch, stats):
 def test_elsewhere_nothing_is_shown_and_nothing_is_asked(monkeypatch):
     quiet = io.StringIO()
     monkeypatch.setattr(sys, "stderr", quiet)
-    asked = []
+    requested = []
 
     with LiveProgress("batch", 9) as live:
-        live.show(2, lambda: asked.append(1))
+        live.show(2, lambda: requested.append(1))
 
-    assert (quiet.getvalue(), asked) == ("", [])
+    assert (quiet.getvalue(), requested) == ("", [])
 
 
 def test_the_engine_is_asked_a_few_times_a_second_only(monkeypatch, stats):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    asked = []
+    requested = []
 
     def read() -> EngineStats:
-        asked.append(1)
+        requested.append(1)
         return stats
 
     with LiveProgress("batch", 9) as live:
         for _ in range(1000):
             live.show(2, read)
 
-    assert len(asked) <= 3
+    assert len(requested) <= 3

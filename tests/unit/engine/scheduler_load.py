@@ -22,8 +22,8 @@ from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, PRESSURE, SCHEDU
 from quire.layout.layout import statistics_name, statistics_used
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.statistics import AttentionSum, QueryRing
-from quire.offload.kv.front_room import FrontRoom
-from quire.offload.kv.hosted import HostedFronts
+from quire.offload.kv.front_room import PrefixOffloader
+from quire.offload.kv.hosted import OffloadedPrefixes
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
@@ -38,7 +38,7 @@ from quire.scheduler.limits import SCALED_DOWN
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
@@ -128,7 +128,7 @@ class Newest:
         assert entry.num_computed == request.num_computed
         assert self._leave(request, entry.counts, None)
 
-    def settle(self, request: Request) -> None:
+    def finalize(self, request: Request) -> None:
         raise AssertionError("caps are settled already")
 
     def _leave(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
@@ -242,10 +242,10 @@ class SchedulerLoad:
         memory, config = self.memory, self.config
         sharing = PrefixSharing(memory, PrefixIndex(memory) if setting.shares else None)
         state = SchedulerState.empty(parse_tenants(config.tenants))
-        room = self._front_room(setting.offload_bytes, sharing, state)
-        residency = Residency(sharing, front_room=room)
+        room = self._prefix_offloader(setting.offload_bytes, sharing, state)
+        sequence_memory = SequenceMemory(sharing, prefix_offloader=room)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
-        parts = make_parts(config, residency, swapper, state=state)
+        parts = make_parts(config, sequence_memory, swapper, state=state)
         take_out = parts.preempter.take_out
 
         def watched(requests: list[Request], reason: str, **how: bool) -> None:
@@ -257,13 +257,13 @@ class SchedulerLoad:
         parts.preempter.take_out = watched
         return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
 
-    def _front_room(
+    def _prefix_offloader(
         self, offload_bytes: int, sharing: PrefixSharing, state: SchedulerState
-    ) -> FrontRoom | None:
+    ) -> PrefixOffloader | None:
         if not offload_bytes:
             return None
-        fronts = HostedFronts(self.memory, HostPool(offload_bytes, NoCopies()))
-        return FrontRoom(
+        fronts = OffloadedPrefixes(self.memory, HostPool(offload_bytes, NoCopies()))
+        return PrefixOffloader(
             self.memory,
             fronts,
             EventLog(),
@@ -475,9 +475,9 @@ class SchedulerLoad:
             assert self.num_steps < most, "thrashing"
         assert not self.requests
         self.check()
-        self.scheduler.residency.sharing.drop_cached()
+        self.scheduler.sequence_memory.sharing.drop_cached()
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
-        assert not self.memory.loans
+        assert not self.memory.cached_references
         assert self.pool is None or not self.pool.used_bytes
 
     def _most_steps(self) -> int:

@@ -54,9 +54,9 @@ def test_each_rule_promises_more_the_more_it_foresees():
     """
     memory = memory_of(60)
     other = running(memory, 8, 40, generated=4)
-    newcomer = request_of(8, 40, arrival=1)
+    new_request = request_of(8, 40, arrival=1)
     promised = {
-        name: int(rule_over(name, memory).promised(newcomer, [other], 0).sum()) for name in RULES
+        name: int(rule_over(name, memory).promised(new_request, [other], 0).sum()) for name in RULES
     }
 
     assert promised == {"optimistic": 4, "reserved": 24 + 18, "estimated": 24 + 18 - 2}
@@ -73,14 +73,14 @@ def test_the_estimate_starts_as_a_reservation_and_follows_what_answers_use():
     memory = memory_of(60)
     rule = rule_over("estimated", memory)
     assert isinstance(rule, Estimated)
-    newcomer = request_of(8, 40)
-    assert rule.expected_tokens(newcomer) == newcomer.final_tokens == 47
+    new_request = request_of(8, 40)
+    assert rule.expected_tokens(new_request) == new_request.final_tokens == 47
 
     for _ in range(100):
         rule.learn(request_of(8, 40, generated=10))
 
     assert rule.ratio == pytest.approx(0.25, abs=0.01)
-    assert rule.expected_tokens(newcomer) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last not processed
+    assert rule.expected_tokens(new_request) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last not processed
     late = request_of(8, 40, generated=30)
     assert rule.expected_tokens(late) == 8 + 30 + 1  # past its time: one more at least
     last = request_of(8, 40, generated=39)

@@ -10,7 +10,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.sampling.beam import BeamSearch, Candidate
-from quire.sampling.outputs import AnswerBuilder
+from quire.sampling.outputs import OutputBuilder
 
 END = 9
 PROMPT = list(range(20, 41))  # 21 tokens
@@ -160,7 +160,7 @@ def engine_of(model, *, room=8.0, longest=40, **kv):
 
 
 def search(engine, params, prompt=PROMPT):
-    builder = AnswerBuilder(
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(prompt, params, request_id="r")), tuple(prompt)
     )
     answers = []

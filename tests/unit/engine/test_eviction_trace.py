@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scheduler.eviction_trace import EvictionEntry, kept_sets
+from quire.scheduler.eviction_trace import EvictionEntry, retained_sets
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=6), st.randoms())
@@ -35,7 +35,7 @@ def test_entries_and_kept_sets_say_the_same(lanes, chunks, rng):
         assert entry.num_slots == sum(len(gone - {-1}) for gone in left)
         trace.append(entry)
         expected.append((length, [sorted(lane) for lane in held]))
-    found = [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in kept_sets(trace)]
+    found = [(k.num_computed, [lane.tolist() for lane in k.kept]) for k in retained_sets(trace)]
 
     assert found == expected
 
@@ -67,7 +67,7 @@ def test_a_stream_s_trace_takes_two_numbers_for_each_lane_and_eviction():
 def test_kept_sets_are_written_as_ranges():
     keep = np.array([[1, 1, 1, 0, 1, 0, 1, 1], [0] * 7 + [1]], dtype=bool)
     entry = EvictionEntry.of(8, np.tile(np.arange(8), (2, 1)), keep)
-    [kept] = kept_sets([entry])
+    [kept] = retained_sets([entry])
 
     assert kept.as_dict() == {"num_computed": 8, "kept": ["0-2,4,6-7", "7"]}
 
@@ -90,22 +90,22 @@ def test_raised_tokens_stay_important_until_they_leave():
     positions = np.array([[0, 1, 2, 3], [0, 1, 2, 3]])
     first = replace(
         EvictionEntry.of(4, positions, np.array([[1, 1, 0, 1], [1, 1, 1, 0]], dtype=bool)),
-        raised=EvictionEntry.of(4, positions, np.array([[0, 1, 1, 1], [1, 0, 0, 1]], dtype=bool)),
+        promoted=EvictionEntry.of(4, positions, np.array([[0, 1, 1, 1], [1, 0, 0, 1]], dtype=bool)),
     )
     held = np.array([[0, 1, 3, 4], [0, 1, 2, 4]])
     second = replace(
         EvictionEntry.of(5, held, np.array([[0, 1, 1, 1], [1, 1, 0, 1]], dtype=bool)),
-        raised=EvictionEntry.of(5, held, np.array([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)),
+        promoted=EvictionEntry.of(5, held, np.array([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)),
     )
 
-    sets = list(kept_sets([first, second]))
+    sets = list(retained_sets([first, second]))
 
-    assert [[lane.tolist() for lane in one.important] for one in sets] == [
+    assert [[lane.tolist() for lane in one.promoted] for one in sets] == [
         [[0], [1, 2]],
         [[4], [1]],
     ]
     assert sets[1].as_dict()["important"] == ["4", "1"]
-    assert "important" not in next(kept_sets([replace(first, raised=None)])).as_dict()
-    assert first.digest != replace(first, raised=None).digest
+    assert "important" not in next(retained_sets([replace(first, promoted=None)])).as_dict()
+    assert first.digest != replace(first, promoted=None).digest
     joined = EvictionEntry.joined(4, [first, first])
-    assert joined.raised.by_lane[2].tolist() == [0]
+    assert joined.promoted.by_lane[2].tolist() == [0]

@@ -177,7 +177,7 @@ def test_idle_tenants_above_the_floor_are_remembered_up_to_a_number():
 
     queue.forget_idle(running={"t0"})
 
-    assert queue.num_remembered == IDLE_KEPT + 3
+    assert queue.num_tracked == IDLE_KEPT + 3
     assert queue.virtual_time("t0") == 10
     assert [queue.virtual_time(f"t{number}") for number in (3, 5, 6)] == [0, 15, 16]
 

@@ -96,7 +96,7 @@ def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_take
     for _ in range(20):
         load.step()
     reasons: list[object] = []
-    load.scheduler.residency.events.subscribe(
+    load.scheduler.sequence_memory.events.subscribe(
         lambda event: reasons.append(event.data.get("reason"))
     )
     for request in load.scheduler.running[num_takeable:]:

@@ -6,7 +6,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
@@ -27,8 +27,8 @@ class Service:
         self.memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
         self.index = PrefixIndex(self.memory) if prefix else None
         config = ScheduleConfig(**schedule)
-        residency = Residency(PrefixSharing(self.memory, self.index))
-        parts = make_parts(config, residency)
+        sequence_memory = SequenceMemory(PrefixSharing(self.memory, self.index))
+        parts = make_parts(config, sequence_memory)
         self.scheduler = Scheduler(self.memory, config, parts=parts)
         self.arrivals = 0
 
@@ -64,7 +64,7 @@ def test_an_answer_that_is_read_again_is_charged_once():
         service.step()
     before, paid = service.numbers("a"), service.scheduler.waiting.virtual_time("a")
 
-    assert service.scheduler.give_way()  # it is thrown out with three tokens of its answer
+    assert service.scheduler.preempt()  # it is thrown out with three tokens of its answer
     service.step()  # and read again: one of these tokens has not been processed yet
 
     after = service.numbers("a")
@@ -83,7 +83,7 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
     service.step()
     assert second.cached_tokens == 4
 
-    assert service.scheduler.give_way()
+    assert service.scheduler.preempt()
     service.step()
 
     assert second.entries == 2
@@ -103,11 +103,11 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
     waiting = service.submit(prompt_tokens=61)
     service.scheduler.waiting.pop(waiting)
     monkeypatch.setattr(prefix_key, "_block", counting)
-    residency = service.scheduler.residency
+    sequence_memory = service.scheduler.sequence_memory
     for _ in range(5):  # what the entrance does with it while there is no room
-        lease = residency.sharing.look_up(waiting)
+        lease = sequence_memory.sharing.look_up(waiting)
         assert lease.tokens == 60
-        residency.sharing.give_back(lease)
+        sequence_memory.sharing.give_back(lease)
     assert hashes[0] == 60 // PAGE_TOKENS
 
     service.scheduler.waiting.push(waiting)
@@ -120,13 +120,13 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
 def test_a_prompt_that_became_public_is_hashed_anew():
     service = Service(prefix=True)
     mine = service.submit(prompt_tokens=20, tenant="mine")
-    residency = service.scheduler.residency
-    identities = residency.sharing.identities
-    residency.sharing.give_back(residency.sharing.look_up(mine))
+    sequence_memory = service.scheduler.sequence_memory
+    identities = sequence_memory.sharing.identities
+    sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
     before = mine.chain
 
     identities.register_public(list(range(10)))
-    residency.sharing.give_back(residency.sharing.look_up(mine))
+    sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
 
     assert mine.chain is not before
     assert mine.chain.identity.public_tokens == 10
@@ -141,7 +141,7 @@ def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
         service.scheduler.finish(request)
 
     fairness, rows = service.scheduler.fairness, service.scheduler.fairness.report([])
-    assert fairness.waiting.num_remembered <= 2 * FORGET_FROM
+    assert fairness.waiting.num_tracked <= 2 * FORGET_FROM
     assert len(rows) == 20 + 2  # the last one is still taken for busy
     assert rows[-1].tenant == OTHERS
     assert sum(row.num_requests for row in rows) == 300

@@ -6,8 +6,8 @@ No clock: a machine of link and device says what each step would have taken.
 import pytest
 
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
-from quire.offload.kv.front_shares import Front
-from quire.offload.kv.front_splits import AskedParts, FrontSplits, timeline_of
+from quire.offload.kv.front_shares import OffloadedPrefix
+from quire.offload.kv.front_splits import SplitLimits, PrefixSplits, timeline_of
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.work import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates
@@ -16,7 +16,7 @@ from quire.plan.rates import CopyRate
 
 KV_BYTES, X_BYTES, PAGE, COLUMNS, LAYERS = 100, 50, 4, 250, 8
 TOKENS = PAGE * COLUMNS
-FRONTS = {0: Front(COLUMNS, known=range(COLUMNS), on_host=True)}
+FRONTS = {0: OffloadedPrefix(COLUMNS, known=range(COLUMNS), on_host=True)}
 MAKE_S, OTHER_S = 3e-6, 4e-4
 
 
@@ -44,7 +44,7 @@ def took(made, link_bytes_per_s):
     return timed
 
 
-def splits(**asked):
+def splits(**requested):
     speeds = Speeds(
         inward=CopyRate(bytes_per_s=20e6),
         outward=CopyRate(bytes_per_s=20e6),
@@ -52,8 +52,8 @@ def splits(**asked):
         host_token_s=5e-6,
     )
     sizes = Sizes(kv_bytes=KV_BYTES, x_bytes=X_BYTES)
-    asked = {"most_made": TOKENS} | asked
-    return FrontSplits(OffloadProfiler(speeds), sizes, page_tokens=PAGE, asked=AskedParts(**asked))
+    requested = {"most_made": TOKENS} | requested
+    return PrefixSplits(OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**requested))
 
 
 def best(link_bytes_per_s):
@@ -104,7 +104,7 @@ def test_the_host_takes_what_rates_say_and_holds_it():
 
     assert of.host_tokens == TOKENS / 2
     assert shares[0].host == range(COLUMNS // 2, COLUMNS)
-    of.divide({0: Front(COLUMNS + 1, on_host=True)}, rows=1)
+    of.divide({0: OffloadedPrefix(COLUMNS + 1, on_host=True)}, rows=1)
     assert of.host_tokens == TOKENS / 2
 
 

@@ -19,7 +19,7 @@ from quire.scheduler.group import (
     due_forks,
     leave,
     not_continued,
-    plan_reading,
+    plan_prefill,
     readable_tokens,
     refuse_beams,
     reserved_rows,
@@ -27,7 +27,7 @@ from quire.scheduler.group import (
 )
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPT = [7] * 5
@@ -58,7 +58,7 @@ def entry_at(tokens: int) -> EvictionEntry:
 def read(memory, first) -> tuple[list[Request], int]:
     """Let the group's first member in and read on until all have everything; count tokens."""
     first.row, first.state = memory.start(), RequestState.RUNNING
-    residency = Residency(PrefixSharing(memory))
+    sequence_memory = SequenceMemory(PrefixSharing(memory))
     running, read_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
@@ -68,7 +68,7 @@ def read(memory, first) -> tuple[list[Request], int]:
                 request.num_computed += tokens
                 read_tokens += tokens
             for planned in due_forks(request):
-                residency.copy(planned.parent, planned.child)
+                sequence_memory.copy(planned.parent, planned.child)
                 running.append(planned.child)
     return running, read_tokens
 
@@ -82,7 +82,7 @@ def tree_size(outputs) -> int:
 def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
     group, memory = make_group(outputs), make_memory()
 
-    running, read_tokens = read(memory, plan_reading(group.members[0]))
+    running, read_tokens = read(memory, plan_prefill(group.members[0]))
 
     assert read_tokens == tree_size(outputs)
     assert sorted(r.request_id for r in running) == sorted(m.request_id for m in group.members)
@@ -97,7 +97,7 @@ def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
     group = make_group(outputs)
     for member in group.members:
         member.eviction = EvictionSpec(cap=cap, every=1)
-    plan_reading(group.members[0])
+    plan_prefill(group.members[0])
 
     for planned in group.forks:
         child, parent = planned.child.output_token_ids, planned.parent.output_token_ids
@@ -109,7 +109,7 @@ def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
 def test_fresh_members_are_copied_behind_the_prompt():
     group = make_group([[], [], []])
 
-    first = plan_reading(group.members[2])
+    first = plan_prefill(group.members[2])
 
     assert first is group.members[0]
     assert [(f.parent.request_id, f.tokens) for f in group.forks] == [("r#0", 5)] * 2
@@ -117,7 +117,7 @@ def test_fresh_members_are_copied_behind_the_prompt():
 
 def test_beams_leave_their_last_token_to_all_of_them():
     group = make_group([[1, 2], [1, 3]], atomic=True)
-    first = plan_reading(group.members[0])
+    first = plan_prefill(group.members[0])
     assert readable_tokens(first) == len(PROMPT) + 1  # up to the fork
 
     first.num_computed = len(PROMPT) + 1
@@ -130,7 +130,7 @@ def test_beams_leave_their_last_token_to_all_of_them():
 def test_a_single_beam_reads_to_the_end():
     group = make_group([[]], atomic=True, spare=3)
 
-    assert readable_tokens(plan_reading(group.members[0])) == len(PROMPT)
+    assert readable_tokens(plan_prefill(group.members[0])) == len(PROMPT)
     assert group.num_rows == 4
     assert reserved_rows([group.members[0]]) == 4  # it waits still; running it is one fewer
     group.members[0].state = RequestState.RUNNING
@@ -139,7 +139,7 @@ def test_a_single_beam_reads_to_the_end():
 
 def test_whoever_others_are_copied_from_cannot_leave_quietly():
     group = make_group([[], [], []])
-    first = plan_reading(group.members[0])
+    first = plan_prefill(group.members[0])
     child = group.members[2]
 
     assert not leave(child)
@@ -156,13 +156,13 @@ def test_members_share_what_left_both_before_they_were_forked():
     first.eviction = second.eviction = spec
     first.trace, second.trace = [shared], [shared]
 
-    plan_reading(first)
+    plan_prefill(first)
     together = [planned.tokens for planned in group.forks]
     second.trace.append(own)
-    plan_reading(first)
+    plan_prefill(first)
     until_own = [planned.tokens for planned in group.forks]
     second.trace = [entry_at(3)]
-    plan_reading(first)
+    plan_prefill(first)
     apart = [planned.tokens for planned in group.forks]
 
     assert (together, until_own, apart) == ([6], [5], [3])
@@ -170,7 +170,7 @@ def test_members_share_what_left_both_before_they_were_forked():
 
 def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory = make_memory()
-    residency = Residency(PrefixSharing(memory))
+    sequence_memory = SequenceMemory(PrefixSharing(memory))
     group = make_group([[1], [2], [3]], atomic=True)
     old = list(group.members)
     for member in old:
@@ -180,8 +180,8 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
 
     assert not_continued(group, [2, 0, 2]) == [old[1]]
-    residency.leave(old[1], "dropped")
-    branch(group, [2, 0, 2], residency.copy)
+    sequence_memory.leave(old[1], "dropped")
+    branch(group, [2, 0, 2], sequence_memory.copy)
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]

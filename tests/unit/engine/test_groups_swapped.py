@@ -9,7 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.sampling.outputs import AnswerBuilder
+from quire.sampling.outputs import OutputBuilder
 from quire.scheduler.schedule_config import ScheduleConfig
 
 PROMPT = list(range(20, 41))
@@ -55,11 +55,11 @@ def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
     return list(zip(prompts, options, strict=True))
 
 
-def run(engine: Engine, asked) -> list[list[tuple[int, ...]]]:
+def run(engine: Engine, requested) -> list[list[tuple[int, ...]]]:
     builders, done = {}, {}
-    for prompt, params in asked:
+    for prompt, params in requested:
         request_id = engine.submit(GenerationRequest(prompt, params))
-        builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
+        builders[request_id] = OutputBuilder(request_id, tuple(prompt))
     finish(engine, builders, done)
     return [[choice.token_ids for choice in done[key].choices] for key in builders]
 
@@ -75,23 +75,23 @@ def finish(engine, builders, done) -> None:
 
 
 def test_groups_on_the_host_come_back_with_the_same_answers(model):
-    asked = mixed_requests()
+    requested = mixed_requests()
     engine = engine_of(model, room=4.6)
 
-    answers = run(engine, asked)
+    answers = run(engine, requested)
 
     assert engine.scheduler.preempter.swapper.num_swaps > 3
-    assert answers == run(engine_of(model, room=60.0, preempt="recompute"), asked)
+    assert answers == run(engine_of(model, room=60.0, preempt="recompute"), requested)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_a_group_forced_out_at_any_time_is_the_same(llama, steps):
     """Also while it reads its prompt again and some of its members wait to be copied."""
-    asked = [(PROMPT, drawn(n=4, max_tokens=8))]
-    expected = run(engine_of(llama, room=60.0, preempt="recompute"), asked)
+    requested = [(PROMPT, drawn(n=4, max_tokens=8))]
+    expected = run(engine_of(llama, room=60.0, preempt="recompute"), requested)
     engine = engine_of(llama, room=60.0, chunk_tokens=4)
-    [(prompt, params)] = asked
-    builder = AnswerBuilder(
+    [(prompt, params)] = requested
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(prompt, params, request_id="r")), tuple(prompt)
     )
     deltas = []
@@ -114,7 +114,7 @@ def test_a_group_forced_out_at_any_time_is_the_same(llama, steps):
 @pytest.mark.parametrize("back", [0, 1, 4])
 def test_one_of_a_group_on_the_host_can_be_cancelled(llama, index, back):
     engine = engine_of(llama, room=60.0, chunk_tokens=4)
-    builder = AnswerBuilder(
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, max_tokens=8), request_id="r")),
         tuple(PROMPT),
     )

@@ -93,8 +93,8 @@ def test_without_it_blocks_over_the_libraries_own_threshold_are_taken_anew():
 
 
 @pytest.mark.parametrize(("asked", "calls"), [("keep", 1), ("return", 0)])
-def test_an_engine_on_a_cpu_asks_for_it_unless_told_not_to(asked, calls):
-    assert int(run_apart(ENGINES, asked)) == calls
+def test_an_engine_on_a_cpu_asks_for_it_unless_told_not_to(requested, calls):
+    assert int(run_apart(ENGINES, requested)) == calls
 
 
 def test_another_c_library_is_left_alone_and_it_is_said(monkeypatch):

@@ -48,8 +48,8 @@ def streamed(llm, prompt):
 @pytest.mark.parametrize("num_calls", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_threads_get_the_answers_of_one_thread(llm, num_calls):
     def calls(thread):
-        asked = [prompts(thread, call) for call in range(num_calls)]
-        return [[a.token_ids for a in llm.generate(some, GREEDY)] for some in asked]
+        requested = [prompts(thread, call) for call in range(num_calls)]
+        return [[a.token_ids for a in llm.generate(some, GREEDY)] for some in requested]
 
     expected = [calls(thread) for thread in range(THREADS)]
 
@@ -191,6 +191,6 @@ def test_an_engine_that_an_async_llm_runs_is_refused(llm):
                 AsyncLLM(llm.engine)
             return (await running.generate([5, 6], GREEDY)).token_ids
 
-    asked = asyncio.run(main())
+    requested = asyncio.run(main())
 
-    assert asked == llm.generate([[5, 6]], GREEDY)[0].token_ids
+    assert requested == llm.generate([[5, 6]], GREEDY)[0].token_ids

@@ -12,7 +12,7 @@ from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
 from quire.scheduler.request import RequestState
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.unblocking import NEVER
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
@@ -44,20 +44,20 @@ def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_la
         pool.submit(pool.request(9, 12))
     if others:
         pool.step()
-    enter, raised = Residency.enter, []
+    enter, promoted = SequenceMemory.enter, []
 
-    def without_pages(residency, request, lease):
-        if not raised:
-            raised.append(request)
+    def without_pages(sequence_memory, request, lease):
+        if not promoted:
+            promoted.append(request)
             raise OutOfPages("no pages for the statistics of a borrowed prefix")
-        enter(residency, request, lease)
+        enter(sequence_memory, request, lease)
 
-    monkeypatch.setattr(Residency, "enter", without_pages)
+    monkeypatch.setattr(SequenceMemory, "enter", without_pages)
     request = pool.request(9, 5)
     pool.submit(request)
     pool.step()
 
-    assert raised == [request]
+    assert promoted == [request]
     assert (request.state is RequestState.RUNNING) == (not others)
     pool.drain()
     assert len(request.output_token_ids) == 5
@@ -68,12 +68,12 @@ def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go
     stuck, other = pool.request(9, 5), pool.request(9, 5)
     for request in (stuck, other):
         pool.submit(request)
-    can_grow = Residency.can_grow
+    can_grow = SequenceMemory.can_grow
     monkeypatch.setattr(
-        Residency,
+        SequenceMemory,
         "can_grow",
-        lambda residency, requests, tokens: (
-            stuck not in requests and can_grow(residency, requests, tokens)
+        lambda sequence_memory, requests, tokens: (
+            stuck not in requests and can_grow(sequence_memory, requests, tokens)
         ),
     )
 
@@ -93,13 +93,13 @@ def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
     pool = SchedulerLoad(Setting(pages=40))
     members = [pool.request(9, 5) for _ in range(3)]
     pool.submit_group(list(members), atomic=False)
-    can_grow = Residency.can_grow
+    can_grow = SequenceMemory.can_grow
 
-    def together(residency, requests, tokens):
+    def together(sequence_memory, requests, tokens):
         running = [r for r in pool.scheduler.running if r.group is not None]
-        return len(running) < 2 and can_grow(residency, requests, tokens)
+        return len(running) < 2 and can_grow(sequence_memory, requests, tokens)
 
-    monkeypatch.setattr(Residency, "can_grow", together)
+    monkeypatch.setattr(SequenceMemory, "can_grow", together)
     pool.drain()
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]

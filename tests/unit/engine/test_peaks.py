@@ -137,8 +137,8 @@ def test_slots_that_move_between_heads_cost_a_page_a_lane():
 
 def test_each_request_is_counted_with_its_own_statistics():
     peaks = peaks_of(None, WINDOW, statistics=(SUMS, RING))
-    asked = [(), (SUMS,), (RING,), (SUMS, RING)]
-    specs = [EvictionSpec(cap=8, every=2, statistics=statistics) for statistics in asked]
+    requested = [(), (SUMS,), (RING,), (SUMS, RING)]
+    specs = [EvictionSpec(cap=8, every=2, statistics=statistics) for statistics in requested]
 
     counts = peaks.counts([Need(100, 90, spec) for spec in specs])
 

@@ -30,18 +30,18 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("asked", ["4000000GiB", psutil.virtual_memory().total + GIB])
-def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, asked):
+def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"more than the [\d,]+ B that are free on cpu; lower"):
-        build_pool(model, KVConfig(memory=asked), ScheduleConfig())
+        build_pool(model, KVConfig(memory=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
 
 
 @pytest.mark.parametrize("asked", ["4000000GiB", psutil.virtual_memory().total + GIB])
-def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, asked):
+def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --host-kv-memory"):
-        build_pool(model, KVConfig(memory="1MiB", host_memory=asked), ScheduleConfig())
+        build_pool(model, KVConfig(memory="1MiB", host_memory=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
 
 
@@ -104,9 +104,9 @@ def test_without_host_memory_there_is_no_pool(model):
 
 
 @pytest.mark.parametrize("asked", ["-1", "much", -1])
-def test_host_memory_is_a_size(model, asked):
+def test_host_memory_is_a_size(model, requested):
     with pytest.raises(ConfigError, match="is not a size"):
-        build_pool(model, KVConfig(memory="1MiB", host_memory=asked), ScheduleConfig())
+        build_pool(model, KVConfig(memory="1MiB", host_memory=requested), ScheduleConfig())
 
 
 def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():

@@ -5,7 +5,7 @@ import pytest
 
 from quire.eviction.raising import leaving_window
 from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
-from quire.layout.kept_tokens import KeptTokens
+from quire.layout.kept_tokens import FullPrecisionTokens
 from quire.policies.eviction import Eviction
 
 POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)
@@ -28,7 +28,7 @@ def test_tokens_that_leave_the_window_before_the_next_eviction(
 ):
     """20 tokens have been processed."""
     sinks, recent = kept
-    tokens = KeptTokens(of="full", sinks=sinks, residual=recent, recent=recent)
+    tokens = FullPrecisionTokens(of="full", sinks=sinks, residual=recent, recent=recent)
     spec = EvictionSpec(cap=16, every=every, when=when)
 
     found = leaving_window(tokens, Eviction(spec=spec, piece_tokens=piece_tokens), POSITIONS, 20)

@@ -31,7 +31,7 @@ class Watched:
         )
         self.before, self.after, self.rows = [], [], []
         self.reasons, self.ways = [], []
-        self.load.scheduler.residency.events.subscribe(self._hear)
+        self.load.scheduler.sequence_memory.events.subscribe(self._hear)
         self._begin = self.load.scheduler.batcher.begin
         self.load.scheduler.batcher.begin = self._reads_use
 
@@ -43,7 +43,7 @@ class Watched:
     @property
     def used_share(self):
         memory = self.load.memory
-        return 1 - self.load.scheduler.residency.sharing.available_bytes / memory.total_bytes
+        return 1 - self.load.scheduler.sequence_memory.sharing.available_bytes / memory.total_bytes
 
     def _reads_use(self):
         self.before.append(self.used_share if len(self.load.scheduler.running) > 1 else 0.0)

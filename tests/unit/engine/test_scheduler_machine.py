@@ -89,8 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.load.copies.fail_after = calls
 
     @rule()
-    def give_way(self):
-        self.load.scheduler.give_way()
+    def preempt(self):
+        self.load.scheduler.preempt()
 
     @invariant()
     def everything_adds_up(self):
@@ -132,7 +132,7 @@ def act(load: SchedulerLoad, rng: random.Random) -> None:
     elif dice < 0.22:
         load.copies.fail_after = rng.randint(0, 3)
     elif dice < 0.23:
-        load.scheduler.give_way()
+        load.scheduler.preempt()
     else:
         load.step(stop_early=rng.random() < 0.3)
 

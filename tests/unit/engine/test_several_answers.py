@@ -10,7 +10,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, RequestError
-from quire.sampling.outputs import AnswerBuilder
+from quire.sampling.outputs import OutputBuilder
 
 PROMPT = list(range(5, 26))  # 21 tokens
 PAGE_TOKENS = 4
@@ -40,11 +40,11 @@ def answer(engine, params, prompt=PROMPT, **submit):
     return answers(engine, [(prompt, params)], **submit)[0]
 
 
-def answers(engine, asked, on_step=lambda: None, **submit):
+def answers(engine, requested, on_step=lambda: None, **submit):
     builders, done = {}, {}
-    for prompt, params in asked:
+    for prompt, params in requested:
         request_id = engine.submit(GenerationRequest(prompt, params, **submit))
-        builders[request_id] = AnswerBuilder(request_id, tuple(prompt))
+        builders[request_id] = OutputBuilder(request_id, tuple(prompt))
     while engine.has_work:
         for delta in engine.step():
             whole = builders[delta.request_id].add(delta)
@@ -216,7 +216,7 @@ def test_a_prompt_of_whole_pages_is_not_copied_at_all(llama):
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
 def test_one_of_several_can_be_cancelled(llama, index, after_steps):
     engine = engine_of(llama, chunk_tokens=8)
-    builder = AnswerBuilder(
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
     )
     deltas = [delta for _ in range(after_steps) for delta in engine.step()]
@@ -239,7 +239,7 @@ def test_one_of_several_can_be_cancelled(llama, index, after_steps):
 @pytest.mark.parametrize("best_of", [None, 3])
 def test_all_of_them_can_be_cancelled(llama, after_steps, best_of):
     engine = engine_of(llama, chunk_tokens=8)
-    builder = AnswerBuilder(
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3, best_of=best_of), request_id="r")),
         tuple(PROMPT),
     )
@@ -267,7 +267,7 @@ def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llam
 
 def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
     engine = engine_of(llama, chunk_tokens=4, prefix_cache=False)
-    builder = AnswerBuilder(
+    builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
     )
     deltas = [delta for _ in range(9) for delta in engine.step()]
@@ -342,13 +342,13 @@ def test_sequences_that_share_evict_apart(llama, room):
 
 def test_evicting_groups_come_back_with_the_same_answers(llama):
     policy = "recent:cap=12,every=4"
-    asked = [(PROMPT[: 5 + 3 * i], drawn(n=3, seed=i, max_tokens=14)) for i in range(4)]
+    requested = [(PROMPT[: 5 + 3 * i], drawn(n=3, seed=i, max_tokens=14)) for i in range(4)]
     engine = engine_of(llama, room=5.0, longest=12, evict=policy)
 
-    results = answers(engine, asked)
+    results = answers(engine, requested)
 
     assert engine.scheduler.num_preemptions > 0
-    for (prompt, params), result in zip(asked, results, strict=True):
+    for (prompt, params), result in zip(requested, results, strict=True):
         for choice in result.choices:
             own = drawn(seed=params.seed + choice.index, max_tokens=14)
             expected = answer(engine_of(llama, evict=policy), own, prompt=prompt)
@@ -385,7 +385,7 @@ def test_answers_that_cannot_run_together_are_the_same(llama, limit):
 
 @pytest.mark.parametrize("limits", [{"max_running": 1}, {"room": 1.2}, {"max_running": 3}])
 def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama, limits):
-    """Room for 1.2 of them, or for one, is what five can hold at any time."""
+    """FreePages for 1.2 of them, or for one, is what five can hold at any time."""
     engine = engine_of(llama, **limits)
     page_bytes = engine.pool.kv.memory.layout.page_classes[0].page_bytes
     usage = answer(engine, drawn(n=5)).usage

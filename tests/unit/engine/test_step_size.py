@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.errors import ConfigError
-from quire.plan.offload.resident import MOST_BATCHES, WeightsPlace
+from quire.plan.offload.resident import MOST_BATCHES, WeightsPlacement
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import StepSize, most_batches
 
@@ -17,8 +17,8 @@ class Bringing:
     device_s: float = 0.0
     copied_s: float = 0.0
     num_bytes: int = 0
-    place: WeightsPlace = field(
-        default_factory=lambda: WeightsPlace(
+    place: WeightsPlacement = field(
+        default_factory=lambda: WeightsPlacement(
             other_bytes=0, layer_bytes=(100,) * 4, brought=(0, 1, 2, 3)
         )
     )

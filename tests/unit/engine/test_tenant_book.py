@@ -3,14 +3,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
-from quire.tenancy.tenant_book import Right, TenantBook, checked_tenant
+from quire.tenancy.tenant_book import Right, TenantAccounts, checked_tenant
 from quire.tenancy.tenants import PUBLIC, TenantSpec, parse_tenants
 
 POOL = 1000
 
 
 def book_of(text, **held):
-    book = TenantBook(parse_tenants(text), POOL)
+    book = TenantAccounts(parse_tenants(text), POOL)
     book.note(held)
     return book
 
@@ -22,7 +22,7 @@ def test_guarantees_over_the_pool_are_refused_with_the_numbers():
 
 def test_a_name_twice_is_refused():
     with pytest.raises(ConfigError, match="stands twice"):
-        TenantBook([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
+        TenantAccounts([TenantSpec(name="a"), TenantSpec(name="a")], POOL)
 
 
 def test_an_unknown_tenant_is_told_who_is_known():
@@ -32,7 +32,7 @@ def test_an_unknown_tenant_is_told_who_is_known():
 
 @pytest.mark.parametrize("name", ["", "a\x00b", PUBLIC, "ü", "a" * 65])
 def test_without_tenants_every_name_that_can_be_one_is_taken(name):
-    book = TenantBook((), POOL)
+    book = TenantAccounts((), POOL)
 
     assert checked_tenant(book, "anybody") == "anybody"
     with pytest.raises(RequestError):
@@ -40,7 +40,7 @@ def test_without_tenants_every_name_that_can_be_one_is_taken(name):
 
 
 def test_names_that_clients_invent_are_not_kept():
-    book = TenantBook((), POOL)
+    book = TenantAccounts((), POOL)
     for number in range(5_000):
         checked_tenant(book, f"user-{number}")
 
@@ -101,7 +101,7 @@ def test_who_borrows_most_gives_first():
 
 
 def test_a_flood_gives_back_what_is_over_its_share():
-    book = TenantBook((), POOL)
+    book = TenantAccounts((), POOL)
     book.note({"flood": 1000}, waiting=["flood", "small"])
 
     assert book.may_take("small", 500).right is Right.SHARE
@@ -143,23 +143,23 @@ def book_with(options, held, waiting):
         TenantSpec(name=name, weight=weight, guaranteed_bytes=guaranteed, burst_bytes=burst)
         for name, weight, guaranteed, burst in options
     ]
-    book = TenantBook(specs, POOL)
+    book = TenantAccounts(specs, POOL)
     book.note(held, waiting)
     return book
 
 
 @given(accounts(), st.integers(1, POOL))
-def test_what_is_a_tenants_own_can_always_be_found(account, asked):
+def test_what_is_a_tenants_own_can_always_be_found(account, requested):
     """Free bytes, idle shared prefixes and what others must give back cover guarantee and share."""
     book, tenant = book_with(*account), "a"
-    assume(book.may_take(tenant, asked).right >= Right.SHARE)
+    assume(book.may_take(tenant, requested).right >= Right.SHARE)
     free = POOL - sum(book.held_bytes(t) for t in [*book.tenants, PUBLIC])
     found = free + book.held_bytes(PUBLIC)
 
-    taken = book.reclaimable_for(tenant, asked)
+    taken = book.reclaimable_for(tenant, requested)
 
     assert (
-        found + sum(size for _, size in taken) >= asked or sum(size for _, size in taken) == asked
+        found + sum(size for _, size in taken) >= requested or sum(size for _, size in taken) == requested
     )
     assert len({t for t, _ in taken}) == len(taken)
     for other, size in taken:
@@ -167,7 +167,7 @@ def test_what_is_a_tenants_own_can_always_be_found(account, asked):
         kept = book.held_bytes(other) - size
         assert size > 0
         assert kept >= book.spec(other).guaranteed_bytes  # nobody loses what it is guaranteed
-        if book.may_take(tenant, asked).right is Right.SHARE:
+        if book.may_take(tenant, requested).right is Right.SHARE:
             assert kept >= book.share_bytes(other)
 
 

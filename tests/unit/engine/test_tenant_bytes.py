@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import borrow, fork, lend
+from quire.kv.sharing import borrow, fork, reference_pages
 from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.layout.eviction import EvictionSpec
@@ -44,11 +44,11 @@ def test_pages_that_a_tenants_forks_share_count_once():
 
 def test_a_shared_prefix_is_nobodys_while_requests_read_it():
     memory = one_group(max_rows=8)
-    loan = lend(memory, started(memory, 8), 0, 8)
-    rows = [borrow(memory, [loan]), borrow(memory, [loan])]
+    cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
+    rows = [borrow(memory, [cached_reference]), borrow(memory, [cached_reference])]
     for row in rows:
         grow(memory, row, 3)
-    pages = memory.loans[loan.key]
+    pages = memory.cached_references[cached_reference.key]
 
     public = bytes_by_tenant(memory, {"a": rows[:1], "b": rows[1:]}, {"public": [pages]})
     private = bytes_by_tenant(memory, {"a": rows[:1]}, {"a": [pages]})
@@ -59,8 +59,8 @@ def test_a_shared_prefix_is_nobodys_while_requests_read_it():
 
 def test_the_first_pages_of_a_row_can_be_public():
     memory = one_group(max_rows=8, num_lanes=2)
-    loan = lend(memory, started(memory, 8), 0, 8)
-    rows = [borrow(memory, [loan]), borrow(memory, [loan])]
+    cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
+    rows = [borrow(memory, [cached_reference]), borrow(memory, [cached_reference])]
     for row in rows:
         grow(memory, row, 3)
     alone = started(memory, 8)  # nobody else holds its pages: it is no shared prefix yet
@@ -78,10 +78,10 @@ def test_the_first_pages_of_a_row_can_be_public():
 def test_an_idle_prefix_is_its_tenants():
     memory = one_group()
     row = started(memory, 8)
-    loan = lend(memory, row, 0, 8)
+    cached_reference = reference_pages(memory, row, 0, 8)
     memory.release([row])
 
-    assert bytes_by_tenant(memory, {}, {"a": [memory.loans[loan.key]]}) == {
+    assert bytes_by_tenant(memory, {}, {"a": [memory.cached_references[cached_reference.key]]}) == {
         "public": 0,
         "a": 2 * PAGE_BYTES,
     }

@@ -1,4 +1,4 @@
-from quire.tenancy.tenant_book import TenantBook
+from quire.tenancy.tenant_book import TenantAccounts
 from quire.tenancy.tenant_meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.tenancy.tenants import parse_tenants
 
@@ -31,7 +31,7 @@ def test_a_meter_counts_each_tenant_alone():
 
 
 def test_a_report_shows_the_accounts_of_bytes():
-    book = TenantBook(parse_tenants("a:guaranteed=200;b"), 1000)
+    book = TenantAccounts(parse_tenants("a:guaranteed=200;b"), 1000)
     book.note({"b": 300, "public": 100}, waiting=["a"])
     meter = TenantMeter()
     meter.submitted("b")
@@ -59,7 +59,7 @@ def test_rows_not_seen_for_long_are_added_up_and_busy_ones_stay():
 
 
 def test_others_have_no_bytes_of_their_own():
-    book, meter = TenantBook((), 1000), TenantMeter()
+    book, meter = TenantAccounts((), 1000), TenantMeter()
     for number in range(IDLE_KEPT + 1):
         meter.submitted(f"t{number}")
     meter.fold(busy=())

@@ -37,7 +37,7 @@ def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=Fal
     limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
     placement = placement_maker(store, limits)
     peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4, placement=placement), CHUNK)
-    peaks.front_tokens = offload_tokens
+    peaks.offloaded_tokens = offload_tokens
     peaks.offload_bytes = offload_tokens * len(windows) * COLUMN_BYTES // PAGE_TOKENS
     return peaks
 
@@ -97,9 +97,9 @@ def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
         ),
     ],
 )
-def test_only_what_would_let_a_request_run_is_recommended(peaks, asked, says):
-    assert not peaks.fits_alone(asked)
-    assert ways_out(peaks, asked, 1) == says
+def test_only_what_would_let_a_request_run_is_recommended(peaks, requested, says):
+    assert not peaks.fits_alone(requested)
+    assert ways_out(peaks, requested, 1) == says
 
 
 def test_windows_are_not_capped_and_hold_shorter_chunks():

@@ -45,11 +45,11 @@ def test_sixteen_shots_stand_in_front_of_every_question_and_are_never_asked():
     samples = make_samples(task_named("gsm8k"), SUMS, 4)
 
     shown = samples[0].prompt.rsplit("Question:", 1)[0]
-    asked = [sample.prompt.removeprefix(shown) for sample in samples]
+    requested = [sample.prompt.removeprefix(shown) for sample in samples]
     assert shown.count("####") == 16
-    assert all(text.startswith("Question:") and text.endswith("\nAnswer:") for text in asked)
-    assert not any(text.removesuffix("\nAnswer:") in shown for text in asked)
-    assert len(set(asked)) == 4
+    assert all(text.startswith("Question:") and text.endswith("\nAnswer:") for text in requested)
+    assert not any(text.removesuffix("\nAnswer:") in shown for text in requested)
+    assert len(set(requested)) == 4
     assert samples == make_samples(task_named("gsm8k"), SUMS, 4)
     assert samples != make_samples(task_named("gsm8k"), SUMS, 4, seed=1)
 

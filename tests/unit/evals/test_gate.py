@@ -131,7 +131,7 @@ def test_an_arm_is_any_policy_text():
     assert reader.calls[0][1] == "recent:cap=20,every=32,sinks=4"
     assert {row.arm for row in rows} == {"tenth"}
     assert [row.depth for row in rows] == list(DEPTHS)
-    assert [row.asked for row in rows] == [2] * 5
+    assert [row.requested for row in rows] == [2] * 5
 
 
 def test_prompts_begin_a_document_and_fit_the_case():

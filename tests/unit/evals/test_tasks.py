@@ -120,12 +120,12 @@ def test_training_and_evaluation_ask_for_different_words():
 
 
 def test_training_and_evaluation_ask_for_different_sums():
-    asked = {
+    requested = {
         split: {make("arithmetic", seed, 80, split=split).queries[0].question for seed in range(99)}
         for split in ("train", "eval")
     }
 
-    assert not asked["train"] & asked["eval"]
+    assert not requested["train"] & requested["eval"]
 
 
 def test_a_label_question_cannot_be_copied_from_the_prompt():

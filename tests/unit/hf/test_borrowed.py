@@ -66,7 +66,7 @@ def test_nothing_that_watched_the_model_stays(policy) -> None:
     with QuireCache(model, policy, 24, every=4, when="prefill_end") as cache:
         model(ids(), past_key_values=cache)
         assert cache.kv_used_bytes > 0
-        heads = [head for layer in (0, 1) for head in cache.kept_positions(0, layer)]
+        heads = [head for layer in (0, 1) for head in cache.retained_positions(0, layer)]
         assert min(map(len, heads)) < 40
 
     assert state(model) == found

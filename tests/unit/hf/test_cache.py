@@ -33,7 +33,7 @@ def test_an_empty_cache_holds_nothing(cache) -> None:
     assert (cache.kv_used_bytes, cache.kv_peak_bytes, cache.batch_size) == (0, 0, -1)
     assert cache.get_seq_length() == 0
     with pytest.raises(RequestError, match="empty"):
-        cache.kept_positions(0, 0)
+        cache.retained_positions(0, 0)
 
 
 def test_a_reset_cache_takes_another_batch(model, cache) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.hf.policy import make_rule, refuse_renumbering
+from quire.hf.policy import make_rule, refuse_rerotation
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_mistakes_are_refused_by_name(given, error, says) -> None:
 
 
 def test_streams_are_not_for_transformers_which_turns_keys_itself() -> None:
-    refuse_renumbering(make_rule("sinks", 100, None, None))
-    refuse_renumbering(make_rule("full", None, None, None))
+    refuse_rerotation(make_rule("sinks", 100, None, None))
+    refuse_rerotation(make_rule("full", None, None, None))
     with pytest.raises(UnsoundCombination, match=r"keys before RoPE.*quire.LLM, or 'sinks'"):
-        refuse_renumbering(make_rule("streaming", 100, None, None))
+        refuse_rerotation(make_rule("streaming", 100, None, None))

@@ -31,7 +31,7 @@ any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
 
 @st.composite
 def steps(draw, dtype=torch.float32):
-    """Decoding rows and chunks, lanes of one row equally full or not."""
+    """Decode rows and chunks, lanes of one row equally full or not."""
     ones = draw(st.sampled_from([0, 1, 2, 3, 9]))
     chunks = draw(st.lists(st.sampled_from([2, 5, 16, 17, 30, 70]), max_size=2))
     tokens = [1] * ones + chunks or [1]

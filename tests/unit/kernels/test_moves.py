@@ -13,14 +13,14 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.unrotated import UnrotatedAttention
+from quire.kernels.unrotated import PreRopeAttention
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
 BACKENDS = {
     "reference": ReferenceAttention(),
     "gathered": GatheredAttention(CPU),
-    "unrotated": UnrotatedAttention(CPU),
+    "unrotated": PreRopeAttention(CPU),
 }
 if isinstance(LIBRARY, NativeLibrary):
     BACKENDS["native"] = NativeAttention(LIBRARY, GatheredAttention(CPU))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.backend import LookCount, LookRows, LookTally
+from quire.kernels.backend import AttentionMeasure, StatisticRows, AttentionStatistic
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -38,7 +38,7 @@ class Numbers:
         table = torch.randperm(num_pages, generator=generator).int().view(rows, lanes + 2, columns)
         self.table = table.flip(0)
         self.numbers, self.first_lane = arena[:, 1], 1
-        self.rows = LookRows(
+        self.rows = StatisticRows(
             step_rows=torch.arange(rows) + 2,
             table_rows=torch.arange(rows).flip(0),
             slots=held,
@@ -61,7 +61,7 @@ class Numbers:
         return self.numbers[page, :, slot % page_tokens, 0]
 
     def tally(self, count, heads):
-        return LookTally(self.numbers, self.table, self.first_lane, count, heads)
+        return AttentionStatistic(self.numbers, self.table, self.first_lane, count, heads)
 
     def expected(self, count, heads):
         """Slot by slot, what stands there afterwards."""
@@ -73,8 +73,8 @@ class Numbers:
                 held = int(self.rows.slots[row, lane])
                 for slot in range(held):
                     weights = self.sums[row + 2, :, slot].view(lanes, per_page, group)[lane]
-                    looks = {"mean": weights.mean(1), "max": weights.amax(1), "sum": weights.sum(1)}
-                    look = looks[heads]
+                    queries_seen = {"mean": weights.mean(1), "max": weights.amax(1), "sum": weights.sum(1)}
+                    look = queries_seen[heads]
                     added = [look, look * look, (look < 1 / held).float()][count]
                     old = slot < held - int(self.rows.fresh[row])
                     found[row, lane, slot] = (self.at(row, lane, slot) if old else 0) + added
@@ -99,7 +99,7 @@ def numbers(draw):
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @given(
-    case=numbers(), count=st.sampled_from(list(LookCount)), heads=st.sampled_from(list(REDUCTIONS))
+    case=numbers(), count=st.sampled_from(list(AttentionMeasure)), heads=st.sampled_from(list(REDUCTIONS))
 )
 def test_every_backend_adds_the_looks_of_every_slot(backend, case, count, heads):
     expected = case.expected(count, heads)
@@ -123,7 +123,7 @@ def test_a_low_look_is_less_than_an_equal_share():
         case.at(0, 0, slot)[:] = 3.0
     for name, backend in BACKENDS.items():
         before = case.numbers.clone()
-        backend.tally(case.tally(LookCount.LOW, MEAN), case.rows, case.sums)
+        backend.tally(case.tally(AttentionMeasure.LOW, MEAN), case.rows, case.sums)
 
         assert [float(case.at(0, 0, slot)) for slot in range(4)] == [3, 4, 3, 1], name
         case.numbers.copy_(before)
@@ -139,9 +139,9 @@ def test_a_low_look_is_less_than_an_equal_share():
 )
 def test_what_c_cannot_read_goes_to_torch(change):
     case = Numbers(slots=[[40, 7]], fresh=[1], heads=1, group=2, page_tokens=16, seed=3)
-    expected = case.expected(LookCount.SQUARES, MAX)
+    expected = case.expected(AttentionMeasure.SQUARES, MAX)
     change(case)
-    BACKENDS["native"].tally(case.tally(LookCount.SQUARES, MAX), case.rows, case.sums)
+    BACKENDS["native"].tally(case.tally(AttentionMeasure.SQUARES, MAX), case.rows, case.sums)
 
     for (row, lane, slot), number in expected.items():
         torch.testing.assert_close(case.at(row, lane, slot), number, atol=1e-6, rtol=1e-5)

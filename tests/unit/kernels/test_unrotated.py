@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lanes import Lanes
 from quire.kernels.backend import AttentionMath, LaneSlots, StepShape
 from quire.kernels.reference import attend_reference
-from quire.kernels.unrotated import UnrotatedAttention
+from quire.kernels.unrotated import PreRopeAttention
 
 CPU = torch.device("cpu")
 TURNING = 6  # numbers of a head that turn, in pairs of neighbours as complex numbers
@@ -118,7 +118,7 @@ def test_slots_are_turned_to_their_place_among_those_a_lane_holds(
     sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
     math = AttentionMath(scale=0.4, softcap=softcap, sinks=sinks, rotary=ComplexTurns())
     expected, expected_sums = expected_of(lanes, query, math)
-    backend = UnrotatedAttention(CPU, scratch_bytes=scratch_bytes)
+    backend = PreRopeAttention(CPU, scratch_bytes=scratch_bytes)
     got, sums = lanes.attend_with_sums(backend, query, math)
 
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -143,7 +143,7 @@ def test_half_precision_is_turned_in_float32():
     shuffle(lanes, 0)
     query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexTurns())
     expected, _ = expected_of(lanes, query, math)
-    got = lanes.attend(UnrotatedAttention(CPU), query, math)
+    got = lanes.attend(PreRopeAttention(CPU), query, math)
 
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected, atol=3e-2, rtol=3e-2)
@@ -160,7 +160,7 @@ def test_scratch_stays_within_its_bound_over_many_rows(tokens):
         dtype=torch.float32,
     )
     one_row = 5 * 200 * (2 * 2 * 8 * 4)
-    backend = UnrotatedAttention(CPU, scratch_bytes=2 * one_row)
+    backend = PreRopeAttention(CPU, scratch_bytes=2 * one_row)
     lanes.attend(backend, lanes.query(1), AttentionMath(scale=0.4, rotary=ComplexTurns()))
 
     assert one_row // 3 < backend.peak_scratch_bytes <= 2 * one_row
@@ -177,7 +177,7 @@ def test_rows_alone_and_together_are_the_same():
     )
     shuffle(lanes, 3)
     query, math = lanes.query(2), AttentionMath(scale=0.4, rotary=ComplexTurns())
-    backend = UnrotatedAttention(CPU)
+    backend = PreRopeAttention(CPU)
     together = lanes.attend(backend, query, math)
     start = 0
     for row, tokens in enumerate(lanes.tokens.tolist()):

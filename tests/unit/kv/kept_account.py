@@ -115,7 +115,7 @@ class Account:
 
     def raise_token(self, row: int, layer: int, position: int, heads: range) -> None:
         """Some KV heads of a token get a record."""
-        records = self.form.important
+        records = self.form.promoted
         codecs = [make_codec(spec, HEAD_DIM) for spec in (records.key, records.value)]
         for page in self.rows[row][1][layer].pages:
             for token in page:

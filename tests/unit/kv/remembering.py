@@ -9,7 +9,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.layout.statistics import AttentionSum, LowLooks, SquareSum
+from quire.layout.statistics import AttentionSum, LowAttentionCount, SquareSum
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW = 6, 2, 8, 5
@@ -133,16 +133,16 @@ class Account:
             logits = torch.cat([logits, self.math.sinks[heads, None].double()], dim=1)
         weights = logits.softmax(dim=1)[:, : len(self.cached)]
         for statistic in statistics:
-            looks = {
+            queries_seen = {
                 "mean": weights.mean(0)[None],
                 "max": weights.amax(0)[None],
                 "sum": weights.sum(0)[None],
                 "apart": weights,
             }[statistic.reduction]
             added = {
-                AttentionSum: looks,
-                SquareSum: looks.square(),
-                LowLooks: (looks < 1 / len(self.cached) - 1e-12).double(),
+                AttentionSum: queries_seen,
+                SquareSum: queries_seen.square(),
+                LowAttentionCount: (queries_seen < 1 / len(self.cached) - 1e-12).double(),
             }[type(statistic)]
             of = self.numbers.setdefault(statistic, {})
             for place, numbers in zip(self.cached, added.T, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.listeners import MemoryListener
-from quire.kv.sharing import fork, lend, return_loan
+from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.layout.pages import LaneGroup
@@ -250,18 +250,18 @@ class Cache(MemoryListener):
     """Holds loans and gives up those whose pages nobody else but one row reads."""
 
     def __init__(self, memory):
-        self.memory, self.loans, self.asked = memory, [], []
+        self.memory, self.cached_references, self.requested = memory, [], []
         memory.listeners.subscribe(self)
 
     def unpublish(self, page_class, pages):
-        self.asked.append(pages.tolist())
+        self.requested.append(pages.tolist())
         counts = self.memory.pools[page_class].ref_counts
         before = counts[pages].copy()
-        for loan in list(self.loans):
-            named = loan.pages["kv"]
+        for cached_reference in list(self.cached_references):
+            named = cached_reference.pages["kv"]
             if np.isin(named, pages).any() and (counts[named] == 2).all():
-                self.loans.remove(loan)
-                return_loan(self.memory, loan)
+                self.cached_references.remove(cached_reference)
+                release_reference(self.memory, cached_reference)
         return (before == 2) & (counts[pages] == 1)
 
 
@@ -270,7 +270,7 @@ def test_pages_only_a_cache_keeps_are_written_in_place(kind):
     memory = memory_of()
     row = row_of(memory, 12)
     cache = Cache(memory)
-    cache.loans = [lend(memory, row, start, start + 4) for start in (0, 4, 8)]
+    cache.cached_references = [reference_pages(memory, row, start, start + 4) for start in (0, 4, 8)]
     copied = memory.store.copied_pages
     pages = memory.tables["kv"].pages[row, :, 1].tolist()
 
@@ -278,8 +278,8 @@ def test_pages_only_a_cache_keeps_are_written_in_place(kind):
 
     assert plan.needed_pages == {KV.page_class: 0}
     assert memory.store.copied_pages == copied
-    assert set(pages) <= set(cache.asked[0])
-    assert cache.loans[0].start == 0
+    assert set(pages) <= set(cache.requested[0])
+    assert cache.cached_references[0].start == 0
     assert sorted(keys(memory, row)) == [0, 1, 2, 3, 4, 6, 7, 8, 11]
     memory.check()
 
@@ -288,13 +288,13 @@ def test_pages_that_others_read_are_copied_whatever_a_cache_says():
     memory = memory_of()
     row = row_of(memory, 12)
     cache = Cache(memory)
-    cache.loans = [lend(memory, row, 0, 12)]
+    cache.cached_references = [reference_pages(memory, row, 0, 12)]
     child = fork(memory, row)
 
     plan = compact(memory, row, "oooooxoooxxo", Kind.FILL_HOLES)
 
     assert plan.needed_pages == {KV.page_class: 2}
-    assert len(cache.loans) == 1
+    assert len(cache.cached_references) == 1
     assert keys(memory, child) == list(range(12))
 
 

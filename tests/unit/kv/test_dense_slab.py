@@ -170,7 +170,7 @@ class SlabMachine(RuleBasedStateMachine):
     def clear(self):
         self.slab.clear(self.taken[0])
         self.names[self.taken[0]] = None
-        self.slab.release_front()
+        self.slab.release_prefix()
 
     @rule(empty=st.integers(0, 2), width=st.integers(0, 10), rng=st.randoms(use_true_random=False))
     def resize(self, empty, width, rng):
@@ -193,7 +193,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule()
     def release(self):
-        self.slab.release_front()
+        self.slab.release_prefix()
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -202,7 +202,7 @@ class SlabMachine(RuleBasedStateMachine):
         kv = self.slab.extract(row, CPU, self.outside)
         assert kv.tokens * TOKEN_BYTES == kv.num_bytes == self.outside.used_bytes
         self.slab.clear(row)
-        self.slab.release_front()
+        self.slab.release_prefix()
         self.slab.embed(row, kv)
         kv.free()
 
@@ -242,7 +242,7 @@ def test_columns_that_nobody_uses_are_let_go_of_without_a_copy():
     where = [part.data_ptr() for part in slab.tensors.keys]
 
     slab.clear(0)
-    slab.release_front()
+    slab.release_prefix()
 
     assert (slab.window.lo, slab.window.hi) == (7, 10)
     assert [part.data_ptr() for part in slab.tensors.keys] == where
@@ -254,7 +254,7 @@ def test_the_window_moves_to_the_front_only_at_the_end_and_in_place():
     slab.embed(0, packed(1, 10, meter))
     slab.embed(1, packed(2, 3, meter))
     slab.clear(0)
-    slab.release_front()
+    slab.release_prefix()
     peak, los = meter.peak_bytes, []
 
     for _ in range(12):

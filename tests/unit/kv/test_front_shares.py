@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.offload.kv.front_shares import Front, Share, share_fronts
+from quire.offload.kv.front_shares import OffloadedPrefix, Share, divide_prefixes
 
 PAGE = 4
 
@@ -15,13 +15,13 @@ def fronts(draw):
         columns = draw(st.integers(1, 9))
         first = draw(st.integers(0, columns))
         known = range(first, draw(st.integers(first, columns)))
-        found[row] = Front(columns, known=known, on_host=draw(st.booleans()))
+        found[row] = OffloadedPrefix(columns, known=known, on_host=draw(st.booleans()))
     return found
 
 
 @given(of=fronts(), made=st.integers(0, 200), host=st.integers(0, 200))
 def test_every_page_is_served_once(of, made, host):
-    shares = share_fronts(of, made, host, PAGE)
+    shares = divide_prefixes(of, made, host, PAGE)
 
     known = sum(len(front.known) for front in of.values()) * PAGE
     found = sum(len(share.made) for share in shares.values()) * PAGE
@@ -30,7 +30,7 @@ def test_every_page_is_served_once(of, made, host):
     for row, front in of.items():
         share = shares[row]
         served = [*share.made, *share.host]
-        served += [c for run in share.carried(0, front.columns) for c in run]
+        served += [c for run in share.transferred(0, front.columns) for c in run]
         assert sorted(served) == list(range(front.columns))
         assert set(share.made) <= set(front.known)
         assert front.on_host or not share.host
@@ -39,6 +39,6 @@ def test_every_page_is_served_once(of, made, host):
 def test_runs_are_cut_at_pieces():
     share = Share(made=range(2, 5), host=range(7, 9))
 
-    assert list(share.carried(0, 9)) == [range(2), range(5, 7)]
-    assert list(share.carried(3, 6)) == [range(5, 6)]
-    assert list(share.carried(2, 5)) == []
+    assert list(share.transferred(0, 9)) == [range(2), range(5, 7)]
+    assert list(share.transferred(3, 6)) == [range(5, 6)]
+    assert list(share.transferred(2, 5)) == []

@@ -21,16 +21,16 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import plan_compaction
 from quire.kv.memory import KVMemory
-from quire.kv.sharing import borrow, fork, lend, return_loan
+from quire.kv.sharing import borrow, fork, reference_pages, release_reference
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
 from quire.kv.tables import SLOTS
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.offload.kv.hosted import HostedFronts
-from quire.offload.kv.hosting import Hosting
-from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.hosting import KVOffload
+from quire.offload.swap.carrier import ThreadTransferWorker
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
 from quire.offload.swap.swap import swap_out
@@ -55,7 +55,7 @@ FULL_LAYERS = 5
 MATH = AttentionMath(scale=0.5)
 
 
-class SlowCarrier(ThreadCarrier):
+class SlowCarrier(ThreadTransferWorker):
     """Dawdles, so that who does not wait finds NaN."""
 
     def submit(self, copy, num_bytes):
@@ -78,7 +78,7 @@ class BrokenCarrier:
         return ClockMarks()
 
 
-class OneFails(ThreadCarrier):
+class OneFails(ThreadTransferWorker):
     """Loses the copy of one number and dawdles over those behind it."""
 
     number = 8  # of the last of 5 layers, after two for each of the others
@@ -101,7 +101,7 @@ class OneFails(ThreadCarrier):
 
 
 def make(
-    codec="float32", *, backend=None, carrier=None, evicting=False, sequences=8, host_bytes=1 << 20
+    codec="float32", *, backend=None, transfer_worker=None, evicting=False, sequences=8, host_bytes=1 << 20
 ):
     layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
     backend = backend or GatheredAttention(CPU)
@@ -110,9 +110,9 @@ def make(
     memory = KVMemory(layout, total_bytes, max_rows=8, store=make_store)
     memory.store.arena.fill_(0xFF)
     pool = HostPool(host_bytes, host_copies(memory.store, host_bytes, 1))
-    fronts = HostedFronts(memory, pool, memory.store.page_positions)
-    hosting = Hosting(memory, fronts, carrier or ThreadCarrier())
-    return PagedKV(memory, memory.store, backend, offload=hosting)
+    fronts = OffloadedPrefixes(memory, pool, memory.store.page_positions)
+    kv_offload = KVOffload(memory, fronts, transfer_worker or ThreadTransferWorker())
+    return PagedKV(memory, memory.store, backend, offload=kv_offload)
 
 
 def step(kv, tokens, seed):
@@ -162,42 +162,42 @@ def poison(kv):
 @given(seed=st.integers(0, 10_000), evicting=st.booleans())
 def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
     make_backend = ReferenceAttention if backend is ReferenceAttention else lambda: backend(CPU)
-    hosted, whole = (
-        make(codec, backend=make_backend(), carrier=carrier, evicting=evicting)
-        for carrier in (SlowCarrier(), None)
+    offloaded, whole = (
+        make(codec, backend=make_backend(), transfer_worker=transfer_worker, evicting=evicting)
+        for transfer_worker in (SlowCarrier(), None)
     )
-    rng, fronts = np.random.default_rng(seed), hosted.offload.fronts
-    rows = [hosted.memory.start() for _ in range(3)]
+    rng, fronts = np.random.default_rng(seed), offloaded.offload.fronts
+    rows = [offloaded.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
     for number in range(6):
         chosen = [row for row in rows if rng.random() < 0.8] or rows
         tokens = {row: int(rng.choice([1, 1, 3, 9])) for row in chosen}
-        found, expected = (step(kv, tokens, seed + number) for kv in (hosted, whole))
+        found, expected = (step(kv, tokens, seed + number) for kv in (offloaded, whole))
         assert torch.equal(found, expected)
-        poison(hosted)
+        poison(offloaded)
         row = int(rng.choice(rows))
-        length = int(hosted.memory.lengths[row])
+        length = int(offloaded.memory.lengths[row])
         if rng.random() < 0.7:
             tokens = int(rng.integers(length + 1)) if rng.random() < 0.5 else length
-            before, gain = page_bytes(hosted), fronts.gain_bytes(row, tokens)
+            before, gain = page_bytes(offloaded), fronts.gain_bytes(row, tokens)
             fronts.host(row, tokens)
-            assert page_bytes(hosted) == before - gain
+            assert page_bytes(offloaded) == before - gain
         elif row in fronts.rows:
             fronts.bring_back(row)
         row = int(rng.choice(rows))
         if rng.random() < 0.3:
-            before = page_bytes(hosted)
+            before = page_bytes(offloaded)
             freed = fronts.halve_staging(row)
-            assert page_bytes(hosted) == before - freed
+            assert page_bytes(offloaded) == before - freed
         if rng.random() < 0.3:
-            before = page_bytes(hosted)
+            before = page_bytes(offloaded)
             fronts.repack(row)
-            assert page_bytes(hosted) == before
-        hosted.memory.check()
-    hosted.memory.release(rows)
-    hosted.memory.check()
+            assert page_bytes(offloaded) == before
+        offloaded.memory.check()
+    offloaded.memory.release(rows)
+    offloaded.memory.check()
     assert not fronts.rows
-    assert not hosted.memory.used_bytes
+    assert not offloaded.memory.used_bytes
     assert not fronts.pool.used_bytes
 
 
@@ -221,7 +221,7 @@ def test_of_a_front_the_arena_holds_two_layers():
 
 def test_one_staging_slot_holds_one_layer_at_a_time():
     """24 tokens are 6 pages in each of 5 layers; 6 of them stay in the arena."""
-    kv, whole = make(carrier=SlowCarrier()), make()
+    kv, whole = make(transfer_worker=SlowCarrier()), make()
     rows = [one.memory.start() for one in (kv, whole)]
     for one, row in zip((kv, whole), rows, strict=True):
         step(one, {row: 24}, 0)
@@ -291,13 +291,13 @@ def test_a_full_arena_makes_room_by_hosting():
 
 def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
     kv, whole = make(), make()
-    loans = []
+    cached_references = []
     for one in (kv, whole):
         lender = one.memory.start()
         step(one, {lender: 12}, 3)
         # layers with a window lend what a query still sees: nothing is dropped yet
-        loans.append(lend(one.memory, lender, 0, 8))
-    rows = [borrow(one.memory, [loan]) for one, loan in zip((kv, whole), loans, strict=True)]
+        cached_references.append(reference_pages(one.memory, lender, 0, 8))
+    rows = [borrow(one.memory, [cached_reference]) for one, cached_reference in zip((kv, whole), cached_references, strict=True)]
 
     assert kv.offload.fronts.gain_bytes(rows[0], 8) < 0
     kv.offload.fronts.host(rows[0], 8)
@@ -309,7 +309,7 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
         assert torch.equal(found, expected)
         poison(kv)
     kv.memory.release(rows[:1])
-    return_loan(kv.memory, loans[0])
+    release_reference(kv.memory, cached_references[0])
     kv.memory.check()
 
 
@@ -323,7 +323,7 @@ def test_what_would_read_or_move_a_front_is_refused():
 
     for refused in (
         lambda: fork(kv.memory, row),
-        lambda: lend(kv.memory, row, 0, 8),
+        lambda: reference_pages(kv.memory, row, 0, 8),
         lambda: swap_out(kv.memory, [row]),
         lambda: plan_compaction(kv.memory, "full", row, keep),
         lambda: kv.memory.truncate(row, 5),
@@ -386,7 +386,7 @@ def test_a_front_comes_back_in_the_room_of_its_pages():
 
 
 def test_a_copy_that_fails_is_told_to_who_would_have_attended():
-    kv = make(carrier=BrokenCarrier())
+    kv = make(transfer_worker=BrokenCarrier())
     row = kv.memory.start()
     step(kv, {row: 12}, 7)
     kv.offload.fronts.host(row, 8)
@@ -399,7 +399,7 @@ def test_a_copy_that_fails_is_told_to_who_would_have_attended():
 
 def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
     """A layer's bytes come in a copy for fronts with one staging slot and one for the others."""
-    kv = make(carrier=OneFails())
+    kv = make(transfer_worker=OneFails())
     rows = [kv.memory.start() for _ in range(2)]
     for row in rows:
         step(kv, {row: 16}, 9)
@@ -410,14 +410,14 @@ def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
         step(kv, dict.fromkeys(rows, 1), 10)
     kv.memory.release(rows)
 
-    copies = kv.offload.carrier.copies
+    copies = kv.offload.transfer_worker.copies
     assert len(copies) == 2 * FULL_LAYERS
     assert all(copy.done() for copy in copies)
 
 
 def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
     """The copy for a layer that never ran is done before its pages change hands."""
-    kv = make(carrier=SlowCarrier())
+    kv = make(transfer_worker=SlowCarrier())
     row = kv.memory.start()
     step(kv, {row: 16}, 9)
     kv.offload.fronts.host(row, 16)

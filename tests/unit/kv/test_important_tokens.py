@@ -14,7 +14,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.important import records_of
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.lane_reader import LaneReader
-from quire.kv.sharing import borrow, lend, lend_statistics, lent_statistics_pages
+from quire.kv.sharing import borrow, reference_pages, reference_statistics, referenced_statistics_pages
 from unit.kv.kept_account import CPU, PAGE, WINDOW, Checked, play
 
 FORMATS = [
@@ -26,13 +26,13 @@ FORMATS = [
 
 def held(checked: Checked, row: int) -> np.ndarray:
     """[lanes, records] positions of the tokens a row has records of; -1 for nobody's."""
-    place = checked.kv.important["full"]
+    place = checked.kv.promoted["full"]
     return place.marks[torch.from_numpy(place.table.pages[row, :, 0]).long()].long().numpy() - 1
 
 
 def raise_and_evict(checked: Checked, row: int, *, pages: bool = False) -> None:
     """Lanes raise tokens of their own choice; then some leave."""
-    place = checked.kv.important["full"]
+    place = checked.kv.promoted["full"]
     kept = checked.kv.kept["full"]
     length = int(checked.memory.lengths[row])
     reader = LaneReader(checked.kv, "full", row)
@@ -65,7 +65,7 @@ def test_raised_tokens_are_attended_finer_until_they_leave(text, heads_apart, ba
 
     play(checked, lambda row: raise_and_evict(checked, row, pages=pages))
 
-    raised = [
+    promoted = [
         token
         for _, lanes in checked.account.rows.values()
         for lane in lanes
@@ -74,7 +74,7 @@ def test_raised_tokens_are_attended_finer_until_they_leave(text, heads_apart, ba
         if token.finer
     ]
     records = sum(int(np.count_nonzero(held(checked, row) >= 0)) for row in checked.account.rows)
-    assert records >= len(raised)
+    assert records >= len(promoted)
 
 
 def test_a_row_that_was_never_evicted_has_no_record():
@@ -95,13 +95,13 @@ def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
     row = checked.start()
     checked.step({row: 2 * PAGE})
     free_bytes = checked.memory.free_bytes
-    pages = lent_statistics_pages(checked.memory, row)
-    statistics = lend_statistics(checked.memory, row)
+    pages = referenced_statistics_pages(checked.memory, row)
+    statistics = reference_statistics(checked.memory, row)
     copied = sum(page_class.page_bytes * n for page_class, n in pages.items())
 
     assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
     assert free_bytes - checked.memory.free_bytes == copied
-    borrower = borrow(checked.memory, [lend(checked.memory, row, 0, 2 * PAGE)], statistics)
+    borrower = borrow(checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics)
     assert (held(checked, borrower) == -1).all()
     checked.memory.check()
 

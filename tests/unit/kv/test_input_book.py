@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.offload.recompute.input_book import InputBook
+from quire.offload.recompute.input_book import ActivationAllocator
 
 PAGE, BLOCK = 4, 8
 
@@ -22,7 +22,7 @@ PAGE, BLOCK = 4, 8
 )
 def test_what_is_known_is_where_it_was_written(actions, until):
     """Against a record of every slot's place."""
-    book, length, places = InputBook(7, BLOCK, PAGE), {}, {}
+    book, length, places = ActivationAllocator(7, BLOCK, PAGE), {}, {}
     for kind, row, number in actions:
         held = length.get(row, 0)
         if kind == "note":
@@ -51,14 +51,14 @@ def test_what_is_known_is_where_it_was_written(actions, until):
 
 
 def test_a_cached_prefix_has_no_inputs_and_the_next_page_begins_them():
-    book = InputBook(4, BLOCK, PAGE)
+    book = ActivationAllocator(4, BLOCK, PAGE)
 
     assert [s.start for s in book.note(0, 5, 9, 100)] == [8]
     assert book.known(0) == range(8, 14)
 
 
 def test_where_there_is_no_room_inputs_end():
-    book = InputBook(2, BLOCK, PAGE)
+    book = ActivationAllocator(2, BLOCK, PAGE)
     book.note(0, 0, 30, 100)
 
     assert book.known(0) == range(2 * BLOCK)

@@ -41,21 +41,21 @@ def grown(memory, tokens, row=None):
     return row
 
 
-def lend(memory, row, tokens):
+def reference_pages(memory, row, tokens):
     """Refer to the first pages of a row without being a sequence, as a prefix index does."""
     key = next(memory.loan_keys)
-    memory.loans[key] = {
+    memory.cached_references[key] = {
         name: table.pages[row, :, : tokens // PAGE_TOKENS].reshape(-1).copy()
         for name, table in memory.tables.items()
     }
-    for name, pages in memory.loans[key].items():
+    for name, pages in memory.cached_references[key].items():
         memory.pools[memory.tables[name].group.page_class].retain(pages)
     memory.check()
     return key
 
 
-def return_loan(memory, key):
-    for name, pages in memory.loans.pop(key).items():
+def release_reference(memory, key):
+    for name, pages in memory.cached_references.pop(key).items():
         memory.pools[memory.tables[name].group.page_class].release(pages)
 
 
@@ -98,7 +98,7 @@ def test_a_shared_page_belongs_to_its_sequences_in_equal_parts():
 def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    lend(memory, row, 4)
+    reference_pages(memory, row, 4)
 
     assert parts(memory, "row", "group", "references", "sequences", "num_bytes") == [
         (row, "pair", 1, 1, 4 * 256),
@@ -109,22 +109,22 @@ def test_pages_the_prefix_cache_lends_to_a_sequence_are_the_sequences():
 def test_pages_that_no_sequence_names_are_the_prefix_caches():
     memory = memory_of(PAIR)
     row = grown(memory, 9)
-    loans = lend(memory, row, 4), lend(memory, row, 8)
+    cached_references = reference_pages(memory, row, 4), reference_pages(memory, row, 8)
     memory.release([row])
 
     assert parts(memory, "row", "group", "references", "sequences", "pages", "num_bytes") == [
         (NO_ROW, "", 1, 0, 2, 2 * 256),  # the second page of each lane
         (NO_ROW, "", 2, 0, 2, 2 * 256),  # the first, in both loans
     ]
-    for loan in loans:
-        return_loan(memory, loan)
+    for cached_reference in cached_references:
+        release_reference(memory, cached_reference)
     assert extents_of(memory) == []
 
 
 def test_idle_pages_without_any_sharing_are_seen_too():
     memory = memory_of(PAIR)
     row = grown(memory, 4)
-    lend(memory, row, 4)
+    reference_pages(memory, row, 4)
     memory.release([row])
     other = grown(memory, 4)
 

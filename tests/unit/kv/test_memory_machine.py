@@ -25,7 +25,7 @@ from quire.kv.ledger_proof import prove_extents
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
-from quire.kv.sharing import Loan, borrow, fork, lend, lend_statistics, return_loan
+from quire.kv.sharing import CachedReference, borrow, fork, reference_pages, reference_statistics, release_reference
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.swap import swap_in, swap_out
@@ -113,7 +113,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.store = HostBytes(kib * 1024)
         self.memory = KVMemory(LAYOUT, kib * 1024, MAX_ROWS, store=self.store, track_changes=True)
         self.rows: dict[int, Sequence] = {}
-        self.loans: list[tuple[Loan, Sequence]] = []
+        self.cached_references: list[tuple[CachedReference, Sequence]] = []
         self.swapped: list[tuple[Swapped, list[Sequence]]] = []
         self.random = np.random.default_rng(kib)
         self.mirrors = dict.fromkeys(self.memory.tables, (-1, None))
@@ -124,12 +124,12 @@ class MemoryMachine(RuleBasedStateMachine):
         """Loans are what a cache keeps: it gives up those that hold these pages, or nothing."""
         before = self.memory.pools[page_class].ref_counts[pages]
         kept = []
-        for loan, prefix in self.loans:
-            if self.lets_go and np.isin(loan.pages["ragged"], pages).any():
-                return_loan(self.memory, loan)
+        for cached_reference, prefix in self.cached_references:
+            if self.lets_go and np.isin(cached_reference.pages["ragged"], pages).any():
+                release_reference(self.memory, cached_reference)
             else:
-                kept.append((loan, prefix))
-        self.loans = kept
+                kept.append((cached_reference, prefix))
+        self.cached_references = kept
         return (before > 1) & (self.memory.pools[page_class].ref_counts[pages] == 1)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -299,19 +299,19 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lendable_rows())
     @rule(pick=SEEDS, pages=SEEDS)
-    def lend(self, pick, pages):
+    def reference_pages(self, pick, pages):
         lendable = self.lendable_rows()
         row = lendable[pick % len(lendable)]
         tokens = LOAN_GRAIN * (1 + pages % (self.rows[row].length // LOAN_GRAIN))
 
-        loan = lend(self.memory, row, 0, tokens)
+        cached_reference = reference_pages(self.memory, row, 0, tokens)
 
         prefix = empty_sequence()
         prefix.length = tokens
         for key, lane in prefix.lanes.items():
-            lent = {p: token for p, token in self.rows[row].lanes[key].items() if p < tokens}
-            lane.update(self.zeros(key[0], tokens) if key[0] in STATISTICS else lent)
-        self.loans.append((loan, prefix))
+            referenced = {p: token for p, token in self.rows[row].lanes[key].items() if p < tokens}
+            lane.update(self.zeros(key[0], tokens) if key[0] in STATISTICS else referenced)
+        self.cached_references.append((cached_reference, prefix))
 
     @staticmethod
     def zeros(name, tokens):
@@ -328,7 +328,7 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = LOAN_GRAIN * pages + odd
         beyond = tokens > self.rows[row].length
         if tokens == 0 or odd or beyond or row not in self.lendable_rows():
-            self.refused(lambda: lend(self.memory, row, 0, tokens))
+            self.refused(lambda: reference_pages(self.memory, row, 0, tokens))
 
     def lendable_rows(self):
         """Rows that hold every token in every lane that is shared, and at least a page of them."""
@@ -343,24 +343,24 @@ class MemoryMachine(RuleBasedStateMachine):
             )
         ]
 
-    @precondition(lambda self: self.loans)
+    @precondition(lambda self: self.cached_references)
     @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, lender=SEEDS)
     def borrow(self, pick, used, kind, lender):
         """Statistics come from a row of that length, if there is one and it has lost nothing."""
-        loan, prefix = self.loans[pick % len(self.loans)]
-        lenders = [row for row in self.lendable_rows() if self.rows[row].length == loan.end]
+        cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
+        lenders = [row for row in self.lendable_rows() if self.rows[row].length == cached_reference.end]
         lenders = [row for row in lenders if self.may_lend_statistics(row)]
         snapshot = None
         if lenders and lender % 2:
             lender_row = lenders[lender % len(lenders)]
-            snapshot = lend_statistics(self.memory, lender_row)
+            snapshot = reference_statistics(self.memory, lender_row)
         pages = dict.fromkeys(LAYOUT.page_classes, 0)
         for group in (self.memory.tables[name].group for name in used):
-            lane_pages = group.page_class.pages_for(group.slots_of(loan.end))
+            lane_pages = group.page_class.pages_for(group.slots_of(cached_reference.end))
             pages[group.page_class] += lane_pages * group.num_lanes
         fits = len(self.rows) < MAX_ROWS and self.memory.fits(pages)
 
-        row = self.attempt(lambda: borrow(self.memory, [loan], snapshot, used=used), fits)
+        row = self.attempt(lambda: borrow(self.memory, [cached_reference], snapshot, used=used), fits)
 
         if row is not None:
             sequence = prefix.copy(statistics=frozenset(used), kind=kind)
@@ -369,7 +369,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 sequence.lanes |= {key: dict(known[key]) for key in known if key[0] == name}
             self.add(row, sequence)
         if snapshot is not None:
-            return_loan(self.memory, snapshot)
+            release_reference(self.memory, snapshot)
 
     def may_lend_statistics(self, row):
         return all(
@@ -378,11 +378,11 @@ class MemoryMachine(RuleBasedStateMachine):
             if name in self.rows[row].statistics
         )
 
-    @precondition(lambda self: self.loans)
+    @precondition(lambda self: self.cached_references)
     @rule(pick=SEEDS)
-    def return_loan(self, pick):
-        loan, _ = self.loans.pop(pick % len(self.loans))
-        return_loan(self.memory, loan)
+    def release_reference(self, pick):
+        cached_reference, _ = self.cached_references.pop(pick % len(self.cached_references))
+        release_reference(self.memory, cached_reference)
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS)
@@ -428,7 +428,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for row, sequence in zip(rows, sequences, strict=True):
                 self.add(row, sequence)
 
-    @precondition(lambda self: len(self.rows) == 1 and not self.loans)
+    @precondition(lambda self: len(self.rows) == 1 and not self.cached_references)
     @rule()
     def repack_the_only_row(self):
         [row] = self.rows
@@ -482,8 +482,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def teardown(self):
         self.memory.release(sorted(self.rows))
-        for loan, _ in self.loans:
-            return_loan(self.memory, loan)
+        for cached_reference, _ in self.cached_references:
+            release_reference(self.memory, cached_reference)
 
         self.memory.check()
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
@@ -532,7 +532,7 @@ class MemoryMachine(RuleBasedStateMachine):
             found[page_class] = (pool.ref_counts.tobytes(), pool.held_slabs, pool.free_bytes)
         rows = memory.live_rows
         found["rows"] = (memory.lengths[rows].tolist(), memory.peak_bytes[rows].tolist())
-        found["arena"] = (memory.arena.free_slabs, memory.arena_peak_bytes, sorted(memory.loans))
+        found["arena"] = (memory.arena.free_slabs, memory.arena_peak_bytes, sorted(memory.cached_references))
         found["bytes"] = self.store.arena.tobytes()
         return found
 

@@ -150,7 +150,7 @@ def test_what_is_dropped_before_it_was_written_is_kept_nowhere(fails):
     assert not listener.known
     index.withdraw() if fails else index.confirm()
     assert not listener.known
-    assert not index.memory.loans
+    assert not index.memory.cached_references
     index.memory.check()
 
 
@@ -286,7 +286,7 @@ def test_clear_leaves_nothing():
     index.clear()
 
     assert (len(index), index.idle_bytes, listener.known) == (0, 0, {})
-    assert not index.memory.loans
+    assert not index.memory.cached_references
     index.memory.check()
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention
-from quire.offload.kv.front_shares import share_fronts
-from quire.offload.kv.host_attention import HostAttention, can_attend_in_parts
-from quire.offload.recompute.input_book import InputBook
-from quire.offload.recompute.input_codec import InputCodec
-from quire.offload.recompute.input_store import InputStore
-from quire.offload.recompute.remaking import Remaking, can_make_again
-from quire.offload.swap.carrier import ThreadCarrier
+from quire.offload.kv.front_shares import divide_prefixes
+from quire.offload.kv.host_attention import CPUAttention, can_attend_in_parts
+from quire.offload.recompute.input_book import ActivationAllocator
+from quire.offload.recompute.input_codec import ActivationCodec
+from quire.offload.recompute.input_store import ActivationStore
+from quire.offload.recompute.remaking import KVRecompute, can_recompute
+from quire.offload.swap.carrier import ThreadTransferWorker
 from unit.kv.test_hosted import (
     CPU,
     FULL_LAYERS,
@@ -45,13 +45,13 @@ class Linear:
         self.weights = torch.randn(MODEL.num_layers, 2, HIDDEN, WIDTH, generator=generator) / 6
         self.embedding = torch.randn(MODEL.vocab_size, HIDDEN, generator=generator)
 
-    def keys_and_values(self, layer, inputs, positions, *, rope_regime=0):
+    def keys_and_values(self, layer, inputs, positions, *, rope_variant=0):
         assert not inputs.isnan().any()
         key, value = (inputs @ self.weights[layer, side] for side in (0, 1))
         shape = (-1, NUM_KV_HEADS, HEAD_DIM)
         return (key + positions[:, None] * 0.01).view(shape), value.view(shape)
 
-    def first_layer(self, token_ids, positions, *, rope_regime=0):
+    def first_layer(self, token_ids, positions, *, rope_variant=0):
         return self.keys_and_values(0, self.embedding[token_ids], positions)
 
 
@@ -64,7 +64,7 @@ class Known:
     def token_ids(self, row, positions):
         return [self.tokens[row][p] for p in positions.tolist()]
 
-    def rope_regime(self, row):
+    def rope_variant(self, row):
         return 0
 
     def inputs_until(self, row):
@@ -80,32 +80,32 @@ class Anyhow:
     def divide(self, fronts, rows):
         total = sum(front.columns for front in fronts.values()) * PAGE
         made, host = (int(self.rng.choice([0, total // 3, total])) for _ in range(2))
-        self.shares = share_fronts(fronts, made, host, PAGE)
+        self.shares = divide_prefixes(fronts, made, host, PAGE)
         return self.shares
 
     def learn(self, timed):
         self.timed.append(timed)
 
 
-def hosting(kv, seed, *, blocks=64):
+def kv_offload(kv, seed, *, blocks=64):
     """Let a memory make again and attend on the host."""
     first = kv.offload
     groups = [table.group for table in kv.memory.tables.values()]
-    made = [group.name for group in groups if group.window is None and can_make_again(group)]
-    store = InputStore(
-        InputBook(blocks, 2 * PAGE, PAGE), LAYERS, InputCodec(None, HIDDEN, torch.float32), CPU
+    made = [group.name for group in groups if group.window is None and can_recompute(group)]
+    store = ActivationStore(
+        ActivationAllocator(blocks, 2 * PAGE, PAGE), LAYERS, ActivationCodec(None, HIDDEN, torch.float32), CPU
     )
-    remaking = Remaking(Linear(), store, Known(), CPU)
-    remaking.piece_tokens = 5  # ends inside of pages
+    kv_recompute = KVRecompute(Linear(), store, Known(), CPU)
+    kv_recompute.piece_tokens = 5  # ends inside of pages
     in_parts = [group.name for group in groups if can_attend_in_parts(group)]
     offload = type(first)(
         kv.memory,
         first.fronts,
-        first.carrier,
+        first.transfer_worker,
         splits=Anyhow(seed),
-        remaking=remaking,
+        kv_recompute=kv_recompute,
         remade=made,
-        attention=HostAttention(kv.memory, kv.store, kv.coded, first.fronts, in_parts),
+        attention=CPUAttention(kv.memory, kv.store, kv.coded, first.fronts, in_parts),
     )
     return PagedKV(kv.memory, kv.store, kv.backend, offload=offload)
 
@@ -140,9 +140,9 @@ def step(kv, model, known, tokens, seed):
 
 def spoil(kv):
     """What a step staged is gone."""
-    kv.offload.fronts.use.settle()
+    kv.offload.fronts.use.finalize()
     poison(kv)
-    for staging in kv.offload.remaking._staging.values():
+    for staging in kv.offload.kv_recompute._staging.values():
         staging.fill_(0xFF)  # NaN as float32
 
 
@@ -162,15 +162,15 @@ def lose(memories, row, rng):
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10_000), evicting=st.booleans(), until=st.sampled_from([13, 1 << 30]))
 def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed, evicting, until):
-    split = hosting(make(codec, carrier=SlowCarrier(), evicting=evicting), seed)
+    split = kv_offload(make(codec, transfer_worker=SlowCarrier(), evicting=evicting), seed)
     whole, rng, model, known = (
         make(codec, evicting=evicting),
         np.random.default_rng(seed),
         Linear(),
         {},
     )
-    remaking, fronts = split.offload.remaking, split.offload.fronts
-    remaking.tokens.tokens, remaking.tokens.until = known, until
+    kv_recompute, fronts = split.offload.kv_recompute, split.offload.fronts
+    kv_recompute.tokens.tokens, kv_recompute.tokens.until = known, until
     rows = [split.memory.start() for _ in range(3)]
     assert rows == [whole.memory.start() for _ in range(3)]
     for number in range(8):
@@ -187,9 +187,9 @@ def test_however_a_front_is_divided_attention_is_the_same(codec, tolerance, seed
         if evicting and rng.random() < 0.3 and row not in fronts.rows and split.memory.lengths[row]:
             lose((split, whole), row, rng)
         split.memory.check()
-        remaking.store.book.check()
+        kv_recompute.store.book.check()
     split.memory.release(rows)
-    assert not remaking.store.used_bytes
+    assert not kv_recompute.store.used_bytes
     assert not fronts.pool.used_bytes
 
 
@@ -197,9 +197,9 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
     """And what there is no X of is carried."""
     total = 24
     for made, host in ((total, 0), (0, total)):
-        kv, model, known = hosting(make(), 0), Linear(), {}
-        kv.offload.remaking.tokens.tokens = known
-        kv.offload.splits.divide = lambda fronts, rows, made=made, host=host: share_fronts(
+        kv, model, known = kv_offload(make(), 0), Linear(), {}
+        kv.offload.kv_recompute.tokens.tokens = known
+        kv.offload.splits.divide = lambda fronts, rows, made=made, host=host: divide_prefixes(
             fronts, made, host, PAGE
         )
         row = kv.memory.start()
@@ -207,26 +207,26 @@ def test_all_of_a_front_can_be_made_again_or_attended_to_on_the_host():
         kv.offload.fronts.host(row, total)
         step(kv, model, known, {row: 1}, 4)
 
-        assert kv.offload.remaking.num_made == made * FULL_LAYERS
+        assert kv.offload.kv_recompute.num_made == made * FULL_LAYERS
         assert kv.offload.attention.num_attended == host * FULL_LAYERS
         kv.offload.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
-        carried = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
-        assert not carried
+        transferred = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
+        assert not transferred
 
 
 def test_without_room_for_x_all_is_carried():
-    kv, model, known = hosting(make(), 0, blocks=1), Linear(), {}
-    kv.offload.remaking.tokens.tokens = known
-    kv.offload.splits.divide = lambda fronts, rows: share_fronts(fronts, 1000, 0, PAGE)
+    kv, model, known = kv_offload(make(), 0, blocks=1), Linear(), {}
+    kv.offload.kv_recompute.tokens.tokens = known
+    kv.offload.splits.divide = lambda fronts, rows: divide_prefixes(fronts, 1000, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 25}, 3)
     kv.offload.fronts.host(row, 24)
     step(kv, model, known, {row: 1}, 4)
 
-    assert kv.offload.remaking.num_made == 2 * PAGE * FULL_LAYERS
+    assert kv.offload.kv_recompute.num_made == 2 * PAGE * FULL_LAYERS
 
 
-class Failing(ThreadCarrier):
+class Failing(ThreadTransferWorker):
     """Loses copies of one kind."""
 
     def submit(self, copy, num_bytes):
@@ -238,9 +238,9 @@ class Failing(ThreadCarrier):
 
 @pytest.mark.parametrize("made", [0, 1])
 def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
-    kv, model, known = hosting(make(carrier=Failing()), 0), Linear(), {}
-    kv.offload.remaking.tokens.tokens = known
-    kv.offload.splits.divide = lambda fronts, rows: share_fronts(fronts, made * 8, 0, PAGE)
+    kv, model, known = kv_offload(make(transfer_worker=Failing()), 0), Linear(), {}
+    kv.offload.kv_recompute.tokens.tokens = known
+    kv.offload.splits.divide = lambda fronts, rows: divide_prefixes(fronts, made * 8, 0, PAGE)
     row = kv.memory.start()
     step(kv, model, known, {row: 12}, 3)
     kv.offload.fronts.host(row, 8)
@@ -249,4 +249,4 @@ def test_a_copy_that_fails_is_told_and_nothing_is_left_under_way(made):
         step(kv, model, known, {row: 1}, 4)
     kv.memory.release([row])
     kv.memory.check()
-    kv.offload.remaking.store.book.check()
+    kv.offload.kv_recompute.store.book.check()

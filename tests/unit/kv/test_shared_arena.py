@@ -20,13 +20,13 @@ def take(member, slabs):
 def gives_back(member):
     """Give one slab a time, as a request that is thrown out would."""
 
-    def give_way():
+    def preempt():
         if not member.held:
             return False
         member.give_slab(max(member.held))
         return True
 
-    member.give_way = give_way
+    member.preempt = preempt
 
 
 def test_what_one_leaves_another_borrows():

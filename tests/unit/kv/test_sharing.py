@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.sharing import borrow, fork, lend, return_loan
+from quire.kv.sharing import borrow, fork, reference_pages, release_reference
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import (
     drop_pages,
@@ -189,11 +189,11 @@ def test_a_fork_without_a_free_row_changes_nothing():
 def test_a_loan_outlives_its_sequence_and_starts_others():
     memory = one_group(num_lanes=2)
     row = started(memory, 10)
-    loan = lend(memory, row, 0, 8)
+    cached_reference = reference_pages(memory, row, 0, 8)
     memory.release([row])
     assert used_pages(memory) == 4
 
-    first, second = borrow(memory, [loan]), borrow(memory, [loan])
+    first, second = borrow(memory, [cached_reference]), borrow(memory, [cached_reference])
     memory.store.poison_free(memory)
     grow(memory, first, 1)
 
@@ -201,7 +201,7 @@ def test_a_loan_outlives_its_sequence_and_starts_others():
     assert keys(memory, second, 1) == keys(memory, first, 1)[:8] == list(range(100, 108))
     assert memory.tables["kv"].slot_positions(first, 0).tolist() == list(range(9))
     assert memory.store.copied_pages == 0
-    return_loan(memory, loan)
+    release_reference(memory, cached_reference)
     memory.release([first, second])
     assert used_pages(memory) == 0
     memory.check()
@@ -210,9 +210,9 @@ def test_a_loan_outlives_its_sequence_and_starts_others():
 def test_a_borrowed_prefix_begins_with_zero_statistics():
     memory = with_groups(KV, SUMS)
     row = started(memory, 12, name="sums")
-    loan = lend(memory, row, 0, 12)
+    cached_reference = reference_pages(memory, row, 0, 12)
 
-    borrower = borrow(memory, [loan])
+    borrower = borrow(memory, [cached_reference])
 
     assert keys(memory, borrower, name="sums") == [0] * 12
     assert keys(memory, row, name="sums") == list(range(12))
@@ -221,14 +221,14 @@ def test_a_borrowed_prefix_begins_with_zero_statistics():
 def test_room_for_all_statistics_groups_of_one_class_is_checked_before_borrowing():
     memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
     row = started(memory, 32)
-    loan = lend(memory, row, 0, 32)
+    cached_reference = reference_pages(memory, row, 0, 32)
     memory.release([row])
     blocker = memory.pools[SUMS_CLASS].allocate(6)
     free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
     assert 4 <= free_pages < 8  # one group would fit
 
     with pytest.raises(OutOfPages, match="statistics"):
-        borrow(memory, [loan])
+        borrow(memory, [cached_reference])
 
     assert memory.num_free_rows == 4
     memory.pools[SUMS_CLASS].release(blocker)
@@ -241,9 +241,9 @@ def test_a_loan_is_whole_pages_within_the_sequence(tokens):
     row = started(memory, 10)
 
     with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
-        lend(memory, row, 0, tokens)
+        reference_pages(memory, row, 0, tokens)
 
-    assert memory.loans == {}
+    assert memory.cached_references == {}
 
 
 def test_a_lane_that_dropped_pages_is_not_lent():
@@ -252,7 +252,7 @@ def test_a_lane_that_dropped_pages_is_not_lent():
     drop_pages(memory, row, [1])
 
     with pytest.raises(ConfigError, match="no longer holds every token"):
-        lend(memory, row, 0, 4)
+        reference_pages(memory, row, 0, 4)
 
 
 def test_a_lane_whose_window_has_moved_on_is_not_lent():
@@ -261,20 +261,20 @@ def test_a_lane_whose_window_has_moved_on_is_not_lent():
     grow(memory, row, 1)
 
     with pytest.raises(ConfigError, match="no longer holds every token"):
-        lend(memory, row, 0, 4)
+        reference_pages(memory, row, 0, 4)
 
 
 def test_a_loan_is_returned_once_and_not_used_after():
     memory = one_group()
     row = started(memory, 8)
-    loan = lend(memory, row, 0, 4)
-    return_loan(memory, loan)
-    other = lend(memory, row, 0, 8)
+    cached_reference = reference_pages(memory, row, 0, 4)
+    release_reference(memory, cached_reference)
+    other = reference_pages(memory, row, 0, 8)
 
-    assert other.key != loan.key
-    for act in (return_loan, lambda memory, loan: borrow(memory, [loan])):
+    assert other.key != cached_reference.key
+    for act in (release_reference, lambda memory, cached_reference: borrow(memory, [cached_reference])):
         with pytest.raises(InvariantError, match="returned already"):
-            act(memory, loan)
+            act(memory, cached_reference)
     memory.check()
 
 
@@ -297,7 +297,7 @@ def test_the_arena_peak_counts_copies_of_forks_and_borrowed_statistics():
 
     fork(memory, row)
     assert memory.arena_peak_bytes == 3 * 128 + 4 * 512
-    borrow(memory, [lend(memory, row, 0, 12)])
+    borrow(memory, [reference_pages(memory, row, 0, 12)])
 
     assert memory.arena_peak_bytes == 3 * 128 + 6 * 512
 

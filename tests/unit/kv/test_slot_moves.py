@@ -14,7 +14,7 @@ from quire.kv.slot_moves import (
     close_gaps,
     fill_holes,
     no_moves,
-    pages_kept,
+    retained_pages,
     prove_one_to_one,
 )
 from unit.kv.small_memory import mask
@@ -85,7 +85,7 @@ def test_a_map_that_would_lose_a_slot_is_noticed(broken, message):
 def test_pages_stay_or_leave_whole():
     keep = mask("ooooxxxxoo", "xxxxooooxx")
 
-    stays = pages_kept(keep, counts([10, 10]), 4)
+    stays = retained_pages(keep, counts([10, 10]), 4)
 
     assert stays.tolist() == [[True, False, True], [False, True, False]]
 
@@ -93,12 +93,12 @@ def test_pages_stay_or_leave_whole():
 def test_the_last_page_of_a_lane_has_the_slots_it_has():
     keep = mask("oooooxx", "xxxxooo")
 
-    assert pages_kept(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
+    assert retained_pages(keep, counts([5, 7]), 4).tolist() == [[True, True], [False, True]]
     with pytest.raises(ConfigError, match="of page 1 of lane 0 1 of 2 slots stay"):
-        pages_kept(keep, counts([6, 7]), 4)
+        retained_pages(keep, counts([6, 7]), 4)
 
 
 @pytest.mark.parametrize("text", ["xooooooo", "ooxooooo", "ooooooox"])
 def test_a_page_is_not_cut(text):
     with pytest.raises(ConfigError, match="3 of 4 slots stay"):
-        pages_kept(mask(text), counts([8]), 4)
+        retained_pages(mask(text), counts([8]), 4)

@@ -13,7 +13,7 @@ from quire.layout.statistics import (
     REDUCTIONS,
     AttentionShift,
     AttentionSum,
-    LowLooks,
+    LowAttentionCount,
     QueryMoments,
     QueryRing,
     SquareSum,
@@ -36,7 +36,7 @@ from unit.kv.remembering import (
     step,
 )
 
-KINDS = (AttentionSum, SquareSum, LowLooks)
+KINDS = (AttentionSum, SquareSum, LowAttentionCount)
 LOOKS = (
     *(kind(heads) for kind in KINDS for heads in REDUCTIONS),
     *(kind().each() for kind in KINDS),
@@ -253,7 +253,7 @@ class Asked:
         return self._inner.attend(*arguments, column_sums=column_sums)
 
 
-def asked(statistics, rows, tokens):
+def requested(statistics, rows, tokens):
     """For which of the three layers column sums are asked of a step."""
     watching = Asked()
     kv = make_kv(statistics, backend=watching)
@@ -272,7 +272,7 @@ def asked(statistics, rows, tokens):
     ],
 )
 def test_column_sums_are_asked_for_where_somebody_needs_them(rows, tokens, layers):
-    assert asked(ALL, rows, tokens) == layers
+    assert requested(ALL, rows, tokens) == layers
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])

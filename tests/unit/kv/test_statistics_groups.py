@@ -8,7 +8,7 @@ from quire.kv.ledger import extents_of
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
-from quire.kv.sharing import borrow, fork, lend, lend_statistics, return_loan
+from quire.kv.sharing import borrow, fork, reference_pages, reference_statistics, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.kv.waste import measure_waste, sequences_that_fit
@@ -199,18 +199,18 @@ def test_room_is_that_of_sequences_with_all_statistics(memory):
 def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8, used)
-    loan, statistics = lend(memory, row, 0, 8), lend_statistics(memory, row)
+    cached_reference, statistics = reference_pages(memory, row, 0, 8), reference_statistics(memory, row)
     assert statistics.pages.keys() == used
     memory.release([row])
     memory.store.poison_free(memory)
 
-    borrower = borrow(memory, [loan], statistics)
+    borrower = borrow(memory, [cached_reference], statistics)
 
     assert memory.statistics_of(borrower) == NAMES
     for name, count in (("kv.sums", 8), ("kv.ring", 3)):
         zeros = [0] * count
         assert keys(memory, borrower, name=name) == (expected(count) if name in used else zeros)
-    return_loan(memory, statistics)
+    release_reference(memory, statistics)
     grow(memory, borrower, 3)
     memory.check()
 
@@ -219,10 +219,10 @@ def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
 def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
-    loan, statistics = lend(memory, row, 0, 8), lend_statistics(memory, row)
+    cached_reference, statistics = reference_pages(memory, row, 0, 8), reference_statistics(memory, row)
     pages = used_pages(memory)
 
-    borrower = borrow(memory, [loan], statistics, used=used)
+    borrower = borrow(memory, [cached_reference], statistics, used=used)
 
     assert memory.statistics_of(borrower) == used
     for name in used:
@@ -235,16 +235,16 @@ def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
 def test_a_row_without_statistics_lends_none():
     memory = with_groups(*GROUPS[:3])
 
-    assert lend_statistics(memory, started(memory, 8, ())) is None
+    assert reference_statistics(memory, started(memory, 8, ())) is None
 
 
 def test_statistics_of_another_length_are_no_beginning():
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
-    loan, statistics = lend(memory, row, 0, 4), lend_statistics(memory, row)
+    cached_reference, statistics = reference_pages(memory, row, 0, 4), reference_statistics(memory, row)
 
     with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
-        borrow(memory, [loan], statistics)
+        borrow(memory, [cached_reference], statistics)
 
     assert memory.live_rows.tolist() == [row]
     memory.check()

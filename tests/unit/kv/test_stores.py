@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, OutOfPages, UnsoundCombination
 from quire.kv.arena import Arena
-from quire.kv.sharing import fork, lend
+from quire.kv.sharing import fork, reference_pages
 from quire.kv.spans import offsets, spans
 from quire.kv.stores.registry import (
     LOSSY_CODEC,
@@ -71,7 +71,7 @@ def test_a_ring_that_has_gone_round_takes_and_returns_no_page():
     for _ in range(4):
         grow(memory, row, 1)
     own = {*memory.tables["window"].row_pages(row).tolist()}
-    own |= {*memory.placement.kept_aside(memory.tables["window"], np.array([row])).tolist()}
+    own |= {*memory.placement.set_aside_pages(memory.tables["window"], np.array([row])).tolist()}
     held_bytes, counts = memory.row_bytes(row), traffic(memory)
 
     for _ in range(500):
@@ -231,7 +231,7 @@ def test_pages_of_a_run_are_neither_lent_nor_dropped(store):
     grow(memory, row, 12)
 
     with pytest.raises(UnsoundCombination, match="use the store 'paged'"):
-        lend(memory, row, 0, 8)
+        reference_pages(memory, row, 0, 8)
     with pytest.raises(ConfigError, match=r"keeps slots in order.*'paged'"):
         drop_pages(memory, row, [0], name="full")
     with pytest.raises(

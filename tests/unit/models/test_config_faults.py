@@ -201,9 +201,9 @@ def test_an_unknown_rope_type_is_one_line_without_warnings_before_it(
 def test_a_name_that_is_no_path_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.models.source.snapshot_download", _offline)
 
-    with pytest.raises(ModelError, match=r"there is no") as raised:
+    with pytest.raises(ModelError, match=r"there is no") as promoted:
         load_model(name)
-    assert len(str(raised.value)) < 400
+    assert len(str(promoted.value)) < 400
 
 
 def _offline(name: str, **_: object) -> str:
@@ -336,6 +336,6 @@ def test_code_of_a_model_that_raises_is_one_line(
         auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
     )
 
-    with pytest.raises((ModelError, UnsupportedModel)) as raised:
+    with pytest.raises((ModelError, UnsupportedModel)) as promoted:
         _load(llama, trust_remote_code=True)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(promoted.value)

@@ -221,17 +221,17 @@ def test_a_hub_name_without_a_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPat
 def test_a_hub_name_is_fetched_without_pickles(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, list[str]] = {}
+    requested: dict[str, list[str]] = {}
 
     def download(name: str, *, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
+        requested[name] = allow_patterns
         return str(llama)
 
     monkeypatch.setattr(source, "snapshot_download", download)
 
     assert load_model("org/model", device="cpu", verify=False).name == "org/model"
-    assert "*.safetensors" in asked["org/model"]
-    assert not any(".bin" in pattern for pattern in asked["org/model"])
+    assert "*.safetensors" in requested["org/model"]
+    assert not any(".bin" in pattern for pattern in requested["org/model"])
 
 
 def test_a_local_folder_wins_over_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

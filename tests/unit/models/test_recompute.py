@@ -31,13 +31,13 @@ class Storing:
         self.inputs[layer] = inputs.clone()
 
 
-def run(decoder, regime=0):
+def run(decoder, variant=0):
     """A sequence that has been read, and its tokens."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(2, zoo.VOCAB_SIZE, (TOKENS,), generator=generator)
     storing = Storing(range(TOKENS))
     none = torch.tensor([TOKENS - 1])
-    decoder.forward(tokens, torch.arange(TOKENS), none, storing, rope_regime=regime)
+    decoder.forward(tokens, torch.arange(TOKENS), none, storing, rope_variant=variant)
     return tokens, storing
 
 
@@ -83,14 +83,14 @@ def test_half_precision_is_off_by_its_last_bits_only(name):
 
 
 @pytest.mark.parametrize("regime", [0, 1])
-def test_keys_turn_with_the_frequencies_of_their_request(regime):
+def test_keys_turn_with_the_frequencies_of_their_request(variant):
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare_recomputation()
-    _, storing = run(decoder, regime)
+    _, storing = run(decoder, variant)
     inputs, positions = storing.inputs[1], torch.arange(TOKENS)
 
-    own = decoder.keys_and_values(1, inputs, positions, rope_regime=regime)[0]
-    other = decoder.keys_and_values(1, inputs, positions, rope_regime=1 - regime)[0]
+    own = decoder.keys_and_values(1, inputs, positions, rope_variant=variant)[0]
+    other = decoder.keys_and_values(1, inputs, positions, rope_variant=1 - variant)[0]
 
     torch.testing.assert_close(own, storing.stored[1][0], atol=2e-5, rtol=1e-4)
     assert not torch.allclose(other, own, atol=1e-3)
@@ -103,17 +103,17 @@ def test_queries_are_not_computed_where_they_stand_alone(name):
     decoder.prepare_recomputation()
     _, storing = run(decoder)
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
-    asked = []
+    requested = []
     for part, module in model.named_modules():
         if part.endswith("q_proj"):
-            module.register_forward_hook(lambda *_: asked.append(1))
+            module.register_forward_hook(lambda *_: requested.append(1))
 
     decoder.keys_and_values(1, storing.inputs[1], torch.arange(TOKENS))
 
-    assert not asked
+    assert not requested
     assert decoder._observing.recomputation.leaves_queries_out == (name not in FUSED)
     run(decoder)
-    assert bool(asked) == (name not in FUSED)
+    assert bool(requested) == (name not in FUSED)
 
 
 def test_an_attention_that_does_not_want_inputs_is_not_shown_any():

@@ -9,7 +9,7 @@ import zoo
 from flat import flat_logits, sequences
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
-from quire.models.rope import RopeRegimes
+from quire.models.rope import RopeVariants
 
 SHORT = zoo.LONGROPE_SHORT_TOKENS
 
@@ -27,18 +27,18 @@ def decoder() -> TransformersDecoder:
 def test_a_request_is_long_only_beyond_the_first_training_length(
     decoder: TransformersDecoder,
 ) -> None:
-    assert decoder.num_rope_regimes == 2
-    assert [decoder.rope_regime(tokens) for tokens in (1, SHORT, SHORT + 1)] == [0, 0, 1]
+    assert decoder.num_rope_variants == 2
+    assert [decoder.rope_variant(tokens) for tokens in (1, SHORT, SHORT + 1)] == [0, 0, 1]
 
 
 def test_other_models_have_one_regime() -> None:
     decoder = TransformersDecoder(zoo.build("llama"))
 
-    assert decoder.num_rope_regimes == 1
-    assert decoder.rope_regime(10**6) == 0
+    assert decoder.num_rope_variants == 1
+    assert decoder.rope_variant(10**6) == 0
     with pytest.raises(InvariantError, match="below 1, got 1"):
         flat_logits(
-            decoder, sequences(2, vocab_size=zoo.VOCAB_SIZE), chunk_tokens=[2], rope_regime=1
+            decoder, sequences(2, vocab_size=zoo.VOCAB_SIZE), chunk_tokens=[2], rope_variant=1
         )
 
 
@@ -48,8 +48,8 @@ def test_each_regime_gives_transformers_logits(
 ) -> None:
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
 
-    for prompt, regime in ((short, 0), (long, 1), (short, 0)):
-        (ours,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_regime=regime)
+    for prompt, variant in ((short, 0), (long, 1), (short, 0)):
+        (ours,) = flat_logits(decoder, [prompt], chunk_tokens=chunk_tokens, rope_variant=variant)
         torch.testing.assert_close(ours, own_logits(prompt), atol=1e-4, rtol=0)
 
 
@@ -58,8 +58,8 @@ def test_the_regime_decides_and_not_the_positions_of_the_batch(
 ) -> None:
     (long,) = sequences(2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
 
-    (as_short,) = flat_logits(decoder, [long], chunk_tokens=[64], rope_regime=0)
-    (as_long,) = flat_logits(decoder, [long[:SHORT]], chunk_tokens=[64], rope_regime=1)
+    (as_short,) = flat_logits(decoder, [long], chunk_tokens=[64], rope_variant=0)
+    (as_long,) = flat_logits(decoder, [long[:SHORT]], chunk_tokens=[64], rope_variant=1)
 
     torch.testing.assert_close(as_short[:SHORT], own_logits(long[:SHORT]), atol=1e-4, rtol=0)
     torch.testing.assert_close(as_long, own_logits(long)[:SHORT], atol=1e-4, rtol=0)
@@ -114,11 +114,11 @@ def test_released_modules_choose_for_themselves_as_before() -> None:
     found = (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling)
     short, long = sequences(SHORT, 2 * SHORT, vocab_size=zoo.VOCAB_SIZE)
     expected = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
-    regimes = RopeRegimes(model)
-    regimes.select(1)
+    variants = RopeVariants(model)
+    variants.select(1)
     assert rotary.rope_type != found[0]
 
-    regimes.release()
+    variants.release()
 
     assert (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling) == found
     got = [model(ids.unsqueeze(0)).logits for ids in (short, long)]
@@ -127,11 +127,11 @@ def test_released_modules_choose_for_themselves_as_before() -> None:
 
 def test_a_regime_can_be_chosen_again_after_a_release() -> None:
     model = zoo.build("phi3_longrope")
-    regimes = RopeRegimes(model)
-    regimes.select(1)
+    variants = RopeVariants(model)
+    variants.select(1)
     long = model.model.rotary_emb.inv_freq
-    regimes.release()
+    variants.release()
 
-    regimes.select(1)
+    variants.select(1)
 
     assert model.model.rotary_emb.inv_freq is long

@@ -26,10 +26,10 @@ class Seen:
         return torch.zeros_like(query)
 
 
-def seen_by(decoder, rope_regime=0):
+def seen_by(decoder, rope_variant=0):
     (tokens,) = sequences(len(POSITIONS), vocab_size=zoo.VOCAB_SIZE)
     seen = Seen()
-    decoder.forward(tokens, POSITIONS, POSITIONS[:0], seen, rope_regime=rope_regime)
+    decoder.forward(tokens, POSITIONS, POSITIONS[:0], seen, rope_variant=rope_variant)
     return seen
 
 
@@ -81,15 +81,15 @@ def test_frequencies_are_those_of_the_forward():
     """A long request's queries turn by the long frequencies."""
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare(QueryMoments())
-    rotations = [decoder.rotations(regime).mean_rotation(0, 5, 1) for regime in (0, 1)]
+    rotations = [decoder.rotations(variant).mean_rotation(0, 5, 1) for variant in (0, 1)]
 
-    for regime, rotation in enumerate(rotations):
-        seen = seen_by(decoder, regime)
+    for variant, rotation in enumerate(rotations):
+        seen = seen_by(decoder, variant)
         bare = Seen()
         token = sequences(len(POSITIONS), vocab_size=zoo.VOCAB_SIZE)[0][:1]
-        decoder.forward(token, torch.tensor([0]), POSITIONS[:0], bare, rope_regime=regime)
+        decoder.forward(token, torch.tensor([0]), POSITIONS[:0], bare, rope_variant=variant)
         at_five = Seen()
-        decoder.forward(token, torch.tensor([5]), POSITIONS[:0], at_five, rope_regime=regime)
+        decoder.forward(token, torch.tensor([5]), POSITIONS[:0], at_five, rope_variant=variant)
         scaled = bare.queries[0][0] @ rotation.T / rotation[:, 0].norm()
         expected = at_five.queries[0][0]
         torch.testing.assert_close(
@@ -123,12 +123,12 @@ def test_nothing_is_looked_for_before_somebody_asks():
 def test_queries_and_keys_of_position_0_are_moved_to_where_they_would_stand(name):
     """In every layer, those with windows among them, and with every frequency."""
     decoder = TransformersDecoder(zoo.build(name))
-    assert decoder.prepare_unrotated() is None
+    assert decoder.prepare_pre_rope() is None
     token = torch.full_like(POSITIONS, 9)
-    for regime in range(decoder.num_rope_regimes):
+    for variant in range(decoder.num_rope_variants):
         still, turned = Seen(), Seen()
         for seen, places in ((still, torch.zeros_like(POSITIONS)), (turned, POSITIONS)):
-            decoder.forward(token, places, POSITIONS[:0], seen, rope_regime=regime)
+            decoder.forward(token, places, POSITIONS[:0], seen, rope_variant=variant)
 
         assert still.calls.keys() == set(range(decoder.spec.num_layers))
         for layer, call in still.calls.items():
@@ -160,7 +160,7 @@ def test_keys_of_position_0_are_the_projections_own_numbers(dtype):
 def test_learned_positions_cannot_be_taken_off(name):
     decoder = TransformersDecoder(zoo.build(name))
 
-    assert "adds learned positions" in decoder.prepare_unrotated()
+    assert "adds learned positions" in decoder.prepare_pre_rope()
 
 
 def test_a_family_that_turns_neighbours_is_refused_by_name():
@@ -178,7 +178,7 @@ def test_a_family_that_turns_neighbours_is_refused_by_name():
     decoder = TransformersDecoder(CohereForCausalLM(config).eval())
 
     assert "CohereForCausalLM rotates" in decoder.prepare(QueryMoments())
-    assert "layer 0 of CohereForCausalLM turns" in decoder.prepare_unrotated()
+    assert "layer 0 of CohereForCausalLM turns" in decoder.prepare_pre_rope()
     assert decoder.rotations() is None
     assert seen_by(decoder).calls[0].rotary is None
 

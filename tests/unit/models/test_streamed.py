@@ -36,14 +36,14 @@ class Layers(nn.Module):
         return rows
 
 
-def streamed(count: int, brought: tuple[int, ...] | None = None, carrier=None):
+def streamed(count: int, brought: tuple[int, ...] | None = None, transfer_worker=None):
     """A model whose layers are brought, what brings them, and the same model as it was."""
     model, plain = Layers(count), Layers(count)
     layers = layer_weights(model, count)
     place = place_weights([layer.num_bytes for layer in layers], 0, None)
     numbers = tuple(range(count)) if brought is None else brought
     place = type(place)(other_bytes=0, layer_bytes=place.layer_bytes, brought=numbers)
-    link = FileLink(place.host_bytes, carrier or Dawdling())
+    link = FileLink(place.host_bytes, transfer_worker or Dawdling())
     poison(link)
     for number in numbers:
         link.take_home(number, layers[number])
@@ -130,7 +130,7 @@ def test_passes_give_what_the_model_gave_and_bring_each_layer_once(brought, rows
         assert weights.passes.num_passes == passes
         assert not weights.passes.pending
         ahead = SLOTS  # of the next pass
-        assert weights.link.carrier.num_copies == passes * len(brought) + ahead
+        assert weights.link.transfer_worker.num_copies == passes * len(brought) + ahead
 
 
 def test_a_layer_that_is_not_there_has_no_weights(rows):
@@ -166,9 +166,9 @@ def test_a_pass_that_ends_early_is_followed_by_a_right_one(rows):
 
 @pytest.mark.parametrize("at", range(9))
 def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
-    carrier = Dawdling()
-    carrier.fails = {at: OSError("gone")}
-    model, _, plain = streamed(5, carrier=carrier)
+    transfer_worker = Dawdling()
+    transfer_worker.fails = {at: OSError("gone")}
+    model, _, plain = streamed(5, transfer_worker=transfer_worker)
     equal, errors = [], []
     for _ in range(3):
         try:
@@ -184,7 +184,7 @@ def test_a_copy_that_fails_is_named_and_tried_again(at, rows):
 def test_a_file_cut_short_is_an_error_and_not_old_numbers(rows):
     model, weights, plain = streamed(5)
     assert torch.equal(model(rows), plain(rows))
-    weights.link.settle()
+    weights.link.finalize()
     weights.link._file.truncate(100)
     with pytest.raises(StorageError, match="too early"):
         model(rows)  # the first two layers were there already

@@ -194,23 +194,23 @@ def test_a_host_that_attends_adds_its_rate(xi, kv_s, host_s, tokens, layers):
 def test_hosts_of_several_devices_are_one():
     """Attending on the host takes turns; links and devices do not."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
-    hosted = StepWork(
+    offloaded = StepWork(
         layers=even_layers((BatchTokens(rows=1, host=10),), 5),
         sizes=Sizes(kv_bytes=1, x_bytes=1),
         speeds=speeds_of(1.0, host_s=0.3),
     )
-    carried = plan_step(step_of(rates, 6, 4, 5))
+    transferred = plan_step(step_of(rates, 6, 4, 5))
 
     alone_s, together_s = (
-        VirtualClock().run(side_by_side([plan_step(hosted)] * n)).seconds for n in (1, 8)
+        VirtualClock().run(side_by_side([plan_step(offloaded)] * n)).seconds for n in (1, 8)
     )
-    one, eight = (VirtualClock().run(side_by_side([carried] * n)) for n in (1, 8))
+    one, eight = (VirtualClock().run(side_by_side([transferred] * n)) for n in (1, 8))
 
     assert together_s == pytest.approx(8 * alone_s)
     assert eight.seconds == one.seconds
     eight.check()
     assert eight.schedule.resource("3/in") == "3/in"
-    hosted_8 = side_by_side([plan_step(hosted)] * 8)
+    hosted_8 = side_by_side([plan_step(offloaded)] * 8)
     assert {hosted_8.resource(f"{i}/host") for i in range(8)} == {HOST}
 
 
@@ -261,8 +261,8 @@ def test_the_first_layer_needs_no_activations_from_the_host():
     )
     schedule = plan_step(work)
 
-    carried = [op.layer for op in schedule.operations if op.kind == Kind.X_IN]
-    assert set(carried) == {1, 2}
+    transferred = [op.layer for op in schedule.operations if op.kind == Kind.X_IN]
+    assert set(transferred) == {1, 2}
     assert next(op.tokens for op in schedule.operations if op.kind == Kind.PROJECT) == 8
     chunks = [(op.first, op.tokens) for op in schedule.operations if op.kind == Kind.X_IN]
     assert chunks[:4] == [(0, 2), (2, 2), (4, 2), (6, 2)]

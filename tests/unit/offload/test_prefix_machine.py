@@ -20,7 +20,7 @@ from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import PrefixIdentity, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from quire.offload.kv.arriving import ArrivingPages
+from quire.offload.kv.arriving import InFlightPages
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
@@ -77,7 +77,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         lease = self.index.match(identity, tokens)
         row = self.index.start(lease) if lease.nodes else self.memory.start()
         at = lease.tokens
-        self.tier.carrier.drain()
+        self.tier.transfer_worker.drain()
         blocks = list(blocks_of(identity, tokens[: len(tokens) - 1], self.index.block_tokens))
         found = self.store.find(block for block in blocks if block.end > at)
         if found:
@@ -96,7 +96,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         if first == end:
             return at
         try:
-            pages = ArrivingPages(self.memory, min(first + size, end), end, size)
+            pages = InFlightPages(self.memory, min(first + size, end), end, size)
         except OutOfPages:
             return at
         load = PrefixLoad(self.store, self.tier.records, pages, found)
@@ -148,7 +148,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
 
     def crash(self):
         """What was written is there, what was cached is not."""
-        self.tier.carrier.close()
+        self.tier.transfer_worker.close()
         written = set(self.store._places)
         self.store.close()
         self.open()
@@ -156,7 +156,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, cut=st.booleans())
     def damage(self, pick, cut):
-        self.tier.carrier.drain()
+        self.tier.transfer_worker.drain()
         path = self.folder / "blocks"
         if not len(self.store):
             return
@@ -213,7 +213,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         if not getattr(self, "opened", False):
             return
         self.memory.check()
-        self.tier.carrier.drain()
+        self.tier.transfer_worker.drain()
         self.disk.check()
         stored = self.disk.stored()
         assert {place.entry for place in self.store._places.values()} <= set(stored)

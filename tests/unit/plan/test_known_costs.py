@@ -55,8 +55,8 @@ STORED = Ceilings(
 
 
 def costs(found, **changes):
-    asked = {"dtype": "bfloat16", "device": "cpu", "chunk_tokens": 256} | changes
-    return known_costs(found, MODEL, **asked)
+    requested = {"dtype": "bfloat16", "device": "cpu", "chunk_tokens": 256} | changes
+    return known_costs(found, MODEL, **requested)
 
 
 def test_what_was_measured_is_used_as_it_was_stored(tmp_path: Path):

@@ -28,7 +28,7 @@ class History:
         keys, values: [lane, token, dim], of all tokens there were; keys after RoPE.
         raw: queries before RoPE, [lane, group, token, dim].
         weights: [lane, group, query, token]; 0 where a token was not cached when a query asked.
-        asked: keys each query saw, [lane, query].
+        requested: keys each query saw, [lane, query].
     """
 
     heads: int
@@ -38,7 +38,7 @@ class History:
     values: np.ndarray
     raw: np.ndarray
     weights: np.ndarray
-    asked: np.ndarray
+    requested: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -85,12 +85,12 @@ class History:
         self, statistic: Statistic, lane: int, token: int, heads: tuple[int, ...] | None
     ) -> float:
         weights = self.weights[lane, slice(None) if heads is None else list(heads), token:, token]
-        looks = REDUCE[statistic.heads](weights, axis=0)
+        queries_seen = REDUCE[statistic.heads](weights, axis=0)
         if isinstance(statistic, remembered.AttentionSum):
-            return looks.sum()
+            return queries_seen.sum()
         if isinstance(statistic, remembered.SquareSum):
-            return (looks**2).sum()
-        return (looks < 1 / self.asked[lane, token:]).sum()
+            return (queries_seen**2).sum()
+        return (queries_seen < 1 / self.requested[lane, token:]).sum()
 
     def _ring(self, lane: int, window: int) -> np.ndarray:
         group = self.raw.shape[1]
@@ -174,7 +174,7 @@ def history_of_rows(rows: list[list[float]]) -> History:
         values=nothing,
         raw=nothing[:, None],
         weights=weights,
-        asked=np.arange(1, tokens + 1)[None],
+        requested=np.arange(1, tokens + 1)[None],
     )
 
 
@@ -228,7 +228,7 @@ def make_history(
         values=random.normal(size=shape),
         raw=random.normal(size=(lanes, group, tokens, dim)) + 0.5,
         weights=np.zeros((lanes, group, tokens, tokens)),
-        asked=np.zeros((lanes, tokens), dtype=int),
+        requested=np.zeros((lanes, tokens), dtype=int),
     )
     times = set(random.choice(np.arange(fixed + 4, tokens), evictions, replace=False).tolist())
     for position in range(tokens):
@@ -242,7 +242,7 @@ def make_history(
 def _ask(history: History, lane: int, position: int) -> None:
     cached = history.cached[lane]
     cached.append(position)
-    history.asked[lane, position] = len(cached)
+    history.requested[lane, position] = len(cached)
     for head in range(history.raw.shape[1]):
         logits = history.keys[lane, cached] @ history.query(lane, head, position) * history.scale
         history.weights[lane, head, position, cached] = softmax(logits)
@@ -268,7 +268,7 @@ def best(scores: dict[int, float], protected: Iterable[int], keep: int) -> list[
     return sorted([*protected, *rest[: keep - len(protected)]])
 
 
-def kept_positions(view: KVView, kept: torch.Tensor) -> list[list[int]]:
+def retained_positions(view: KVView, kept: torch.Tensor) -> list[list[int]]:
     """Positions that stay, by lane."""
     return [lane[mask].tolist() for lane, mask in zip(view.positions, kept, strict=True)]
 

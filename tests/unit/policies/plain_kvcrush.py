@@ -129,10 +129,10 @@ def plain_kvcrush(history, policy, keep, piece=1):
         mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
         score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
         count = plain_count(policy, room, score)
-        important = best(score, [], room - count)
-        grouped = [number for number in range(len(free)) if number not in important]
+        promoted = best(score, [], room - count)
+        grouped = [number for number in range(len(free)) if number not in promoted]
         signature = {n: [t in head for t in free[n] for head in would] for n in grouped}
-        stays = set(important)
+        stays = set(promoted)
         if count:
             stays |= plain_representatives(signature, count, policy, layer)
         kept.append(sorted(t for p in [*held, *(free[n] for n in stays)] for t in p))

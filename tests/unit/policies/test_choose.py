@@ -189,7 +189,7 @@ class OfLayer(ScorePolicy):
         self.scores = scores
 
     @property
-    def grain(self) -> str:
+    def granularity(self) -> str:
         return LAYER
 
     def score(self, view: KVView) -> torch.Tensor:

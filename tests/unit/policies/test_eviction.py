@@ -330,14 +330,14 @@ def test_caps_are_settled_once_the_prompt_is_there() -> None:
         statistics={AttentionShift().name: shift.repeat_interleave(2, dim=0)},
     )
 
-    settled = rule.settle(eviction, view, LANES)
+    settled = rule.finalize(eviction, view, LANES)
 
     # 2 of 20 are held by all: half of 18 is 9, the others get 27
     assert settled.spec.lane_caps == (29, 29, 29, 29, 11, 11, 11, 11)
     assert settled.spec.cap == 20
     uniform = make_eviction("h2o:cap=20,when=prefill_end")
     plain = uniform.for_request(30, LANES)
-    assert uniform.settle(plain, view, LANES) is plain
+    assert uniform.finalize(plain, view, LANES) is plain
 
 
 # ---- pieces --------------------------------------------------------------------------------------

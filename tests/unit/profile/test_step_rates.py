@@ -8,7 +8,7 @@ from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 from quire.plan.rates import PrefillRates
-from quire.plan.static_run import decode_step_seconds, reading_step_seconds, row_steps
+from quire.plan.static_run import decode_step_seconds, prefill_step_seconds, row_steps
 from quire.plan.step_rates import DecodeRates, StepRates
 from quire.profile.step_rates import (
     RunShape,
@@ -69,7 +69,7 @@ def exact_times(rates, rows):
     for spec in specs:
         for prompt in (50, 90):
             for step in row_steps(spec, prompt, 12):
-                of = decode_step_seconds if step.decodes else reading_step_seconds
+                of = decode_step_seconds if step.decodes else prefill_step_seconds
                 yield StepTime(rows=rows, step=step, seconds=of(rates, step, rows))
 
 

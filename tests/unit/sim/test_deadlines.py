@@ -42,8 +42,8 @@ def arrivals(load, seed, count=60):
     rng, now_s, found = random.Random(seed + 1), 0.0, []
     for number, (prompt, answer, slack) in enumerate(mixed, 1):
         deadline_s = slack * ROWS * capacity_s * (answer + prompt / 16) / 30
-        asked = request(number, now_s, prompt, answer)
-        found.append(replace(asked, deadline_s=deadline_s))
+        requested = request(number, now_s, prompt, answer)
+        found.append(replace(requested, deadline_s=deadline_s))
         now_s += rng.expovariate(load / capacity_s)
     return trace(*found)
 
@@ -52,10 +52,10 @@ def met(load, batcher, *, known):
     """Part of the deadlines that were met; the scheduler knows of them or serves who came first."""
     kept = total = 0
     for seed in range(2):
-        asked = arrivals(load, seed)
-        seen = asked if known else trace(*(replace(r, deadline_s=None) for r in asked.requests))
+        requested = arrivals(load, seed)
+        seen = requested if known else trace(*(replace(r, deadline_s=None) for r in requested.requests))
         result = simulate(seen, config(batcher))
-        for record, wanted in zip(result.records, asked.requests, strict=True):
+        for record, wanted in zip(result.records, requested.requests, strict=True):
             kept += record.finish_s <= wanted.arrival_s + wanted.deadline_s
             total += 1
     return kept / total
@@ -113,18 +113,18 @@ class WatchedTimer:
 def longest_wait(batcher, memory, urgent):
     """Of urgent requests among long ones: (their longest queue time, the longest step)."""
     rng = random.Random(5)
-    asked = []
+    requested = []
     for number in range(1, 24):
         prompt, answer = rng.randint(5, 90), rng.randint(40, 90)
-        asked.append(request(number, 0.0005 * number, prompt, answer))
+        requested.append(request(number, 0.0005 * number, prompt, answer))
     for number in range(40, 46):
         arrival_s = 0.005 * (number - 39) + 0.002 * rng.random()  # four at once at most
-        asked.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
-    asked.sort(key=lambda r: r.arrival_s)
-    simulator = make_simulator(trace(*asked), config(batcher, memory=memory, urgent=urgent))
+        requested.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
+    requested.sort(key=lambda r: r.arrival_s)
+    simulator = make_simulator(trace(*requested), config(batcher, memory=memory, urgent=urgent))
     simulator.timer = WatchedTimer(simulator.timer)
     records = simulator.run().records
-    waits = [r.queue_s for r, a in zip(records, asked, strict=True) if a.priority == -1]
+    waits = [r.queue_s for r, a in zip(records, requested, strict=True) if a.priority == -1]
     return max(waits), simulator.timer.longest_s
 
 

@@ -77,7 +77,7 @@ def test_jains_index(served, index):
 
 
 def test_tokens_count_while_all_tenants_wait():
-    def asked(tenant):
+    def requested(tenant):
         return Request("r", [1], SamplingParams(), tenant=tenant)
 
     served = ServedTokens(("a", "b"))
@@ -86,7 +86,7 @@ def test_tokens_count_while_all_tenants_wait():
     served.arrived("b")
     assert served.all_backlogged
 
-    served.served([asked("a"), asked("b"), asked("a")], [5, 2, 1])
+    served.served([requested("a"), requested("b"), requested("a")], [5, 2, 1])
     served.entered("b")
 
     assert served.tokens == {"a": 6, "b": 2}

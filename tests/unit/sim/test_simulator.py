@@ -144,11 +144,11 @@ def test_every_request_is_finished_or_refused(rows, memory):
     result = simulate(load, config)
 
     assert len(result.records) == len(load.requests)
-    for record, asked in zip(result.records, load.requests, strict=True):
+    for record, requested in zip(result.records, load.requests, strict=True):
         assert record.finished == (record.refused is None)
         if record.finished:
-            assert record.answer_tokens == max(1, asked.answer.tokens)
-            assert asked.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
+            assert record.answer_tokens == max(1, requested.answer.tokens)
+            assert requested.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
     numbers = summarise(result)
     assert numbers["recomputed_tokens"] >= 0
     if not numbers["preemptions"]:

@@ -137,10 +137,10 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
         evicting=True,
         heads_apart=heads_apart,
     )
-    [finer] = [group for group in layout.groups if group.important is not None]
+    [finer] = [group for group in layout.groups if group.promoted is not None]
     full, kept = layout.groups[:2]
 
-    assert (finer.name, finer.important.of, finer.fixed_slots) == ("full.important", "full", 7)
+    assert (finer.name, finer.promoted.of, finer.fixed_slots) == ("full.important", "full", 7)
     assert (finer.num_lanes, finer.page_class.heads) == (full.num_lanes, full.page_class.heads)
     heads, head_dim = finer.page_class.heads, MODEL.head_dim
     record_bytes = 2 * heads * (head_dim + 2) + 4
@@ -154,7 +154,7 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
 def test_nothing_that_evicts_has_no_records():
     layout = layout_for(MODEL, codec=f"{MIXED}+plain=float16", page_tokens=16)
 
-    assert all(group.important is None for group in layout.groups)
+    assert all(group.promoted is None for group in layout.groups)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_all_layers_may_be_plain():
         (MIXED, {"evicts": True, "every": 65}, "before an eviction has looked at them"),
     ],
 )
-def test_every_row_of_the_table_is_reached(text, asked, reason):
-    storing = Storing(form=read_format(text), **asked)
+def test_every_row_of_the_table_is_reached(text, requested, reason):
+    storing = Storing(form=read_format(text), **requested)
     [row] = [row for row in EXCLUDED if row.meets(storing)]
 
     assert reason in row.reason
@@ -256,8 +256,8 @@ def test_every_row_of_the_table_is_reached(text, asked, reason):
         (MIXED, {"evicts": True, "every": 64}),
     ],
 )
-def test_what_goes_together_is_not_refused(text, asked):
-    refuse_excluded(text, Storing(form=read_format(text), **asked))
+def test_what_goes_together_is_not_refused(text, requested):
+    refuse_excluded(text, Storing(form=read_format(text), **requested))
 
 
 def test_a_plain_codec_is_the_one_the_model_computes_in():

@@ -75,12 +75,12 @@ class Task:
 
     def training_spans(self) -> tuple[Span, ...]:
         """The context, then every question with its answer (weight 1) and tail."""
-        asked = [
+        requested = [
             span
             for query in self.queries
             for span in ((query.question, 0.0), (query.answer, 1.0), (query.tail, 0.0))
         ]
-        return (*self.spans, *asked)
+        return (*self.spans, *requested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class Facts(TaskFamily):
         made = [_fact(rng, setting, person) for person in rng.sample(people, count)]
         room = max(16, setting.tokens - (count + queries) * _FACT_TOKENS)
         burial = bury(rng, running_text(rng, room, setting), count, setting.depth)
-        asked = tuple(
+        requested = tuple(
             Query(
                 question=made[index].question,
                 answer=made[index].answer,
@@ -64,7 +64,7 @@ class Facts(TaskFamily):
             for index in burial.asking_order(rng, queries)
         )
         spans = burial.spans([fact.statement for fact in made], end="\n")
-        return Task(name="facts", spans=spans, queries=asked)
+        return Task(name="facts", spans=spans, queries=requested)
 
     def _wanted(self, rng: random.Random, setting: Setting) -> int:
         if self.count:

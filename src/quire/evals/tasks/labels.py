@@ -33,14 +33,14 @@ class Labels(TaskFamily):
         names = rng.sample(LABELS, count)
         shot_tokens = setting.measure("fountain: green\n" * 8) / 8
         shots = max(2 * count, int(setting.tokens / shot_tokens) - 1)
-        asked = rng.randrange(count)
-        word = rng.choice(class_words(chosen[asked], "eval" if self.new_words else "train"))
+        requested = rng.randrange(count)
+        word = rng.choice(class_words(chosen[requested], "eval" if self.new_words else "train"))
         hidden = word if setting.queries == 1 else None
         shown = _shots(rng, chosen, shots, hidden)
         if hidden is None:
             return Task(name="labels", spans=_dense(shown, names), queries=(), chance=1 / count)
         context = "".join(f"{example}: {names[index]}\n" for example, index in shown)
-        query = Query(question=f"{word}:", answer=f" {names[asked]}")
+        query = Query(question=f"{word}:", answer=f" {names[requested]}")
         return Task(name="labels", spans=((context, 0.0),), queries=(query,), chance=1 / count)
 
 

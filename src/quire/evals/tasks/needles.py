@@ -44,7 +44,7 @@ class Needles(TaskFamily):
         keys = distinct_keys(rng, count, setting.split)
         values = [number(rng, digits) for _ in keys]
         burial = bury(rng, text, count, setting.depth, in_order=True)
-        asked = tuple(
+        requested = tuple(
             Query(
                 question=_question(keys[index]),
                 answer=values[index],
@@ -55,7 +55,7 @@ class Needles(TaskFamily):
             for index in burial.asking_order(rng, queries)
         )
         spans = burial.spans(list(map(_needle, keys, values)))
-        return Task(name="niah", spans=spans, queries=asked)
+        return Task(name="niah", spans=spans, queries=requested)
 
     def _wanted(self, rng: random.Random, setting: Setting) -> int:
         if self.needles:

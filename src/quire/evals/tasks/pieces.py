@@ -81,12 +81,12 @@ class Burial:
     Attributes:
         text: the running text.
         cuts: character position of each statement.
-        asked: index of the statement the first question is about.
+        requested: index of the statement the first question is about.
     """
 
     text: str
     cuts: tuple[int, ...]
-    asked: int
+    requested: int
 
     def depth(self, index: int) -> float:
         """Relative place of one statement, 0 to 1."""
@@ -104,18 +104,18 @@ class Burial:
     def asking_order(self, rng: random.Random, queries: int) -> Iterator[int]:
         """The asked statement, then the others in random order, again and again."""
         count = len(self.cuts)
-        others = [index for index in rng.sample(range(count), count) if index != self.asked]
-        return islice(cycle([self.asked, *others]), queries)
+        others = [index for index in rng.sample(range(count), count) if index != self.requested]
+        return islice(cycle([self.requested, *others]), queries)
 
 
 def bury(
     rng: random.Random, text: str, count: int, depth: float | None, *, in_order: bool = False
 ) -> Burial:
     """Choose places for `count` statements; the asked one goes to `depth` unless that is None."""
-    asked = rng.randrange(count)
+    requested = rng.randrange(count)
     cuts = [rng.randrange(len(text) + 1) for _ in range(count)]
     if in_order:
         cuts.sort()
     if depth is not None:
-        cuts[asked] = int(depth * len(text))
-    return Burial(text=text, cuts=tuple(snap(text, cut) for cut in cuts), asked=asked)
+        cuts[requested] = int(depth * len(text))
+    return Burial(text=text, cuts=tuple(snap(text, cut) for cut in cuts), requested=requested)

@@ -61,11 +61,11 @@ class Variables(TaskFamily):
         program = _program(rng, count, digits)
         every = range(count)
         wanted = [i for i in every if self.hops in (None, program[i].hops)] or list(every)
-        asked = tuple(
+        requested = tuple(
             self._query(program, _choose(rng, wanted, count, setting.depth)) for _ in range(queries)
         )
         context = "".join(variable.line for variable in program)
-        return Task(name="variables", spans=((context, 0.0),), queries=asked)
+        return Task(name="variables", spans=((context, 0.0),), queries=requested)
 
     def _query(self, program: list[_Variable], index: int) -> Query:
         variable = program[index]

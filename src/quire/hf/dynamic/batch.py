@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError, SlabFull
 from quire.hf.dynamic.checks import check_query, read_params
-from quire.hf.dynamic.choosing import Choosing
+from quire.hf.dynamic.choosing import SamplingStep
 from quire.hf.dynamic.filling import Filling
-from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.line import QueryQueues
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
 from quire.hf.dynamic.record import NewToken, StepRecord
-from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.seats import BatchSlots
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 
@@ -54,7 +54,7 @@ class DynamicBatch:
     ) -> None:
         self.options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
         self._model = SlabModel(model)
-        self._choosing = Choosing(
+        self._choosing = SamplingStep(
             self._model.vocab_size, self._model.eos_token_ids, self.options.clock
         )
         limit = self.options.capacity_tokens or self._model.max_tokens
@@ -62,13 +62,13 @@ class DynamicBatch:
         self.device_meter = ByteMeter()
         self.host_meter = ByteMeter(self.options.host_memory_bytes)
         holds = self.options.scale_at is None
-        self._seats = Seats(self._model.shape, self.device_meter, limit, holds=holds)
-        self._line = Line()
+        self._batch_slots = BatchSlots(self._model.shape, self.device_meter, limit, holds=holds)
+        self._line = QueryQueues()
         self._memory = BatchMemory(
-            self._model, self.options, self._seats, self._line, self.device_meter, self.host_meter
+            self._model, self.options, self._batch_slots, self._line, self.device_meter, self.host_meter
         )
         self._filling = Filling(
-            self._model, self.options, self._seats, self._line, self._memory, self._choosing.first
+            self._model, self.options, self._batch_slots, self._line, self._memory, self._choosing.first
         )
         self._rule, self._reader = self._filling.rule, self._filling.reader
         self._count, self._seeds = 0, Random()
@@ -129,7 +129,7 @@ class DynamicBatch:
         if query.finished:
             return
         if query.state is QueryState.RUNNING:
-            self._seats.leave(query, clear=not self._rule.runs_to_end)
+            self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
         elif query.state in (QueryState.WAITING, QueryState.READY):
             self._line.leave(query)
         query.drop_kv()
@@ -190,12 +190,12 @@ class DynamicBatch:
     @property
     def has_work(self) -> bool:
         """Whether some query has not ended."""
-        return bool(self._seats.live or len(self._line) or self._reader.reading)
+        return bool(self._batch_slots.live or len(self._line) or self._reader.reading)
 
     @property
     def num_running(self) -> int:
         """Queries in rows."""
-        return len(self._seats.live)
+        return len(self._batch_slots.live)
 
     @property
     def num_queued(self) -> int:
@@ -236,7 +236,7 @@ class DynamicBatch:
         self._memory.shrink()
         self._filling.make_way()
         self._filling.fill(record)
-        if self._seats.live:
+        if self._batch_slots.live:
             self._decode(record)
         self._reader.read_ahead(self._filling.view(), record)
         self._fetch()
@@ -244,12 +244,12 @@ class DynamicBatch:
 
     def _rest(self) -> None:
         if not self.has_work:
-            self._seats.close()
+            self._batch_slots.close()
 
     def _decode(self, record: StepRecord) -> None:
-        slab = self._seats.slab
+        slab = self._batch_slots.slab
         assert slab is not None
-        rows = list(self._seats.rows)
+        rows = list(self._batch_slots.rows)
         fed = [self._fed(query) for query in rows]
         record.queued = self.num_queued > 0
         started_s = self.options.clock()
@@ -267,7 +267,7 @@ class DynamicBatch:
         record.valid_tokens = sum(slab.lengths[row] for row in live)
         for query in running:
             if query.finished:
-                self._seats.leave(query, clear=not self._rule.runs_to_end)
+                self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
 
     def _fed(self, query: Query | None) -> list[int]:
         """Tokens a row's query processes in this step."""
@@ -281,6 +281,6 @@ class DynamicBatch:
 
     def _fetch(self) -> None:
         """Bring the next query's KV to the device before a row is expected to fall free."""
-        soon = any(query.tokens_left <= _FETCHED_BEFORE for query in self._seats.live)
+        soon = any(query.tokens_left <= _FETCHED_BEFORE for query in self._batch_slots.live)
         if soon and self._line.ready:
             self._memory.fetch(self._line.ready[0])

@@ -12,7 +12,7 @@ from quire.sampling.sampler import Sampler
 from quire.sampling.stop_rules import ending_token
 
 
-class Choosing:
+class SamplingStep:
     """The end of every forward.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from heapq import merge
 from itertools import islice
 
-from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.line import QueryQueues
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
@@ -12,7 +12,7 @@ from quire.hf.dynamic.reader import Accept, Reader
 from quire.hf.dynamic.record import StepRecord
 from quire.hf.dynamic.rules.base import BatchView
 from quire.hf.dynamic.rules.registry import find_rule
-from quire.hf.dynamic.seats import Seats, final_columns
+from quire.hf.dynamic.seats import BatchSlots, final_columns
 from quire.hf.dynamic.slab_model import SlabModel
 
 
@@ -22,7 +22,7 @@ class Filling:
     Args:
         model: reads prompts.
         options: of the batch.
-        seats, line, memory: of the batch.
+        batch_slots, line, memory: of the batch.
         accept: takes the logits of prompts that were read, and gives each query its first token.
 
     Attributes:
@@ -35,25 +35,25 @@ class Filling:
         self,
         model: SlabModel,
         options: BatchOptions,
-        seats: Seats,
-        line: Line,
+        batch_slots: BatchSlots,
+        line: QueryQueues,
         memory: BatchMemory,
         accept: Accept,
     ) -> None:
         self.shaped: list[Query] = []
         self.rule = find_rule(options.batcher)
-        self.reader = Reader(model, options, self.rule, seats, line, memory, accept)
+        self.reader = Reader(model, options, self.rule, batch_slots, line, memory, accept)
         self._options = options
-        self._seats, self._line, self._memory = seats, line, memory
+        self._batch_slots, self._line, self._memory = batch_slots, line, memory
 
     def view(self) -> BatchView:
         """What the rule sees."""
         return BatchView(
             size=self._options.batch_size,
-            live=self._seats.live,
+            live=self._batch_slots.live,
             waiting=self._line.waiting,
             ready=self._line.ready,
-            columns=self._seats.columns,
+            columns=self._batch_slots.columns,
             group_tokens=self._options.group_tokens,
         )
 
@@ -63,13 +63,13 @@ class Filling:
         """Take rows from those who are less urgent for others who find none free."""
         if self.rule.runs_to_end:
             return
-        free = self._options.batch_size - len(self._seats.live)
+        free = self._options.batch_size - len(self._batch_slots.live)
         first = merge(self._line.ready, self._line.waiting, key=_rank)
         for candidate in list(islice(first, self._options.batch_size + 1)):
             if free > 0 and self._has_room(candidate):
                 free -= 1
                 continue
-            last = max(self._seats.live, key=_rank, default=None)
+            last = max(self._batch_slots.live, key=_rank, default=None)
             if last is None or last.priority <= candidate.priority:
                 return
             self._memory.take_out(last)
@@ -82,10 +82,10 @@ class Filling:
         if self.rule.runs_to_end:
             self._begin_batch(record)
             return
-        if not self._seats.live:
-            self._seats.close()
-        self._seats.plan_for(self._memory.planned_columns())
-        while len(self._seats.live) < self._options.batch_size:
+        if not self._batch_slots.live:
+            self._batch_slots.close()
+        self._batch_slots.plan_for(self._memory.planned_columns())
+        while len(self._batch_slots.live) < self._options.batch_size:
             if self._may_read_here():
                 if not self._read_here(record):
                     break
@@ -112,24 +112,24 @@ class Filling:
         return few or self.rule.choose(self.view()) is None
 
     def _has_room(self, query: Query) -> bool:
-        seats = self._seats
-        if not seats.live:
+        batch_slots = self._batch_slots
+        if not batch_slots.live:
             self._memory.make_room_for(query)
             return True
-        rows = max(len(seats.rows), len(seats.live) + 1)
-        return self._memory.fits(rows, max(seats.columns, query.num_to_read))
+        rows = max(len(batch_slots.rows), len(batch_slots.live) + 1)
+        return self._memory.fits(rows, max(batch_slots.columns, query.num_to_read))
 
     def _add_rows(self, least: int, longest: int) -> None:
         """Let the slab have that many free rows, and more where more are waiting and fit."""
-        seats = self._seats
-        live = len(seats.live)
-        if len(seats.rows) >= live + least:
+        batch_slots = self._batch_slots
+        live = len(batch_slots.live)
+        if len(batch_slots.rows) >= live + least:
             return
-        columns = max(seats.columns, longest)
+        columns = max(batch_slots.columns, longest)
         rows = min(self._options.batch_size, live + max(least, len(self._line)))
         while rows > live + least and not self._memory.fits(rows, columns):
             rows -= 1
-        seats.resize(rows, longest)
+        batch_slots.resize(rows, longest)
 
     # ---- prompts read where they stay ----------------------------------------------------------
 
@@ -149,35 +149,35 @@ class Filling:
             group.pop()
         if group:
             self._add_rows(len(group), max(query.num_to_read for query in group))
-            rows, read = self._seats.read_here(group)
+            rows, read = self._batch_slots.read_here(group)
             self.reader.read(read, record, rows)
         return bool(group)
 
     def _has_room_for(self, group: list[Query]) -> bool:
         if len(group) == 1:
             return self._has_room(group[0])
-        rows = max(len(self._seats.rows), len(self._seats.live) + len(group))
+        rows = max(len(self._batch_slots.rows), len(self._batch_slots.live) + len(group))
         longest = max(query.num_to_read for query in group)
-        return self._memory.fits(rows, max(self._seats.columns, longest))
+        return self._memory.fits(rows, max(self._batch_slots.columns, longest))
 
     def _embed(self, query: Query) -> None:
         self._line.leave(query)
-        self._seats.embed(query)
+        self._batch_slots.embed(query)
 
     def _drop_free_rows(self) -> None:
-        live = len(self._seats.live)
-        if live < len(self._seats.rows):
-            self._seats.resize(live, 0) if live else self._seats.close()
+        live = len(self._batch_slots.live)
+        if live < len(self._batch_slots.rows):
+            self._batch_slots.resize(live, 0) if live else self._batch_slots.close()
 
     # ---- prompts read by the batch itself ------------------------------------------------------
 
     def _shape(self) -> None:
         """Place waiting queries in free rows; the next forward reads them all."""
         group = self.rule.next_group(self.view())
-        live, columns = len(self._seats.live), self._seats.columns
+        live, columns = len(self._batch_slots.live), self._batch_slots.columns
         while len(group) > 1 or (group and live):
             longest = max(query.num_to_read for query in group) + 1
-            rows = max(len(self._seats.rows), live + len(group))
+            rows = max(len(self._batch_slots.rows), live + len(group))
             if self._memory.fits(rows, columns + longest):
                 break
             group.pop()
@@ -188,20 +188,20 @@ class Filling:
     def _place(self, group: list[Query]) -> None:
         for query in group:
             self._line.leave(query)
-            self._seats.place(query)
+            self._batch_slots.place(query)
         self.shaped = group
 
     def take_back(self) -> None:
         """Put those in line again whose tokens the forward could not read."""
         for query in self.shaped:
-            self._seats.leave(query, clear=False)
+            self._batch_slots.leave(query, clear=False)
             self._line.wait(query)
         self.shaped = []
 
     def begin_again(self) -> None:
         """A step has failed: whose KV may be half written wait to be read again."""
-        queries = dict.fromkeys([*self._seats.live, *self.reader.give_up()])
-        self._seats.close()
+        queries = dict.fromkeys([*self._batch_slots.live, *self.reader.give_up()])
+        self._batch_slots.close()
         self.shaped = []
         for query in queries:
             query.row = None
@@ -214,7 +214,7 @@ class Filling:
         members = self._members()
         if not members:
             return
-        self._seats.start_over(len(members), final_columns(members))
+        self._batch_slots.start_over(len(members), final_columns(members))
         unread = [query for query in members if query.state is QueryState.WAITING]
         for query in members:
             if query.state is QueryState.READY:
@@ -224,7 +224,7 @@ class Filling:
             return
         while unread:
             group = self.rule.next_group(replace(self.view(), waiting=unread))
-            rows, read = self._seats.read_here(group)
+            rows, read = self._batch_slots.read_here(group)
             self.reader.read(read, record, rows)
             unread = [query for query in unread if query not in read]
 
@@ -233,7 +233,7 @@ class Filling:
         first = self._line.first()
         if first is None:
             return []
-        self._seats.close()
+        self._batch_slots.close()
         everybody = sorted([*self._line.ready, *self._line.waiting], key=_rank)
         if self.rule.shapes:
             everybody = [query for query in everybody if query.state is first.state]

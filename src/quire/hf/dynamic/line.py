@@ -8,7 +8,7 @@ from quire.hf.dynamic.query import Query, QueryState
 _IN_LINE = (QueryState.WAITING, QueryState.READY)
 
 
-class Line:
+class QueryQueues:
     """Two queues, by rank.
 
     Attributes:

@@ -3,11 +3,11 @@
 import torch
 
 from quire.errors import HostPoolFull, NeverFits
-from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.line import QueryQueues
 from quire.hf.dynamic.options import HOST, BatchOptions
 from quire.hf.dynamic.query import Query
-from quire.hf.dynamic.reading import reading_bytes
-from quire.hf.dynamic.seats import Seats, final_columns
+from quire.hf.dynamic.reading import prefill_bytes
+from quire.hf.dynamic.seats import BatchSlots, final_columns
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns
@@ -22,7 +22,7 @@ class BatchMemory:
     Args:
         model: whose KV it is.
         options: limits.
-        seats: rows.
+        batch_slots: rows.
         line: where those go who are taken out.
         device, host: count bytes.
     """
@@ -31,13 +31,13 @@ class BatchMemory:
         self,
         model: SlabModel,
         options: BatchOptions,
-        seats: Seats,
-        line: Line,
+        batch_slots: BatchSlots,
+        line: QueryQueues,
         device: ByteMeter,
         host: ByteMeter,
     ) -> None:
         self.device, self.host = device, host
-        self._model, self._seats, self._line = model, seats, line
+        self._model, self._batch_slots, self._line = model, batch_slots, line
         self._capacity_tokens = options.capacity_tokens
         self._scale_at, self._on_host = options.scale_at_bytes, options.queue == HOST
 
@@ -72,20 +72,20 @@ class BatchMemory:
         if self._scale_at is None:
             return True
         limit = self._scale_at * (_COMES_BACK if more else 1.0)
-        return self._others() + self._seats.peak_bytes(rows, columns) <= limit
+        return self._others() + self._batch_slots.peak_bytes(rows, columns) <= limit
 
     def affordable(self, group: list[Query]) -> list[Query]:
         """As many of a group as may be read beside what there is; one where nothing runs."""
         if self._scale_at is None:
             return group
         used = self.device.used_bytes
-        if self._seats.live:  # whose next step comes after the reading
-            used = self._others() + self._seats.peak_bytes(
-                len(self._seats.rows), self._seats.columns + 1
+        if self._batch_slots.live:  # whose next step comes after the reading
+            used = self._others() + self._batch_slots.peak_bytes(
+                len(self._batch_slots.rows), self._batch_slots.columns + 1
             )
         room = self._scale_at - used
-        least = 0 if self._seats.live or self._line.ready else 1
-        while len(group) > least and reading_bytes(self._model, group) > room:
+        least = 0 if self._batch_slots.live or self._line.ready else 1
+        while len(group) > least and prefill_bytes(self._model, group) > room:
             group = group[:-1]
         return group
 
@@ -102,7 +102,7 @@ class BatchMemory:
         """Columns that will be needed for certain; 0 where rows may have to go before."""
         if self._scale_at is not None:
             return 0
-        running = (query.certain_tokens for query in self._seats.live)
+        running = (query.certain_tokens for query in self._batch_slots.live)
         return max(self._line.certain_tokens, *running, 0)
 
     def make_room_for(self, query: Query) -> None:
@@ -112,7 +112,7 @@ class BatchMemory:
                 return
 
     def _others(self) -> int:
-        return self.device.used_bytes - self._seats.num_bytes
+        return self.device.used_bytes - self._batch_slots.num_bytes
 
     # ---- who gives way -------------------------------------------------------------------------
 
@@ -121,20 +121,20 @@ class BatchMemory:
 
         What waits with its KV on the device goes to the host before a row does.
         """
-        seats = self._seats
-        if seats.slab is None or self.fits(seats.slab.rows, seats.columns + 1, more=False):
+        batch_slots = self._batch_slots
+        if batch_slots.slab is None or self.fits(batch_slots.slab.rows, batch_slots.columns + 1, more=False):
             return
-        while not self.fits(self._taken, seats.columns + 1, more=False):
+        while not self.fits(self._taken, batch_slots.columns + 1, more=False):
             if self._send_ready_to_host():
                 continue
             if self._taken == 1:
                 break
-            self.take_out(max(seats.live, key=lambda query: query.rank))
-        if self._taken < seats.slab.rows:
-            rows, columns = self._taken, seats.columns + 1
+            self.take_out(max(batch_slots.live, key=lambda query: query.rank))
+        if self._taken < batch_slots.slab.rows:
+            rows, columns = self._taken, batch_slots.columns + 1
             while not self._fits_beside(rows, columns) and self._send_ready_to_host():
                 pass
-            seats.resize(rows, 0)
+            batch_slots.resize(rows, 0)
 
     def _fits_beside(self, rows: int, columns: int) -> bool:
         """Whether a part of a slab of this size may lie beside the one that there is."""
@@ -145,7 +145,7 @@ class BatchMemory:
 
     @property
     def _taken(self) -> int:
-        return max(1, len(self._seats.live))
+        return max(1, len(self._batch_slots.live))
 
     def _send_ready_to_host(self, but: Query | None = None) -> bool:
         for query in self._line.ready:
@@ -159,9 +159,9 @@ class BatchMemory:
         """Free a query's row. Its KV goes to the host; where that is full it is read again."""
         query.preemptions += 1
         try:
-            self._seats.take_out(query, _HOST, self.host)
+            self._batch_slots.take_out(query, _HOST, self.host)
         except HostPoolFull:
-            self._seats.leave(query)
+            self._batch_slots.leave(query)
             self._line.wait(query)
         else:
             self._line.stand_ready(query)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.hf.dynamic.line import Line
+from quire.hf.dynamic.line import QueryQueues
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import ASYNC, BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.reading import Reading, read_apart
+from quire.hf.dynamic.reading import Prefill, read_apart
 from quire.hf.dynamic.record import ReadRecord, StepRecord
 from quire.hf.dynamic.rules.base import BatchRule, BatchView
-from quire.hf.dynamic.seats import Seats
+from quire.hf.dynamic.seats import BatchSlots
 from quire.hf.dynamic.side_stream import SideStream
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
@@ -28,7 +28,7 @@ class Reader:
         model: reads them.
         options: of the batch.
         rule: groups them.
-        seats, line, memory: of the batch.
+        batch_slots, line, memory: of the batch.
         accept: takes the logits of prompts that were read, and gives each query its first token.
 
     Attributes:
@@ -40,15 +40,15 @@ class Reader:
         model: SlabModel,
         options: BatchOptions,
         rule: BatchRule,
-        seats: Seats,
-        line: Line,
+        batch_slots: BatchSlots,
+        line: QueryQueues,
         memory: BatchMemory,
         accept: Accept,
     ) -> None:
-        self.reading: Reading | None = None
-        self._unfinished: list[Reading] = []
+        self.reading: Prefill | None = None
+        self._unfinished: list[Prefill] = []
         self._model, self._options, self._rule = model, options, rule
-        self._seats, self._line, self._memory = seats, line, memory
+        self._batch_slots, self._line, self._memory = batch_slots, line, memory
         self._accept, self._side = accept, SideStream(model.shape.device)
 
     @property
@@ -66,7 +66,7 @@ class Reader:
 
     def read_now(self, view: BatchView, record: StepRecord) -> bool:
         """Read a group at once, unless it is read in the background; False if there is none."""
-        if self.in_background and self._seats.live and not self._urgent():
+        if self.in_background and self._batch_slots.live and not self._urgent():
             return False
         if self.reading is not None and not self._urgent():
             self._side.join()
@@ -85,7 +85,7 @@ class Reader:
         """
         if self.reading is not None and self.reading.done:
             self._finish(self.reading)
-        if not self.in_background or not self._seats.live:
+        if not self.in_background or not self._batch_slots.live:
             return
         if self.reading is None and len(self._line.ready) < _READ_AHEAD:
             group = self._memory.affordable(self._rule.next_group(view))
@@ -115,12 +115,12 @@ class Reader:
         if not self._line.waiting:
             return False
         read = self.reading.queries if self.reading else ()
-        others = (*self._seats.live, *self._line.ready, *read)
+        others = (*self._batch_slots.live, *self._line.ready, *read)
         return any(self._line.waiting[0].priority < other.priority for other in others)
 
-    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Reading:
+    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Prefill:
         if rows is not None:
-            reading = Reading(self._model, group, rows)
+            reading = Prefill(self._model, group, rows)
         else:
             reading = read_apart(self._model, group, self._memory.device)
         self._unfinished.append(reading)
@@ -131,20 +131,20 @@ class Reader:
                 query.entered_s = self._options.clock()
         return reading
 
-    def _advance(self, reading: Reading, tokens: int, record: StepRecord) -> None:
+    def _advance(self, reading: Prefill, tokens: int, record: StepRecord) -> None:
         if not reading.done:
             self._read_on(reading, tokens, record)
         if reading.done:
             self._finish(reading)
 
-    def _read_on(self, reading: Reading, tokens: int, record: StepRecord) -> None:
+    def _read_on(self, reading: Prefill, tokens: int, record: StepRecord) -> None:
         started_s = self._options.clock()
         seen = reading.columns_read
         columns = reading.advance(tokens)
         taken_s = self._options.clock() - started_s
         record.reads.append(ReadRecord(len(reading.queries), columns, seen, taken_s))
 
-    def _finish(self, reading: Reading) -> None:
+    def _finish(self, reading: Prefill) -> None:
         self._side.join(reading.logits.values())
         reading.finish()
         if reading is self.reading:
@@ -160,7 +160,7 @@ class Reader:
     def _go_on(self, query: Query) -> None:
         if query.row is not None:
             if query.finished:
-                self._seats.leave(query)  # cleared: others of its batch may be read there
+                self._batch_slots.leave(query)  # cleared: others of its batch may be read there
         elif query.finished:
             query.drop_kv()
         else:

@@ -12,7 +12,7 @@ from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.slab import DenseSlab
 
 
-class Reading:
+class Prefill:
     """Prompts that are being read, each from column 0 on, pads behind the shorter ones.
 
     Args:
@@ -86,13 +86,13 @@ class Reading:
             self._slab.free()
 
 
-def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Reading:
+def read_apart(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
     """Begin to read prompts beside the batch."""
     columns = max(query.num_to_read for query in queries)
-    return Reading(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
+    return Prefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
 
 
-def reading_bytes(model: SlabModel, queries: Sequence[Query]) -> int:
+def prefill_bytes(model: SlabModel, queries: Sequence[Query]) -> int:
     """Bytes while a group is read and taken apart: its slab, and one layer of it twice."""
     columns = max(query.num_to_read for query in queries)
     return model.shape.growing_bytes(len(queries), columns)

@@ -13,7 +13,7 @@ from quire.kv.dense.slab import DenseSlab
 from quire.kv.dense.window import Window, spare_columns
 
 
-class Seats:
+class BatchSlots:
     """Rows and the queries in them.
 
     Args:
@@ -78,7 +78,7 @@ class Seats:
             return
         kept: list[int | None] = [i for i, query in enumerate(self.rows) if query is not None]
         kept += [None] * (rows - len(kept))
-        self.slab.release_front()
+        self.slab.release_prefix()
         self.slab.window.planned = self.planned
         if self._holds and len(kept) <= self.slab.held_rows:
             self.slab.take_rows(kept)
@@ -113,7 +113,7 @@ class Seats:
         assert self.slab is not None
         assert isinstance(query.kv, RowKV), "only what was read can be embedded"
         row = self.place(query)
-        self.slab.release_front()
+        self.slab.release_prefix()
         self.slab.embed(row, query.kv)
         query.drop_kv()
 
@@ -134,7 +134,7 @@ class Seats:
         first = self.rows.index(None)
         taken = (i for i in range(first, len(self.rows)) if self.rows[i] is not None)
         group = group[: next(taken, len(self.rows)) - first]
-        self.slab.release_front()
+        self.slab.release_prefix()
         self.slab.window.planned = self.planned
         columns = max(query.num_to_read for query in group)
         found = SlabRows(self.slab, first, len(group), columns)
@@ -148,7 +148,7 @@ class Seats:
         assert query.row is not None
         if clear:
             self.slab.clear(query.row)
-            self.slab.release_front()
+            self.slab.release_prefix()
         self.rows[query.row] = None
         query.row = None
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from quire.kernels.backend import (
     AttentionMath,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
 )
@@ -220,7 +220,7 @@ def _has_whole_vectors(plane: Tensor) -> bool:
     return plane.stride()[1:] == inner
 
 
-def can_tally(tally: LookTally, rows: LookRows, column_sums: Tensor) -> bool:
+def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> bool:
     """Whether C can add these column sums to these numbers."""
     _, heads, tokens, width = tally.numbers.shape
     whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh, column_sums)

@@ -17,8 +17,8 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
@@ -123,7 +123,7 @@ class NativeAttention:
         else:
             self._gathered.move(moves)
 
-    def tally(self, tally: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
         if can_tally(tally, rows, column_sums):
             tally_in_c(self._library, tally, rows, column_sums)

@@ -10,8 +10,8 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookRows,
-    LookTally,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
@@ -201,7 +201,7 @@ def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
             raise InvariantError("torch_parallel_for failed inside the C extension")
 
 
-def tally(library: NativeLibrary, target: LookTally, rows: LookRows, column_sums: Tensor) -> None:
+def tally(library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
     """Add what slots got to their numbers; see `AttentionBackend.tally`."""
     _, heads_per_page, page_tokens, _ = target.numbers.shape
     num_rows, num_lanes = rows.slots.shape

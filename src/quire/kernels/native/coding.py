@@ -81,7 +81,7 @@ def unfit_codes(pages: LayerPages, coded: CodedPages) -> str | None:
     """Why C cannot read these pages, or None."""
     if pages.kept is not None:
         return "tokens that are kept as they were made"
-    if pages.important is not None:
+    if pages.promoted is not None:
         return "tokens in a finer codec than their pages"
     for side in (coded.key, coded.value):
         reason = why_not(side.codec.spec, side.codec.head_dim)

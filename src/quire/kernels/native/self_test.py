@@ -18,9 +18,9 @@ from quire.kernels.backend import (
     AttentionMath,
     LaneSlots,
     LayerPages,
-    LookCount,
-    LookRows,
-    LookTally,
+    AttentionMeasure,
+    StatisticRows,
+    AttentionStatistic,
     MovedSlots,
     NewSlots,
     StepShape,
@@ -74,25 +74,25 @@ def _counts_right(library: NativeLibrary) -> bool:
     """Whether what slots get is added to the right numbers, whatever is counted."""
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
     return all(
-        torch.allclose(_tally(native, *asked), _tally(ReferenceAttention(), *asked))  # NaN is not
-        for asked in product(LookCount, REDUCTIONS)
+        torch.allclose(_tally(native, *requested), _tally(ReferenceAttention(), *requested))  # NaN is not
+        for requested in product(AttentionMeasure, REDUCTIONS)
     )
 
 
-def _tally(backend: AttentionBackend, count: LookCount, heads: str) -> Tensor:
+def _tally(backend: AttentionBackend, count: AttentionMeasure, heads: str) -> Tensor:
     """The numbers of all pages behind a step of rows with one token each."""
     generator = torch.Generator().manual_seed(0)
     num_pages, num_rows = len(_SLOTS) * _COLUMNS, len(_SLOTS)
     numbers = torch.rand(num_pages, _HEADS, _PAGE_TOKENS, 1, generator=generator)
     table = torch.randperm(num_pages, generator=generator).int().view(num_rows, 1, _COLUMNS)
     weights = torch.rand(num_rows, _HEADS * _GROUP, max(_SLOTS), generator=generator)
-    rows = LookRows(
+    rows = StatisticRows(
         step_rows=torch.arange(num_rows),
         table_rows=torch.arange(num_rows).flip(0),
         slots=torch.tensor(_SLOTS, dtype=torch.int32)[:, None],
         fresh=torch.ones(num_rows, dtype=torch.int32),
     )
-    tally = LookTally(numbers, table, first_lane=0, count=count, heads=heads)
+    tally = AttentionStatistic(numbers, table, first_lane=0, count=count, heads=heads)
     backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below an even share, some above
     return numbers
 

@@ -205,7 +205,7 @@ class DenseSlab:
 
     # ---- sizes ---------------------------------------------------------------------------------
 
-    def release_front(self) -> None:
+    def release_prefix(self) -> None:
         """Leave out the columns at the front that no row uses: arithmetic, nothing moves."""
         starts = [start for start in self._starts if start is not None]
         self.window.lo = min(starts, default=self.window.hi)

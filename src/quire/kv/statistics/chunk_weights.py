@@ -64,7 +64,7 @@ def chunk_weights(
         made = None
         if pages.kept is not None:
             place = lane_place(pages, row, lane, held=held, num_tokens=len(query))
-            _put_important(key, pages, place, kv_head % heads)
+            _write_promoted(key, pages, place, kv_head % heads)
             made = made_columns(pages.kept, place, all_seen)
             key = made.behind(key, made.key[:, kv_head % heads, None])
             all_seen = made.seen[0, 0]
@@ -78,15 +78,15 @@ def chunk_weights(
             yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
 
 
-def _put_important(key: Tensor, pages: LayerPages, place: LanePlace, head: int) -> None:
+def _write_promoted(key: Tensor, pages: LayerPages, place: LanePlace, head: int) -> None:
     """Keys [1, 1, slots, head_dim] of a lane's head, those of important tokens finer."""
-    important = pages.important
-    if important is None:
+    promoted = pages.promoted
+    if promoted is None:
         return
-    page = important.table[pages.rows[place.row], pages.first_lane + place.lane, 0].long()[None]
-    record = records_of(important.marks[page], place.positions[None])[0]
+    page = promoted.table[pages.rows[place.row], pages.first_lane + place.lane, 0].long()[None]
+    record = records_of(promoted.marks[page], place.positions[None])[0]
     slot = (record >= 0).nonzero()[:, 0]
-    found = decode_records(important.coded.key, page.expand(len(slot)), record[slot])
+    found = decode_records(promoted.coded.key, page.expand(len(slot)), record[slot])
     key[0, 0, slot] = found[:, head]
 
 

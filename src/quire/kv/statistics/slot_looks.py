@@ -16,11 +16,11 @@ from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
     LayerPages,
-    LookCount,
-    LookRows,
-    LookTally,
+    AttentionMeasure,
+    StatisticRows,
+    AttentionStatistic,
 )
-from quire.kernels.looks import count_looks, over_group, put
+from quire.kernels.looks import measure_attention, over_group, put
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.chunk_weights import chunk_weights
 from quire.kv.statistics.places import StatisticPages
@@ -29,16 +29,16 @@ from quire.layout.statistics import (
     MAX,
     MEAN,
     AttentionSum,
-    LowLooks,
+    LowAttentionCount,
     OfWeights,
     SquareSum,
     Statistic,
 )
 
-COUNTS: dict[type[Statistic], LookCount] = {
-    AttentionSum: LookCount.SUM,
-    SquareSum: LookCount.SQUARES,
-    LowLooks: LookCount.LOW,
+COUNTS: dict[type[Statistic], AttentionMeasure] = {
+    AttentionSum: AttentionMeasure.SUM,
+    SquareSum: AttentionMeasure.SQUARES,
+    LowAttentionCount: AttentionMeasure.LOW,
 }
 
 
@@ -55,9 +55,9 @@ class Watched:
     """
 
     place: StatisticPages
-    count: LookCount
+    count: AttentionMeasure
     heads: str
-    rows: tuple[LookRows, ...]
+    rows: tuple[StatisticRows, ...]
     again: NDArray[np.bool_]
 
     @property
@@ -65,9 +65,9 @@ class Watched:
         """Whether any row needs column sums."""
         return bool(self.rows) and len(self.rows[0].step_rows) > 0
 
-    def tally_of(self, layer: int) -> LookTally:
+    def tally_of(self, layer: int) -> AttentionStatistic:
         """Where a layer's numbers are; `layer` is counted inside the group."""
-        return LookTally(
+        return AttentionStatistic(
             numbers=self.place.numbers,
             table=self.place.device_table.current(),
             first_lane=layer * self.place.group.lanes_per_layer,
@@ -78,14 +78,14 @@ class Watched:
     def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
         """Looks of one KV head's weights [query, group, slot] as [head with a number, slot]."""
         slots = weights.shape[-1]
-        looks = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
-        added = count_looks(self.count, looks, seen[:, None].expand(-1, looks.shape[1], -1))
-        if self.count is LookCount.LOW:  # slots behind a query's own were not looked at
+        queries_seen = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
+        added = measure_attention(self.count, queries_seen, seen[:, None].expand(-1, queries_seen.shape[1], -1))
+        if self.count is AttentionMeasure.LOW:  # slots behind a query's own were not looked at
             added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
         return added.sum(dim=0)
 
 
-class LooksStep:
+class AttentionStatisticsStep:
     """All such statistics of one lane group in one step.
 
     Args:
@@ -145,7 +145,7 @@ class LooksStep:
             _put_chunk(one.tally_of(layer), table_row, slots, tokens, own.flatten(0, 1))
 
 
-def _put_chunk(tally: LookTally, row: int, slots: list[int], tokens: int, sums: Tensor) -> None:
+def _put_chunk(tally: AttentionStatistic, row: int, slots: list[int], tokens: int, sums: Tensor) -> None:
     """Put one row's numbers [heads, slots] into its pages."""
     heads, page_tokens = tally.numbers.shape[1:3]
     for lane, held in enumerate(slots):
@@ -172,7 +172,7 @@ def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) 
 
 def _look_rows(
     place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32], rows: NDArray[np.int64]
-) -> tuple[LookRows, ...]:
+) -> tuple[StatisticRows, ...]:
     device, layers = place.numbers.device, len(place.group.layers)
     shape = (len(rows), layers, place.group.lanes_per_layer)
     by_layer = slots[rows].reshape(shape).swapaxes(0, 1)
@@ -180,4 +180,4 @@ def _look_rows(
         torch.from_numpy(np.ascontiguousarray(x)).to(device)
         for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer)
     )
-    return tuple(LookRows(step_rows, table_rows, held[layer], fresh) for layer in range(layers))
+    return tuple(StatisticRows(step_rows, table_rows, held[layer], fresh) for layer in range(layers))

@@ -137,7 +137,7 @@ class Placement(ABC):
         """Pages [rows, lanes] kept aside for lanes beyond those their table names."""
 
     @abstractmethod
-    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """The numbers of those pages, row by row, lane by lane."""
 
     @abstractmethod

@@ -110,9 +110,9 @@ class Contiguous(Placement):
             raise OutOfPages("a lane would be longer than the runs of this store ever are")
         places = self._places(longer)
         if places is None:
-            asked = sum(int(runs.length.sum()) for runs in longer)
+            requested = sum(int(runs.length.sum()) for runs in longer)
             free = self.arena.total_bytes - sum(pool.used_bytes for pool in self.pools.values())
-            raise OutOfPages(f"runs of {asked} pages in all asked for, {free:,} B free in pieces")
+            raise OutOfPages(f"runs of {requested} pages in all asked for, {free:,} B free in pieces")
         for runs, starts in zip(longer, places, strict=True):
             self._runs_pools[runs.table.group.page_class].take_runs(starts, runs.length)
         used_bytes = sum(pool.used_bytes for pool in self.pools.values())
@@ -202,7 +202,7 @@ class Contiguous(Placement):
         )
         return reserved
 
-    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         rest = self._runs[table.group.name].first[rows] + table.num_pages[rows]
         return spans(rest.reshape(-1), self.reserved_pages(table, rows).reshape(-1))

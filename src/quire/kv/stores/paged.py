@@ -70,7 +70,7 @@ class Paged(Placement):
         """See `Placement`."""
         return np.zeros((len(rows), table.group.num_lanes), dtype=np.int32)
 
-    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         return NO_PAGES
 

@@ -150,9 +150,9 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
     Raises:
         UnsoundCombination: with the reason and the alternative.
     """
-    for feature, asked in features.items():
+    for feature, requested in features.items():
         why = unsound(name, feature)
-        if asked and why is not None:
+        if requested and why is not None:
             raise UnsoundCombination(f"store {name!r}: {why}")
     for pair, why in UNSOUND_TOGETHER.items():
         if all(features.get(feature, False) for feature in pair):

@@ -101,7 +101,7 @@ class Ring(Placement):
         """See `Placement`."""
         pool = self.pools[table.group.page_class]
         pool.release(pages)
-        pool.release(self.kept_aside(table, rows))
+        pool.release(self.set_aside_pages(table, rows))
         if table.group.window is not None:
             self._spare[table.group.name][rows] = NO_PAGE
 
@@ -113,7 +113,7 @@ class Ring(Placement):
         reserved: NDArray[np.int32] = (spare[rows] != NO_PAGE).astype(np.int32)
         return reserved
 
-    def kept_aside(self, table: LaneTable, rows: Rows) -> PageNumbers:
+    def set_aside_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """See `Placement`."""
         spare = self._spare.get(table.group.name)
         if spare is None:

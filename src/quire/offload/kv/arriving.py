@@ -17,7 +17,7 @@ from quire.kv.pages import PageNumbers
 from quire.layout.pages import LaneGroup, PageClass
 
 
-class ArrivingPages:
+class InFlightPages:
     """Pages for whole blocks of tokens of one sequence, in every lane that sequences share.
 
     Args:
@@ -42,7 +42,7 @@ class ArrivingPages:
             for group in shared_groups(memory)
         }
         self._key = next(memory.loan_keys)
-        memory.loans[self._key] = self.pages
+        memory.cached_references[self._key] = self.pages
         try:
             self.reach_down(first)
         except BaseException:
@@ -110,7 +110,7 @@ class ArrivingPages:
             positions = at + np.arange(columns) * table.group.page_class.tokens
             table.page_positions[row, :, held : held + columns] = positions
             table.num_slots[row] += self.end - at
-        del self._memory.loans[self._key]
+        del self._memory.cached_references[self._key]
         self._give_back(passed)
         self._memory.lengths[row] = self.end
         self._memory.note_peaks(np.array([row]))
@@ -118,12 +118,12 @@ class ArrivingPages:
 
     def release(self) -> None:
         """Let all pages go; those of a row that took them are its own."""
-        if self._memory.loans.pop(self._key, None) is not None:
+        if self._memory.cached_references.pop(self._key, None) is not None:
             self._give_back(self.pages)
 
     def _set(self, pages: Mapping[str, PageNumbers]) -> None:
         self.pages = pages
-        self._memory.loans[self._key] = pages
+        self._memory.cached_references[self._key] = pages
 
     def _give_back(self, pages: Mapping[str, PageNumbers]) -> None:
         for name, numbers in pages.items():

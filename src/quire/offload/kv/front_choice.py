@@ -19,22 +19,22 @@ from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
-from quire.offload.kv.front_rows import FrontRows
-from quire.offload.kv.front_speeds import measure_front_speeds
-from quire.offload.kv.front_splits import AskedParts, FrontSplits
-from quire.offload.kv.host_attention import HostAttention, can_attend_in_parts
-from quire.offload.kv.hosted import HostedFronts
-from quire.offload.kv.staging import can_have_front
-from quire.offload.kv.stream_carrier import StreamCarrier
+from quire.offload.kv.front_rows import RowRequests
+from quire.offload.kv.front_speeds import measure_offload_speeds
+from quire.offload.kv.front_splits import SplitLimits, PrefixSplits
+from quire.offload.kv.host_attention import CPUAttention, can_attend_in_parts
+from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.staging import can_be_offloaded
+from quire.offload.kv.stream_carrier import StreamTransferWorker
 from quire.offload.profiler import OffloadProfiler
-from quire.offload.recompute.input_book import InputBook
-from quire.offload.recompute.input_codec import InputCodec
-from quire.offload.recompute.input_store import InputStore
-from quire.offload.recompute.remaking import Remaking, can_make_again
+from quire.offload.recompute.input_book import ActivationAllocator
+from quire.offload.recompute.input_codec import ActivationCodec
+from quire.offload.recompute.input_store import ActivationStore
+from quire.offload.recompute.remaking import KVRecompute, can_recompute
 from quire.offload.schedule.work import Sizes
-from quire.offload.swap.carrier import Carrier, ThreadCarrier
+from quire.offload.swap.carrier import TransferWorker, ThreadTransferWorker
 from quire.plan.offload.gate import activation_gate
-from quire.plan.offload.kept import kept_range
+from quire.plan.offload.kept import activation_range
 from quire.plan.sizes import parse_size
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Hindrance:
     instead: str
 
 
-class FrontChoice:
+class OffloadChoice:
     """What of fronts is made again and what is attended to on the host, at most.
 
     Args:
@@ -68,14 +68,14 @@ class FrontChoice:
 
     def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
         self._model, self._config, self.layout = model, config, layout
-        self._staged = [g for g in layout.groups if can_have_front(g)]
+        self._staged = [g for g in layout.groups if can_be_offloaded(g)]
         kept = {group.kept.of for group in layout.groups if group.kept is not None}
         alone = [g for g in self._staged if g.name not in kept]
-        self.groups = [g for g in alone if can_make_again(g)]
+        self.groups = [g for g in alone if can_recompute(g)]
         self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
         kv_bytes = max(map(_layer_bytes, self._staged))
-        self._codec = InputCodec(config.input_codec, model.spec.hidden_size, model.decoder.dtype)
+        self._codec = ActivationCodec(config.input_codec, model.spec.hidden_size, model.decoder.dtype)
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
         self._profiler: OffloadProfiler | None = None
         self._makes = False
@@ -106,7 +106,7 @@ class FrontChoice:
             )
         self._refuse_recompute(stream_bytes)
         self._refuse_input_codec()
-        part, why_not = self._config.host_attention_part, self._no_host_attention(statistics)
+        part, why_not = self._config.cpu_attention_fraction, self._no_host_attention(statistics)
         if part and why_not is not None:
             raise UnsoundCombination(
                 f"--stream-host-attention {part:g} cannot attend to any KV on the host: "
@@ -114,7 +114,7 @@ class FrontChoice:
             )
 
     def _refuse_recompute(self, stream_bytes: int) -> None:
-        part = self._config.recompute_part
+        part = self._config.recompute_fraction
         if not part:
             return
         why_not = self._no_recompute()
@@ -137,7 +137,7 @@ class FrontChoice:
             )
 
     def _refuse_input_codec(self) -> None:
-        codec, part = self._config.stream_input_codec, self._config.recompute_part
+        codec, part = self._config.stream_input_codec, self._config.recompute_fraction
         why_not = self._no_recompute() if self._config.input_codec and part is None else None
         if self._config.input_codec and (part == 0 or why_not is not None):
             reason = "--stream-recompute is off" if why_not is None else why_not.reason
@@ -192,8 +192,8 @@ class FrontChoice:
 
     def part_and_why(self) -> tuple[float, str]:
         """Part of a sequence's tokens whose inputs are kept; 0 for none."""
-        asked = self._config.recompute_part
-        if asked == 0:
+        requested = self._config.recompute_fraction
+        if requested == 0:
             return 0.0, "KV alone is transferred: --stream-recompute off"
         gate = activation_gate(
             self._model.spec,
@@ -201,17 +201,17 @@ class FrontChoice:
             x_value_bytes=self._codec.row_bytes / self._codec.hidden,
         )
         why_not = self._no_recompute_here()
-        if why_not is None and asked is None and not gate.pays:
+        if why_not is None and requested is None and not gate.pays:
             return 0.0, gate.reason
         why_not = why_not or self._no_recompute_by_model()
         if why_not is not None:
             return 0.0, f"KV alone is transferred: {why_not.reason}"
         self._makes = True
-        if asked is not None:
-            return asked, f"{asked:.2g} of it is made again from activations, as asked"
+        if requested is not None:
+            return requested, f"{requested:.2g} of it is made again from activations, as asked"
         rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
         tokens = self._model.spec.max_positions
-        part = kept_range(rates, tokens, tokens).x_until / tokens
+        part = activation_range(rates, tokens, tokens).x_until / tokens
         said = f"making KV again takes {rates.recompute_ratio:.2g}x what carrying it does"
         if part < _LEAST_PART:
             return 0.0, f"{said}: KV alone is transferred"
@@ -225,9 +225,9 @@ class FrontChoice:
             recomputes: whether the engine recomputes any KV.
             attends: whether it attends on the host.
         """
-        if self._config.recompute_part is None and not recomputes:
+        if self._config.recompute_fraction is None and not recomputes:
             logger.info("--stream-recompute auto recomputes no KV: %s", why)
-        if self._config.host_attention_part is None and not attends:
+        if self._config.cpu_attention_fraction is None and not attends:
             why_not = self._no_host_attention(())
             reason = "the device is the CPU" if why_not is None else why_not.reason
             logger.info("--stream-host-attention auto attends on the device alone: %s", reason)
@@ -237,29 +237,29 @@ class FrontChoice:
         kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
         return int(stream_bytes * part * self.x_bytes / (part * self.x_bytes + kv_bytes))
 
-    def book(self, input_bytes: int) -> InputBook | None:
+    def book(self, input_bytes: int) -> ActivationAllocator | None:
         """Blocks of inputs; None where not one is held."""
         page, tokens = self._config.page_tokens, input_bytes // max(1, self.x_bytes)
         wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
         block = max(page, wanted // page * page)
-        return InputBook(tokens // block, block, page) if tokens >= block else None
+        return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
 
-    def remaking(self, book: InputBook, rows: FrontRows) -> Remaking:
+    def kv_recompute(self, book: ActivationAllocator, rows: RowRequests) -> KVRecompute:
         """What makes keys and values again."""
         decoder = self._model.decoder
         assert isinstance(decoder, TransformersDecoder), "asked before"
-        inputs = InputStore(book, self._layers, self._codec, decoder.device)
-        return Remaking(decoder, inputs, rows, decoder.device)
+        inputs = ActivationStore(book, self._layers, self._codec, decoder.device)
+        return KVRecompute(decoder, inputs, rows, decoder.device)
 
     def attention(
-        self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: HostedFronts
-    ) -> HostAttention | None:
+        self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: OffloadedPrefixes
+    ) -> CPUAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""
-        part = self._config.host_attention_part
+        part = self._config.cpu_attention_fraction
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
             return None
-        return HostAttention(memory, store, coded, fronts, self._in_parts)
+        return CPUAttention(memory, store, coded, fronts, self._in_parts)
 
     @property
     def _room_tokens(self) -> int:
@@ -267,25 +267,25 @@ class FrontChoice:
         token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
         return parse_size(self._config.scratch) // token_bytes
 
-    def splits(self, *, makes: bool, attends: bool) -> FrontSplits:
+    def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
         """What divides fronts."""
-        asked = AskedParts(
-            made=self._config.recompute_part if makes else 0.0,
+        requested = SplitLimits(
+            made=self._config.recompute_fraction if makes else 0.0,
             most_made=self._room_tokens if makes else 0,
-            host=self._config.host_attention_part if attends else 0.0,
+            host=self._config.cpu_attention_fraction if attends else 0.0,
         )
         page_tokens = self._config.page_tokens
-        return FrontSplits(self._rates(), self._sizes, page_tokens=page_tokens, asked=asked)
+        return PrefixSplits(self._rates(), self._sizes, page_tokens=page_tokens, requested=requested)
 
-    def carrier(self) -> Carrier:
+    def transfer_worker(self) -> TransferWorker:
         """Who copies."""
         device = self._model.decoder.device
-        return StreamCarrier(device) if device.type == "cuda" else ThreadCarrier()
+        return StreamTransferWorker(device) if device.type == "cuda" else ThreadTransferWorker()
 
     def _rates(self) -> OffloadProfiler:
         if self._profiler is None:
             decoder, layer = self._model.decoder, self._staged[0].layers[-1]
-            speeds = measure_front_speeds(decoder, layer, makes=self._makes)
+            speeds = measure_offload_speeds(decoder, layer, makes=self._makes)
             self._profiler = OffloadProfiler(speeds)
         return self._profiler
 

@@ -7,40 +7,40 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.offload.host_side import host_pool
-from quire.offload.kv.front_choice import FrontChoice
-from quire.offload.kv.front_rows import FrontRows
-from quire.offload.kv.front_splits import FrontSplits
-from quire.offload.kv.hosted import HostedFronts
-from quire.offload.kv.hosting import Hosting
+from quire.offload.kv.front_choice import OffloadChoice
+from quire.offload.kv.front_rows import RowRequests
+from quire.offload.kv.front_splits import PrefixSplits
+from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.hosting import KVOffload
 from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class FrontParts:
+class KVOffloadComponents:
     """What belongs to fronts on the host.
 
     Attributes:
         fronts: of all sequences.
-        hosting: for steps.
+        kv_offload: for steps.
         splits: divides fronts; None where all of them is carried.
         why: what is made again or why nothing is, for people.
         offload_bytes: of offload memory, for KV and activations.
     """
 
-    fronts: HostedFronts
-    hosting: Hosting
-    splits: FrontSplits | None
+    fronts: OffloadedPrefixes
+    kv_offload: KVOffload
+    splits: PrefixSplits | None
     why: str
     offload_bytes: int
 
     def totals(self) -> dict[str, int]:
         """Bytes on the host, tokens that were not carried so far: as `EngineStats` names them."""
-        remaking, attention = self.hosting.remaking, self.hosting.attention
+        kv_recompute, attention = self.kv_offload.kv_recompute, self.kv_offload.attention
         return {
-            "hosted_bytes": self.fronts.pool.used_bytes,
-            "input_bytes": 0 if remaking is None else remaking.store.used_bytes,
-            "made_again_tokens": 0 if remaking is None else remaking.num_made,
-            "host_attended_tokens": 0 if attention is None else attention.num_attended,
+            "offloaded_bytes": self.fronts.pool.used_bytes,
+            "input_bytes": 0 if kv_recompute is None else kv_recompute.store.used_bytes,
+            "recomputed_tokens": 0 if kv_recompute is None else kv_recompute.num_made,
+            "cpu_attended_tokens": 0 if attention is None else attention.num_attended,
         }
 
     def check(self) -> None:
@@ -50,18 +50,18 @@ class FrontParts:
             InvariantError: one is not.
         """
         self.fronts.pool.check()
-        if self.hosting.remaking is not None:
-            self.hosting.remaking.store.book.check()
+        if self.kv_offload.kv_recompute is not None:
+            self.kv_offload.kv_recompute.store.book.check()
 
 
-def build_fronts(
-    choice: FrontChoice,
+def build_kv_offload(
+    choice: OffloadChoice,
     memory: KVMemory,
     store: PageStore,
     coded: CodedLayers,
     stream_bytes: int,
     running: Sequence[Request],
-) -> FrontParts:
+) -> KVOffloadComponents:
     """Divide the bytes for fronts over KV and inputs, as rates or the user say.
 
     Args:
@@ -76,22 +76,22 @@ def build_fronts(
     book = choice.book(choice.input_bytes(part, stream_bytes))
     input_bytes = 0 if book is None else book.num_blocks * book.block_tokens * choice.x_bytes
     pool = host_pool(store, choice.layout, stream_bytes - input_bytes)
-    fronts = HostedFronts(memory, pool, store.page_positions)
-    remaking = None
+    fronts = OffloadedPrefixes(memory, pool, store.page_positions)
+    kv_recompute = None
     if book is not None:
-        remaking = choice.remaking(book, FrontRows(part, running))
+        kv_recompute = choice.kv_recompute(book, RowRequests(part, running))
     attention = choice.attention(memory, store, coded, fronts)
     splits = None
-    if remaking is not None or attention is not None:
-        splits = choice.splits(makes=remaking is not None, attends=attention is not None)
-    choice.say_fallbacks(why, recomputes=remaking is not None, attends=attention is not None)
-    hosting = Hosting(
+    if kv_recompute is not None or attention is not None:
+        splits = choice.splits(makes=kv_recompute is not None, attends=attention is not None)
+    choice.say_fallbacks(why, recomputes=kv_recompute is not None, attends=attention is not None)
+    kv_offload = KVOffload(
         memory,
         fronts,
-        choice.carrier(),
+        choice.transfer_worker(),
         splits=splits,
-        remaking=remaking,
-        remade=[group.name for group in choice.groups] if remaking is not None else (),
+        kv_recompute=kv_recompute,
+        remade=[group.name for group in choice.groups] if kv_recompute is not None else (),
         attention=attention,
     )
-    return FrontParts(fronts, hosting, splits, why, stream_bytes)
+    return KVOffloadComponents(fronts, kv_offload, splits, why, stream_bytes)

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.memory import KVMemory
-from quire.offload.kv.hosted import HostedFronts
-from quire.offload.kv.staging import can_have_front, offloaded_token_bytes
+from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.staging import can_be_offloaded, offloaded_token_bytes
 from quire.scheduler.admission.need import may_stream
 from quire.scheduler.events import EventLog
 from quire.scheduler.prefix_sharing import PrefixSharing
@@ -22,7 +22,7 @@ _PART = 4  # of what a request could still move, one in so many at a time
 _LEAST_PAGES = 4  # of a lane, where there are as many
 
 
-class FrontRoom:
+class PrefixOffloader:
     """Fronts of those who run.
 
     Args:
@@ -41,7 +41,7 @@ class FrontRoom:
     def __init__(
         self,
         memory: KVMemory,
-        fronts: HostedFronts,
+        fronts: OffloadedPrefixes,
         events: EventLog,
         *,
         sharing: PrefixSharing,
@@ -51,14 +51,14 @@ class FrontRoom:
         self._memory, self._fronts, self._events = memory, fronts, events
         self._sharing, self._running = sharing, running
         self._holders = 1 if sharing.prefix is None else 2
-        groups = [group for group in memory.layout.groups if can_have_front(group)]
+        groups = [group for group in memory.layout.groups if can_be_offloaded(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = offloaded_token_bytes(memory.layout)
         self.offload_bytes = offload_bytes
         self.num_returned = 0
 
     @property
-    def front_tokens(self) -> int:
+    def offloaded_tokens(self) -> int:
         """Of one sequence that the host holds when nobody else has anything there."""
         return self._fronts.pool.total_bytes // max(1, self._token_bytes)
 
@@ -125,7 +125,7 @@ class FrontRoom:
     def _slots(self, request: Request) -> int:
         """In every lane that could have a front; without those that the next step will write."""
         tables = self._memory.tables.values()
-        held = min(int(t.num_slots[request.row].min()) for t in tables if can_have_front(t.group))
+        held = min(int(t.num_slots[request.row].min()) for t in tables if can_be_offloaded(t.group))
         return held - (int(self._memory.lengths[request.row]) - request.num_computed)
 
     def _move(self, request: Request) -> bool:

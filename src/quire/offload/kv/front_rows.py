@@ -9,7 +9,7 @@ from quire.scheduler.admission.need import may_stream
 from quire.scheduler.request import Request
 
 
-class FrontRows:
+class RowRequests:
     """Implements `quire.offload.recompute.remaking.Tokens` over the requests that run.
 
     Args:
@@ -25,9 +25,9 @@ class FrontRows:
         ids = self._of(row).token_ids(0, int(positions.max()) + 1)
         return [ids[position] for position in positions.tolist()]
 
-    def rope_regime(self, row: int) -> int:
+    def rope_variant(self, row: int) -> int:
         """Of the sequence."""
-        return self._of(row).rope_regime
+        return self._of(row).rope_variant
 
     def inputs_until(self, row: int) -> int:
         """Slots from this one on are never made again; 0: none is."""

@@ -14,7 +14,7 @@ from quire.plan.offload.split import share_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class OffloadedPrefix:
     """A sequence's front in one step.
 
     Attributes:
@@ -35,7 +35,7 @@ class Share:
     made: range = range(0)
     host: range = range(0)
 
-    def carried(self, first: int, stop: int) -> Iterator[range]:
+    def transferred(self, first: int, stop: int) -> Iterator[range]:
         """Runs of columns from `first` to `stop` that the link carries as they are."""
         start = first
         for taken in sorted((self.made, self.host), key=lambda columns: columns.start):
@@ -51,8 +51,8 @@ CARRIED = Share()
 """All of it is carried."""
 
 
-def share_fronts(
-    fronts: Mapping[int, Front], made_tokens: int, host_tokens: int, page_tokens: int
+def divide_prefixes(
+    fronts: Mapping[int, OffloadedPrefix], made_tokens: int, host_tokens: int, page_tokens: int
 ) -> dict[int, Share]:
     """Divide tokens over sequences, in whole pages.
 
@@ -79,5 +79,5 @@ def share_fronts(
     }
 
 
-def _made(front: Front, columns: int) -> range:
+def _made(front: OffloadedPrefix, columns: int) -> range:
     return range(front.known.start, front.known.start + columns) if columns else range(0)

@@ -23,7 +23,7 @@ _TIMES = 3
 Run = Callable[[], object]
 
 
-def measure_front_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Speeds:
+def measure_offload_speeds(decoder: Decoder, layer: int, *, makes: bool) -> Speeds:
     """Speeds of copies, products and attention on the host; the others are nothing until they ran.
 
     Args:

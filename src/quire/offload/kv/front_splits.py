@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from quire.kv.step_log import Timed
 from quire.offload.control import SplitController
-from quire.offload.kv.front_shares import Front, Share, share_fronts
+from quire.offload.kv.front_shares import OffloadedPrefix, Share, divide_prefixes
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
 from quire.offload.schedule.work import Sizes
@@ -21,7 +21,7 @@ _LEAST_MOVE = 0.1  # of all tokens, by which the host's share moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedParts:
+class SplitLimits:
     """What the user or the model decides.
 
     Attributes:
@@ -35,14 +35,14 @@ class AskedParts:
     host: float | None = 0.0
 
 
-class FrontSplits:
+class PrefixSplits:
     """Divides the fronts of steps.
 
     Args:
         profiler: knows and learns the rates.
         sizes: bytes of what crosses the link.
         page_tokens: of a page.
-        asked: what is not left to rates.
+        requested: what is not left to rates.
 
     Attributes:
         made_tokens, host_tokens, tokens: of the last step that had fronts, of one layer.
@@ -50,23 +50,23 @@ class FrontSplits:
     """
 
     def __init__(
-        self, profiler: OffloadProfiler, sizes: Sizes, *, page_tokens: int, asked: AskedParts
+        self, profiler: OffloadProfiler, sizes: Sizes, *, page_tokens: int, requested: SplitLimits
     ) -> None:
         self.profiler = profiler
         self.controller = SplitController(unit=page_tokens)
         self.made_tokens = self.host_tokens = self.tokens = 0
-        self._sizes, self._page_tokens, self._asked = sizes, page_tokens, asked
+        self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
         self._host_part: float | None = None
         self._rows = 0
 
-    def divide(self, fronts: Mapping[int, Front], rows: int) -> dict[int, Share]:
+    def divide(self, fronts: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
         """See `quire.offload.kv.hosting.Splits`."""
         tokens = self.tokens = sum(f.columns for f in fronts.values()) * self._page_tokens
         self._rows = rows
         rates = self._rates()
         host = self._host_tokens(rates, tokens)
-        made = min(self._made_tokens(rates, tokens - host), self._asked.most_made)
-        shares = share_fronts(fronts, made, host, self._page_tokens)
+        made = min(self._made_tokens(rates, tokens - host), self._requested.most_made)
+        shares = divide_prefixes(fronts, made, host, self._page_tokens)
         self.made_tokens = sum(len(s.made) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
         return shares
@@ -75,7 +75,7 @@ class FrontSplits:
         """See `quire.offload.kv.hosting.Splits`."""
         timeline = timeline_of(timed)
         self.profiler.observe(timeline)
-        if self._asked.made is None:
+        if self._requested.made is None:
             rates = self._rates()  # with what was just learned
             self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
 
@@ -83,15 +83,15 @@ class FrontSplits:
         return self.profiler.speeds.rates(self._sizes, rows=self._rows, tokens=self.tokens)
 
     def _made_tokens(self, rates: OffloadRates, tokens: int) -> int:
-        if self._asked.made is None:
+        if self._requested.made is None:
             return self.controller.split(rates, tokens)
-        return round(self._asked.made * self.tokens)
+        return round(self._requested.made * self.tokens)
 
     def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:
         """Held where the best share is near the last one."""
-        if self._asked.host is not None:
-            return round(self._asked.host * tokens)
-        if not self._asked.most_made:
+        if self._requested.host is not None:
+            return round(self._requested.host * tokens)
+        if not self._requested.most_made:
             rates = replace(rates, x_s=rates.kv_s)  # nothing can be made again
         best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
         if self._host_part is None or abs(best - self._host_part) > _LEAST_MOVE:

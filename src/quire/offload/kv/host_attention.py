@@ -30,11 +30,11 @@ from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.front_shares import Share
-from quire.offload.kv.hosted import HostedFronts, HostedPiece
+from quire.offload.kv.hosted import OffloadedPrefixes, OffloadedPageGroup
 from quire.offload.swap.host_store import DirectCopies, StagedCopies
 
 
-class HostAttention:
+class CPUAttention:
     """Attends on the host, for the steps of an engine; one thread, one layer after the other.
 
     Args:
@@ -50,7 +50,7 @@ class HostAttention:
         memory: KVMemory,
         store: PageStore,
         coded: CodedLayers,
-        fronts: HostedFronts,
+        fronts: OffloadedPrefixes,
         groups: Sequence[str],
     ) -> None:
         self.memory, self.store, self.coded, self.fronts = memory, store, coded, fronts
@@ -81,7 +81,7 @@ class _Row:
     host: range
 
 
-class StepHostAttention:
+class StepCPUAttention:
     """What is attended to on the host in one step.
 
     Args:
@@ -95,7 +95,7 @@ class StepHostAttention:
     """
 
     def __init__(
-        self, engine: HostAttention, batch: FlatBatch, shares: Mapping[int, Share], log: StepLog
+        self, engine: CPUAttention, batch: FlatBatch, shares: Mapping[int, Share], log: StepLog
     ) -> None:
         self._engine, self._log = engine, log
         self._rows = [
@@ -122,7 +122,7 @@ class StepHostAttention:
         if not self.serves(group):
             return
         places = torch.from_numpy(self.places).to(query.device)
-        asked = query[places].to("cpu", non_blocking=query.is_cuda)
+        requested = query[places].to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
         plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the last merge
 
@@ -133,7 +133,7 @@ class StepHostAttention:
             with torch.inference_mode():
                 found = [
                     self._on_host(group, index, row, one[None, :, None], plain)
-                    for row, one in zip(self._rows, asked, strict=True)
+                    for row, one in zip(self._rows, requested, strict=True)
                 ]
             tokens = sum(len(row.host) for row in self._rows) * group.page_class.tokens
             self._engine.num_attended += tokens
@@ -175,7 +175,7 @@ class StepHostAttention:
             whole = merge([device, there], sinks)
             out[row.place] = whole.out[0, :, 0].to(out.dtype)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Return when nothing is read on the host, also where a step has ended early."""
         if self._coming is not None:
             self._coming.exception()
@@ -286,7 +286,7 @@ def _joined(pages: Float[Tensor, "page head token head_dim"]) -> Tensor:
     return pages.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _overlap(piece: HostedPiece, columns: range) -> range:
+def _overlap(piece: OffloadedPageGroup, columns: range) -> range:
     return range(max(piece.first, columns.start), min(piece.first + piece.columns, columns.stop))
 
 

@@ -28,7 +28,7 @@ from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
 from quire.kv.tables import SLOTS, LaneTable, Rows
 from quire.layout.pages import PageClass
-from quire.offload.kv.staging import can_have_front, name_pages, stage, staged_pages
+from quire.offload.kv.staging import can_be_offloaded, name_pages, stage, staged_pages
 from quire.offload.kv.staging_use import StagingUse
 from quire.offload.swap.host_pool import HostPool, HostSpace
 
@@ -36,7 +36,7 @@ ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
-class HostedPiece:
+class OffloadedPageGroup:
     """Pages of one group of one sequence that went to the host together.
 
     Attributes:
@@ -64,7 +64,7 @@ class HostedPiece:
         return len(self.staging)
 
 
-class HostedFronts(MemoryListener):
+class OffloadedPrefixes(MemoryListener):
     """The fronts of all sequences of a memory.
 
     Args:
@@ -89,7 +89,7 @@ class HostedFronts(MemoryListener):
                 "have their first pages on the host"
             )
         self._memory, self.pool = memory, pool
-        self._pieces: dict[int, list[HostedPiece]] = {}
+        self._pieces: dict[int, list[OffloadedPageGroup]] = {}
         self.use = StagingUse()
         self._read_positions = read_positions
         memory.listeners.subscribe(self)
@@ -99,7 +99,7 @@ class HostedFronts(MemoryListener):
         """Sequences with a front on the host."""
         return frozenset(self._pieces)
 
-    def pieces(self, row: int) -> Sequence[HostedPiece]:
+    def pieces(self, row: int) -> Sequence[OffloadedPageGroup]:
         """The front of a sequence; empty where it has none."""
         return self._pieces.get(row, ())
 
@@ -130,7 +130,7 @@ class HostedFronts(MemoryListener):
             HostPoolFull: the pool does not hold a group; likewise.
         """
         moves = list(self._moves(row, slots))
-        self.use.settle()
+        self.use.finalize()
         moved = [self._host(table, row, first, columns) for table, first, columns in moves]
         return sum(map(self._bytes, moved))
 
@@ -138,7 +138,7 @@ class HostedFronts(MemoryListener):
         """Free the offloaded pages of sequences."""
         gone = self._pieces.keys() & set(rows.tolist())
         if gone:
-            self.use.settle()
+            self.use.finalize()
         for row in gone:
             self._forget(row)
 
@@ -164,7 +164,7 @@ class HostedFronts(MemoryListener):
             needed[page_class] = needed.get(page_class, 0) + pages
         if not self._memory.fits(needed):
             raise OutOfPages(f"{sum(needed.values())} pages needed to bring a front back")
-        self.use.settle()
+        self.use.finalize()
         for piece in self.pieces(row):
             self._bring_back(row, piece)
         self._forget(row)
@@ -176,7 +176,7 @@ class HostedFronts(MemoryListener):
         """
         before = self._memory.row_bytes(row)
         if any(piece.slots > 1 for piece in self.pieces(row)):
-            self.use.settle()
+            self.use.finalize()
             self._pieces[row] = [self._halved(row, piece) for piece in self.pieces(row)]
         return before - self._memory.row_bytes(row)
 
@@ -185,7 +185,7 @@ class HostedFronts(MemoryListener):
 
         Pages of its staging are allocated again: every step loads what they hold.
         """
-        self.use.settle()
+        self.use.finalize()
         memory, pieces = self._memory, self.pieces(row)
         for piece in pieces:
             table, end = memory.tables[piece.group], piece.first + piece.columns
@@ -220,14 +220,14 @@ class HostedFronts(MemoryListener):
         """Tables, the first page to move, and how many of each lane."""
         for table in self._memory.tables.values():
             group = table.group
-            if not can_have_front(group):
+            if not can_be_offloaded(group):
                 continue
             first = int(table.staged[row])
             columns = min(slots, int(table.num_slots[row].min())) // group.page_class.tokens - first
             if columns > 0:
                 yield table, first, columns
 
-    def _host(self, table: LaneTable, row: int, first: int, columns: int) -> HostedPiece:
+    def _host(self, table: LaneTable, row: int, first: int, columns: int) -> OffloadedPageGroup:
         memory, group = self._memory, table.group
         pool = memory.pools[group.page_class]
         staged = staged_pages(table, columns)
@@ -244,11 +244,11 @@ class HostedFronts(MemoryListener):
         staging = stage(self._memory, table, row, first, columns, SLOTS)
         table.staged[row] = first + columns
         table.repeated[row] += group.num_lanes * columns - staging.size
-        piece = HostedPiece(group.name, first, layers, staging, positions)
+        piece = OffloadedPageGroup(group.name, first, layers, staging, positions)
         self._pieces.setdefault(row, []).append(piece)
         return piece
 
-    def _halved(self, row: int, piece: HostedPiece) -> HostedPiece:
+    def _halved(self, row: int, piece: OffloadedPageGroup) -> OffloadedPageGroup:
         """A piece of one staging slot, which the entries of all layers name."""
         table = self._memory.tables[piece.group]
         group, pool = table.group, self._memory.pools[table.group.page_class]
@@ -263,7 +263,7 @@ class HostedFronts(MemoryListener):
         table.repeated[row] += piece.staging.size - first.size
         return replace(piece, staging=first)
 
-    def _bring_back(self, row: int, piece: HostedPiece) -> None:
+    def _bring_back(self, row: int, piece: OffloadedPageGroup) -> None:
         memory, table = self._memory, self._memory.tables[piece.group]
         group, pool = table.group, memory.pools[table.group.page_class]
         columns = slice(piece.first, piece.first + piece.columns)
@@ -296,6 +296,6 @@ class HostedFronts(MemoryListener):
         counts = self._memory.pools[table.group.page_class].ref_counts[pages]
         return int(np.count_nonzero(counts <= holders))
 
-    def _bytes(self, piece: HostedPiece) -> int:
+    def _bytes(self, piece: OffloadedPageGroup) -> int:
         group = self._memory.tables[piece.group].group
         return piece.columns * group.num_lanes * group.page_class.page_bytes

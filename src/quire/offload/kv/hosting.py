@@ -20,21 +20,21 @@ from quire.kv.slot_moves import SlotMoves
 from quire.kv.step_log import StepLog, Timed
 from quire.kv.tables import Rows
 from quire.layout.pages import LaneGroup
-from quire.offload.kv.front_shares import CARRIED, Front, Share
-from quire.offload.kv.host_attention import HostAttention, StepHostAttention
-from quire.offload.kv.hosted import HostedFronts
-from quire.offload.kv.staging import can_have_front
-from quire.offload.kv.streaming import FrontStream
+from quire.offload.kv.front_shares import CARRIED, OffloadedPrefix, Share
+from quire.offload.kv.host_attention import CPUAttention, StepCPUAttention
+from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.staging import can_be_offloaded
+from quire.offload.kv.streaming import PrefixPrefetch
 from quire.offload.recompute.input_store import Written
-from quire.offload.recompute.remaking import Remaking, StepRemaking
-from quire.offload.swap.carrier import Carrier
+from quire.offload.recompute.remaking import KVRecompute, StepKVRecompute
+from quire.offload.swap.carrier import TransferWorker
 
 
 @runtime_checkable
 class Splits(Protocol):
     """Divides fronts, and learns from how long that took."""
 
-    def divide(self, fronts: Mapping[int, Front], rows: int) -> dict[int, Share]:
+    def divide(self, fronts: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
         """What becomes of the fronts of a step of so many rows, by row."""
         ...
 
@@ -43,15 +43,15 @@ class Splits(Protocol):
         ...
 
 
-class Hosting(MemoryListener):
+class KVOffload(MemoryListener):
     """Fronts on the host and who brings them.
 
     Args:
         memory: of the sequences.
         fronts: of all sequences.
-        carrier: copies.
+        transfer_worker: copies.
         splits: divides fronts; None has all of them carried.
-        remaking: makes keys and values again; None: nobody does.
+        kv_recompute: makes keys and values again; None: nobody does.
         remade: names of the groups for which it can.
         attention: attends on the host; None: nobody does.
     """
@@ -59,27 +59,27 @@ class Hosting(MemoryListener):
     def __init__(
         self,
         memory: KVMemory,
-        fronts: HostedFronts,
-        carrier: Carrier,
+        fronts: OffloadedPrefixes,
+        transfer_worker: TransferWorker,
         *,
         splits: Splits | None = None,
-        remaking: Remaking | None = None,
+        kv_recompute: KVRecompute | None = None,
         remade: Iterable[str] = (),
-        attention: HostAttention | None = None,
+        attention: CPUAttention | None = None,
     ) -> None:
-        self.memory, self.fronts, self.carrier = memory, fronts, carrier
-        self.splits, self.remaking, self.attention = splits, remaking, attention
+        self.memory, self.fronts, self.transfer_worker = memory, fronts, transfer_worker
+        self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention
         self.tables = [memory.tables[name] for name in remade]
-        if remaking is not None:
+        if kv_recompute is not None:
             memory.listeners.subscribe(self)
-        self._last: StepFronts | None = None
+        self._last: StepKVOffload | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Of X on the device, beside the arena."""
-        return 0 if self.remaking is None else self.remaking.staging_bytes
+        return 0 if self.kv_recompute is None else self.kv_recompute.staging_bytes
 
-    def step(self, batch: FlatBatch) -> "StepFronts | None":
+    def step(self, batch: FlatBatch) -> "StepKVOffload | None":
         """What a step has to do with fronts; None where that is nothing."""
         self._end()
         keeps = self._keep(batch)
@@ -90,15 +90,15 @@ class Hosting(MemoryListener):
                 decodes = set(batch.rows[: batch.shape.num_decode].tolist())
                 fronts = {row: self._front(row, decodes=row in decodes) for row in rows}
                 shares = self.splits.divide(fronts, len(batch.rows))
-            self._last = StepFronts(self, batch, shares)
+            self._last = StepKVOffload(self, batch, shares)
             self.fronts.use.begin(self._last)
             return self._last
-        return StepFronts(self, batch, {}) if keeps else None
+        return StepKVOffload(self, batch, {}) if keeps else None
 
     def released(self, rows: Rows) -> None:
         """Free the inputs of sequences."""
-        if self.remaking is not None:
-            self.remaking.store.book.forget(rows.tolist())
+        if self.kv_recompute is not None:
+            self.kv_recompute.store.book.forget(rows.tolist())
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """Let inputs follow the slots of a sequence that has lost some.
@@ -110,9 +110,9 @@ class Hosting(MemoryListener):
             slots: each lane has now, at least.
         """
         table = self.memory.tables[group]
-        if self.remaking is None or table not in self.tables:
+        if self.kv_recompute is None or table not in self.tables:
             return
-        store = self.remaking.store
+        store = self.kv_recompute.store
         known = store.book.known(row)
         if moves is None or known.start or (table.num_slots[row] != slots).any():
             store.book.forget([row])  # lanes differ, or it is not known what moved where
@@ -132,24 +132,24 @@ class Hosting(MemoryListener):
         if last is not None and self.splits is not None:
             self.splits.learn(last.log.read())
 
-    def _front(self, row: int, *, decodes: bool) -> Front:
+    def _front(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # of one group more may have moved than of another
-        staged = min(int(t.staged[row]) for t in tables if can_have_front(t.group))
+        staged = min(int(t.staged[row]) for t in tables if can_be_offloaded(t.group))
         on_host = decodes and self.attention is not None and not self.memory.statistics_of(row)
-        if self.remaking is None or not self.tables:
-            return Front(staged, on_host=on_host)
+        if self.kv_recompute is None or not self.tables:
+            return OffloadedPrefix(staged, on_host=on_host)
         tokens = self.tables[0].group.page_class.tokens
-        slots = self.remaking.store.book.known(row)
+        slots = self.kv_recompute.store.book.known(row)
         most = min(int(table.staged[row]) for table in self.tables)
         first = -(-slots.start // tokens)
         known = range(first, max(first, min(slots.stop // tokens, most)))
-        return Front(staged, known=known, on_host=on_host)
+        return OffloadedPrefix(staged, known=known, on_host=on_host)
 
     def _keep(self, batch: FlatBatch) -> bool:
         """Give the inputs of a batch's new tokens places; whether there are any."""
-        if self.remaking is None:
+        if self.kv_recompute is None:
             return False
-        store, until = self.remaking.store, self.remaking.tokens.inputs_until
+        store, until = self.kv_recompute.store, self.kv_recompute.tokens.inputs_until
         starts = []
         for place, row in enumerate(batch.rows.tolist()):
             held = [table.num_slots[row] for table in self.tables]
@@ -164,11 +164,11 @@ class Hosting(MemoryListener):
         return bool(starts)
 
 
-class StepFronts:
+class StepKVOffload:
     """The fronts of one step.
 
     Args:
-        hosting: of the engine.
+        kv_offload: of the engine.
         batch: of the step.
         shares: of the rows that have a front.
 
@@ -177,20 +177,20 @@ class StepFronts:
         wants_inputs: whether inputs are kept.
     """
 
-    def __init__(self, hosting: Hosting, batch: FlatBatch, shares: Mapping[int, Share]) -> None:
-        self.log = StepLog(hosting.carrier.marks())
-        self.wants_inputs = hosting.remaking is not None
-        self._remaking, self._parts = hosting.remaking, dict[str, StepRemaking]()
-        for table in hosting.tables if hosting.remaking is not None and shares else ():
-            assert hosting.remaking is not None, "just asked"
-            part = StepRemaking(hosting.remaking, hosting.fronts, table, shares, self.log)
+    def __init__(self, kv_offload: KVOffload, batch: FlatBatch, shares: Mapping[int, Share]) -> None:
+        self.log = StepLog(kv_offload.transfer_worker.marks())
+        self.wants_inputs = kv_offload.kv_recompute is not None
+        self._kv_recompute, self._parts = kv_offload.kv_recompute, dict[str, StepKVRecompute]()
+        for table in kv_offload.tables if kv_offload.kv_recompute is not None and shares else ():
+            assert kv_offload.kv_recompute is not None, "just asked"
+            part = StepKVRecompute(kv_offload.kv_recompute, kv_offload.fronts, table, shares, self.log)
             if part.tokens:
                 self._parts[table.group.name] = part
         self._host = None
-        if hosting.attention is not None:
-            self._host = StepHostAttention(hosting.attention, batch, shares, self.log)
-        self._stream = FrontStream(
-            hosting.fronts, hosting.memory.layout, hosting.carrier, shares, self.log, self._parts
+        if kv_offload.attention is not None:
+            self._host = StepCPUAttention(kv_offload.attention, batch, shares, self.log)
+        self._stream = PrefixPrefetch(
+            kv_offload.fronts, kv_offload.memory.layout, kv_offload.transfer_worker, shares, self.log, self._parts
         )
 
     def slots(self, group: LaneGroup, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -203,8 +203,8 @@ class StepFronts:
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
         """Keep what a layer's attention is given."""
-        if self._remaking is not None:
-            self._remaking.store.note(layer, inputs)
+        if self._kv_recompute is not None:
+            self._kv_recompute.store.note(layer, inputs)
 
     def arrive(
         self,
@@ -235,15 +235,15 @@ class StepFronts:
             part.make(index, write)
         self._stream.arrive(group, index)
 
-    def ask_host(self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath) -> None:
-        """Begin to attend on the host; see `StepHostAttention.ask`."""
+    def start_cpu_attention(self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath) -> None:
+        """Begin to attend on the host; see `StepCPUAttention.ask`."""
         if self._host is not None:
             self._host.ask(group, index, query, math)
 
-    def merge_host(
+    def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None:
-        """Put in what the host attended to; see `StepHostAttention.merge_into`."""
+        """Put in what the host attended to; see `StepCPUAttention.merge_into`."""
         if self._host is not None:
             self._host.merge_into(out, group, pages, query, math)
 
@@ -251,8 +251,8 @@ class StepFronts:
         """A layer has attended."""
         self._stream.leave(group, index)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Return when nothing is under way, also where a step has ended early."""
-        self._stream.settle()
+        self._stream.finalize()
         if self._host is not None:
-            self._host.settle()
+            self._host.finalize()

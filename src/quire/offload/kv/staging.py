@@ -52,11 +52,11 @@ def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> No
 
 def offloaded_token_bytes(layout: CacheLayout) -> int:
     """Bytes that one token of an offloaded prefix takes, in all lanes that can have one."""
-    groups = [group for group in layout.groups if can_have_front(group)]
+    groups = [group for group in layout.groups if can_be_offloaded(group)]
     per_page = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
     return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
 
 
-def can_have_front(group: LaneGroup) -> bool:
+def can_be_offloaded(group: LaneGroup) -> bool:
     """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
     return not group.private and group.window is None and len(group.layers) > SLOTS

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 class Pending(Protocol):
     """A step whose copies may still be under way."""
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Return when nothing is under way."""
         ...
 
@@ -22,12 +22,12 @@ class StagingUse:
         """Note the step that uses the staging pages from now on."""
         self._step = step
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Return when the step has no copies under way; it stays the one that uses the pages."""
         if self._step is not None:
-            self._step.settle()
+            self._step.finalize()
 
     def end(self) -> None:
         """Settle the step and forget it."""
-        self.settle()
+        self.finalize()
         self._step = None

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from quire.kv.step_log import Marks
-from quire.offload.swap.carrier import Arrival
+from quire.offload.swap.carrier import Transfer
 
 
-class StreamArrival:
+class StreamTransfer:
     """A copy queued on a stream.
 
     Args:
@@ -51,7 +51,7 @@ class EventMarks:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def begin(self, asked: object) -> object:
+    def begin(self, requested: object) -> object:
         """See `Marks`: of the stream that copies."""
         return self.now()
 
@@ -69,7 +69,7 @@ class EventMarks:
         return float(self._zero.elapsed_time(mark)) / 1e3
 
 
-class StreamCarrier:
+class StreamTransferWorker:
     """Copies on a stream beside the one that computes.
 
     Args:
@@ -80,15 +80,15 @@ class StreamCarrier:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def submit(self, copy: Callable[[], None], num_bytes: int) -> Arrival:
-        """See `Carrier`."""
+    def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
+        """See `TransferWorker`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
-            return StreamArrival(self._stream.record_event(), self._device)
+            return StreamTransfer(self._stream.record_event(), self._device)
 
     def marks(self) -> Marks:
-        """See `Carrier`."""
+        """See `TransferWorker`."""
         return EventMarks(self._device)
 
     def close(self) -> None:

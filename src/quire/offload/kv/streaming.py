@@ -19,8 +19,8 @@ from quire.kv.step_log import ATTEND, KV_IN, LAYER, StepLog
 from quire.kv.tables import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.kv.front_shares import Share
-from quire.offload.kv.hosted import HostedFronts, HostedPiece
-from quire.offload.swap.carrier import Arrival, Carrier
+from quire.offload.kv.hosted import OffloadedPrefixes, OffloadedPageGroup
+from quire.offload.swap.carrier import Transfer, TransferWorker
 
 
 @runtime_checkable
@@ -28,23 +28,23 @@ class Parts(Protocol):
     """What of a group is not carried as it is; see `quire.offload.recompute.remaking`."""
 
     def bring(
-        self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Arrival]
+        self, index: int, submit: Callable[[str, int, int, int, Callable[[], None]], Transfer]
     ) -> None:
         """Begin to carry what a layer's keys and values are made of."""
         ...
 
-    def unfinished(self) -> Sequence[Arrival]:
+    def unfinished(self) -> Sequence[Transfer]:
         """Copies that nobody has waited for."""
         ...
 
 
-class FrontStream:
+class PrefixPrefetch:
     """The fronts of the sequences of one step.
 
     Args:
         fronts: of all sequences.
         layout: of the memory.
-        carrier: copies.
+        transfer_worker: copies.
         shares: of the sequences of the step that have a front, what becomes of it.
         log: of the step.
         parts: by group, what is carried before the rest.
@@ -52,14 +52,14 @@ class FrontStream:
 
     def __init__(
         self,
-        fronts: HostedFronts,
+        fronts: OffloadedPrefixes,
         layout: CacheLayout,
-        carrier: Carrier,
+        transfer_worker: TransferWorker,
         shares: Mapping[int, Share],
         log: StepLog,
         parts: Mapping[str, Parts] | None = None,
     ) -> None:
-        self._pool, self._carrier, self._log = fronts.pool, carrier, log
+        self._pool, self._transfer_worker, self._log = fronts.pool, transfer_worker, log
         self._parts = parts or {}
         self._runs: dict[str, list[_Run]] = {}
         for row, share in shares.items():
@@ -71,7 +71,7 @@ class FrontStream:
             for row in shares
             for piece in fronts.pieces(row)
         ) // max(1, len(self._groups))
-        self._coming: dict[tuple[str, int], list[Arrival]] = {}
+        self._coming: dict[tuple[str, int], list[Transfer]] = {}
         self._left: object | None = None
         self._ready: object | None = None
         for layer, name in self._in_order():
@@ -107,7 +107,7 @@ class FrontStream:
             tokens = self._tokens
             self._log.add(ATTEND, group.layers[layer], tokens, 0, self._ready, self._left)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Return when no copy is under way, also where a step has ended early."""
         for coming in itertools.chain.from_iterable(self._coming.values()):
             coming.exception()
@@ -146,16 +146,16 @@ class FrontStream:
 
     def _submit(
         self, kind: str, layer: int, tokens: int, num_bytes: int, copy: Callable[[], None]
-    ) -> Arrival:
+    ) -> Transfer:
         marks, log = self._log.marks, self._log
-        asked = marks.now()
+        requested = marks.now()
 
         def timed() -> None:
-            start = marks.begin(asked)
+            start = marks.begin(requested)
             copy()
             log.add(kind, layer, tokens, num_bytes, start, marks.ended())
 
-        return self._carrier.submit(timed, num_bytes)
+        return self._transfer_worker.submit(timed, num_bytes)
 
 
 class _Run:
@@ -167,7 +167,7 @@ class _Run:
         columns: of the sequence.
     """
 
-    def __init__(self, piece: HostedPiece, lane: int, columns: range) -> None:
+    def __init__(self, piece: OffloadedPageGroup, lane: int, columns: range) -> None:
         self.piece = piece
         self.first = lane * piece.columns + columns.start - piece.first
         some = slice(columns.start - piece.first, columns.stop - piece.first)
@@ -176,9 +176,9 @@ class _Run:
         ]
 
 
-def _runs(piece: HostedPiece, share: Share) -> list[_Run]:
+def _runs(piece: OffloadedPageGroup, share: Share) -> list[_Run]:
     """What is carried of a piece."""
-    columns = list(share.carried(piece.first, piece.first + piece.columns))
+    columns = list(share.transferred(piece.first, piece.first + piece.columns))
     if len(columns) == 1 and len(columns[0]) == piece.columns:
         return [_Whole(piece)]
     return [_Run(piece, lane, run) for lane in range(piece.staging.shape[1]) for run in columns]
@@ -187,6 +187,6 @@ def _runs(piece: HostedPiece, share: Share) -> list[_Run]:
 class _Whole(_Run):
     """All pages of a piece, lane by lane."""
 
-    def __init__(self, piece: HostedPiece) -> None:
+    def __init__(self, piece: OffloadedPageGroup) -> None:
         self.piece, self.first = piece, 0
         self.pages = [np.ascontiguousarray(pages.reshape(-1)) for pages in piece.staging]

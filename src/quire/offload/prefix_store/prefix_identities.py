@@ -33,10 +33,10 @@ class PrefixIdentities:
 
     def of(self, request: Request) -> PrefixIdentity:
         """The identity of a request's prefix."""
-        regime = request.rope_regime
-        if regime not in self._roots:
-            self._roots[regime] = root_key(*self._made_by, str(regime))
-        return PrefixIdentity(self._roots[regime], self._salt(request), self._num_public(request))
+        variant = request.rope_variant
+        if variant not in self._roots:
+            self._roots[variant] = root_key(*self._made_by, str(variant))
+        return PrefixIdentity(self._roots[variant], self._salt(request), self._num_public(request))
 
     def _salt(self, request: Request) -> bytes:
         """Nothing where no tenants and no salts are in use: then all callers trust each other."""

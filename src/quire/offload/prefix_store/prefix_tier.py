@@ -19,7 +19,7 @@ from quire.kv.block_records import BlockRecords
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_node import PrefixNode
-from quire.offload.carrier import TierCarrier
+from quire.offload.carrier import TierTransferWorker
 from quire.offload.prefix_store.store import PrefixStore, Records
 from quire.plan.estimator import RateEstimator
 
@@ -67,7 +67,7 @@ class PrefixTier:
     Attributes:
         store, rate: see above.
         records: between pages and bytes.
-        carrier: does the copies.
+        transfer_worker: does the copies.
         written: (blocks, bytes) of runs that have been stored, for whoever tells of it.
     """
 
@@ -81,7 +81,7 @@ class PrefixTier:
     ) -> None:
         self.store, self.rate = store, rate
         self.records = BlockRecords(index.memory, index.block_tokens)
-        self.carrier = TierCarrier()
+        self.transfer_worker = TierTransferWorker()
         self.written: deque[tuple[int, int]] = deque()
         self.num_skipped = 0
         self._index, self._memory = index, index.memory
@@ -115,7 +115,7 @@ class PrefixTier:
         node: PrefixNode | None = last
         while node is not None and not self._closed:
             here = (node.block.end - 1) // self._run_tokens == entry
-            if not here or node.loan.key not in self._memory.loans:
+            if not here or node.cached_reference.key not in self._memory.cached_references:
                 break
             if not self.store.lacks(node.block.key):
                 break
@@ -126,13 +126,13 @@ class PrefixTier:
     def _write(self, run: list[PrefixNode]) -> None:
         num_bytes = len(run) * self.records.record_bytes
         if self._waits:
-            self.carrier.drain()
+            self.transfer_worker.drain()
         elif self._queued_bytes + num_bytes > max(self._queue_bytes, num_bytes):
             self.num_skipped += len(run)
             return
         pages = {
-            name: np.concatenate([node.loan.pages[name] for node in run], axis=1)
-            for name in run[0].loan.pages
+            name: np.concatenate([node.cached_reference.pages[name] for node in run], axis=1)
+            for name in run[0].cached_reference.pages
         }
         blocks = [node.block for node in run]
         records = self.records.gather(blocks, pages)
@@ -140,7 +140,7 @@ class PrefixTier:
         self.store.claim(keys)
         with self._counting:
             self._queued_bytes += num_bytes
-        self.carrier.later(partial(self._put, keys, records))
+        self.transfer_worker.later(partial(self._put, keys, records))
 
     def _put(self, keys: list[bytes], records: Records) -> None:
         """On the carrier's thread."""
@@ -158,5 +158,5 @@ class PrefixTier:
         self._waits = True
         self._index.keep_all()
         self._closed = True
-        self.carrier.close()
+        self.transfer_worker.close()
         self.store.close()

@@ -19,7 +19,7 @@ from quire.errors import OutOfPages
 from quire.kv.prefix_key import Block
 from quire.kv.prefix_node import PrefixLease
 from quire.layout.pages import PageClass
-from quire.offload.kv.arriving import ArrivingPages, pages_needed
+from quire.offload.kv.arriving import InFlightPages, pages_needed
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.offload.prefix_store.store import Place
@@ -39,7 +39,7 @@ _LATE = 2  # times what a piece should take, likewise
 
 
 @dataclass(slots=True, eq=False)
-class Restoration:
+class RequestPrefixLoad:
     """The prefix of one request on its way.
 
     Attributes:
@@ -55,7 +55,7 @@ class Restoration:
     busy: bool = False
 
 
-class Restoring:
+class PrefixLoader:
     """Restores prefixes of requests that have just entered.
 
     Args:
@@ -85,7 +85,7 @@ class Restoring:
         self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
         self._token_bytes = tier.records.record_bytes / self._block_tokens
         self._rate = LoadRate(tier, self._token_bytes, clock)
-        self._open: dict[Request, Restoration] = {}
+        self._open: dict[Request, RequestPrefixLoad] = {}
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
         self._num_restores = self._num_declined = self._restored_tokens = 0
@@ -112,7 +112,7 @@ class Restoring:
         """Pages of the KV memory that are being filled now."""
         return sum(found.load.pages.num_bytes for found in self._open.values())
 
-    def pages_arriving(self, request: Request) -> dict[PageClass, int]:
+    def pages_in_flight(self, request: Request) -> dict[PageClass, int]:
         """Pages that are kept for a request already, beside those its row names."""
         found = self._open.get(request)
         if found is None:
@@ -137,11 +137,11 @@ class Restoring:
         if not self._sharing.make_room(pages_needed(self._memory, end - at)):
             return
         try:
-            pages = ArrivingPages(self._memory, first, end, self._block_tokens)
+            pages = InFlightPages(self._memory, first, end, self._block_tokens)
         except OutOfPages:
             return
         load = PrefixLoad(self.tier.store, self.tier.records, pages, found, self._clock)
-        self._open[request] = found_one = Restoration(load, at, self._clock())
+        self._open[request] = found_one = RequestPrefixLoad(load, at, self._clock())
         self._ask(found_one)
 
     def _find(self, request: Request) -> list[tuple[Block, Place]]:
@@ -205,7 +205,7 @@ class Restoring:
         self.waits |= not tokens
         return min(budget, tokens)
 
-    def _to_read(self, found: Restoration, at: int) -> int:
+    def _to_read(self, found: RequestPrefixLoad, at: int) -> int:
         """Tokens to read before the next look, and tell the carrier where to stop."""
         load = found.load
         gap = load.loaded_from - at
@@ -225,7 +225,7 @@ class Restoring:
         self._ask(found)
         return min(front, gap if stalled else load.claimed_from - at)
 
-    def _meet(self, request: Request, found: Restoration) -> None:
+    def _meet(self, request: Request, found: RequestPrefixLoad) -> None:
         """The front is there, and so is the back: from now on the request has both."""
         load, at = found.load, request.num_computed
         load.stop()
@@ -260,13 +260,13 @@ class Restoring:
 
     # ---- the carrier ---------------------------------------------------------------------------
 
-    def _ask(self, found: Restoration) -> None:
+    def _ask(self, found: RequestPrefixLoad) -> None:
         if not found.busy and found.load.is_wanted:
             found.busy = True
             found.load.moved_s = self._clock()
-            self.tier.carrier.urgent(partial(self._carry, found))
+            self.tier.transfer_worker.urgent(partial(self._carry, found))
 
-    def _carry(self, found: Restoration) -> None:
+    def _carry(self, found: RequestPrefixLoad) -> None:
         """On the carrier's thread: a piece, then it is the others' turn."""
         more = False
         try:
@@ -274,19 +274,19 @@ class Restoring:
         finally:
             found.busy = more
             if more:
-                self.tier.carrier.urgent(partial(self._carry, found))
+                self.tier.transfer_worker.urgent(partial(self._carry, found))
             with self._arrived:
                 self._num_arrived += 1
                 self._arrived.notify_all()
 
 
-def closing(owner: object, restoring: Restoring | None) -> Callable[[], None]:
+def closing(owner: object, restoring: PrefixLoader | None) -> Callable[[], None]:
     """What ends a tier: when it is called, when its owner is gone, or with the process."""
     if restoring is None:
         return lambda: None
     return weakref.finalize(owner, restoring.tier.close)
 
 
-def arriving_bytes(restoring: Restoring | None) -> Callable[[], int]:
+def in_flight_bytes(restoring: PrefixLoader | None) -> Callable[[], int]:
     """Says how many bytes of pages are being filled; none where nothing is restored."""
     return int if restoring is None else lambda: restoring.loading_bytes

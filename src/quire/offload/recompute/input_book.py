@@ -38,7 +38,7 @@ class _Kept:
     blocks: list[int] = field(default_factory=list)
 
 
-class InputBook:
+class ActivationAllocator:
     """Blocks of inputs by sequence. Free blocks and those of sequences are all there are.
 
     Args:

@@ -12,7 +12,7 @@ from quire.codecs.registry import make_codec
 from quire.layout.codecs import WIDEST_GROUP, CodecSpec
 
 
-class InputCodec:
+class ActivationCodec:
     """Rows of bytes of inputs, and back.
 
     Args:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.kv.slot_moves import SlotMoves
 from quire.kv.store import zero_bytes
-from quire.offload.recompute.input_book import InputBook, Segment
-from quire.offload.recompute.input_codec import InputCodec
+from quire.offload.recompute.input_book import ActivationAllocator, Segment
+from quire.offload.recompute.input_codec import ActivationCodec
 from quire.offload.swap.pinned import pin_memory
 
 _SHORT = 8  # tokens of a row that are put in place one by one
@@ -39,7 +39,7 @@ class Written:
     places: Tensor
 
     @classmethod
-    def of(cls, starts: Sequence[tuple[int, int, list[Segment]]], store: "InputStore") -> "Written":
+    def of(cls, starts: Sequence[tuple[int, int, list[Segment]]], store: "ActivationStore") -> "Written":
         """From each row's first token in the batch, its first new slot, and where they go."""
         long: list[tuple[int, Segment]] = []
         tokens: list[int] = []
@@ -60,7 +60,7 @@ class Written:
         )
 
 
-class InputStore:
+class ActivationStore:
     """Inputs of all sequences of an engine.
 
     Args:
@@ -75,9 +75,9 @@ class InputStore:
 
     def __init__(
         self,
-        book: InputBook,
+        book: ActivationAllocator,
         layers: Sequence[int],
-        codec: InputCodec,
+        codec: ActivationCodec,
         device: torch.device,
     ) -> None:
         self.book, self.codec = book, codec

@@ -93,7 +93,7 @@ class _Layer:
             self.module(*self.args, **self.kwargs | {HIDDEN: hidden})
 
 
-class Recomputation:
+class LayerKV:
     """Makes keys and values again. One forward of the model at a time: its owner sees to that.
 
     Args:

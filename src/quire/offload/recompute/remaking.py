@@ -22,17 +22,17 @@ from quire.kv.step_log import PROJECT, X_IN, StepLog
 from quire.kv.tables import SLOTS, LaneTable
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.front_shares import Share
-from quire.offload.kv.hosted import HostedFronts
+from quire.offload.kv.hosted import OffloadedPrefixes
 from quire.offload.recompute.input_book import Segment
-from quire.offload.recompute.input_store import InputStore
-from quire.offload.swap.carrier import Arrival
+from quire.offload.recompute.input_store import ActivationStore
+from quire.offload.swap.carrier import Transfer
 
 PIECE_TOKENS = 256  # of X that arrive together, at least
 _MOST_PIECES = 8
 
 
 @runtime_checkable  # for the shape checks in tests
-class MakesAgain(Protocol):
+class RecomputesKV(Protocol):
     """Makes keys and values of a layer again; see `quire.offload.recompute.recompute`."""
 
     def keys_and_values(
@@ -41,7 +41,7 @@ class MakesAgain(Protocol):
         inputs: Float[Tensor, "token hidden"],
         positions: Int[Tensor, " token"],
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """From what its attention was given."""
         ...
@@ -51,7 +51,7 @@ class MakesAgain(Protocol):
         token_ids: Int[Tensor, " token"],
         positions: Int[Tensor, " token"],
         *,
-        rope_regime: int = 0,
+        rope_variant: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Those of layer 0, from token ids."""
         ...
@@ -65,7 +65,7 @@ class Tokens(Protocol):
         """Tokens at some positions."""
         ...
 
-    def rope_regime(self, row: int) -> int:
+    def rope_variant(self, row: int) -> int:
         """Of the sequence."""
         ...
 
@@ -74,7 +74,7 @@ class Tokens(Protocol):
         ...
 
 
-Submit = Callable[[str, int, int, int, Callable[[], None]], Arrival]
+Submit = Callable[[str, int, int, int, Callable[[], None]], Transfer]
 """Begins a copy: kind, layer of the model, tokens, bytes, and what does it."""
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -99,7 +99,7 @@ class _Piece:
     offsets: Tensor
 
 
-class Remaking:
+class KVRecompute:
     """Makes keys and values of fronts again, for the steps of an engine.
 
     Args:
@@ -114,7 +114,7 @@ class Remaking:
     """
 
     def __init__(
-        self, model: MakesAgain, store: InputStore, tokens: Tokens, device: torch.device
+        self, model: RecomputesKV, store: ActivationStore, tokens: Tokens, device: torch.device
     ) -> None:
         self.model, self.store, self.tokens, self.device = model, store, tokens, device
         self.piece_tokens = PIECE_TOKENS
@@ -137,11 +137,11 @@ class Remaking:
         return self._staging[group][:needed].view(SLOTS, tokens, row_bytes)
 
 
-class StepRemaking:
+class StepKVRecompute:
     """What one group makes again in a step.
 
     Args:
-        remaking: of the engine.
+        kv_recompute: of the engine.
         fronts: of all sequences.
         table: of the group.
         shares: of the sequences of the step.
@@ -150,23 +150,23 @@ class StepRemaking:
 
     def __init__(
         self,
-        remaking: Remaking,
-        fronts: HostedFronts,
+        kv_recompute: KVRecompute,
+        fronts: OffloadedPrefixes,
         table: LaneTable,
         shares: Mapping[int, Share],
         log: StepLog,
     ) -> None:
-        self._engine, self._log, self._group = remaking, log, table.group
+        self._engine, self._log, self._group = kv_recompute, log, table.group
         self._fronts = fronts
         slots = _slots(table, shares)
         self.rows = {row: slots for row, slots in slots.items() if len(slots)}
         self.tokens = sum(map(len, self.rows.values()))
         self._pieces = self._cut(table)
-        self._staging = remaking.staging(self._group.name, self.tokens)
-        self._coming: dict[tuple[int, int], Arrival] = {}
+        self._staging = kv_recompute.staging(self._group.name, self.tokens)
+        self._coming: dict[tuple[int, int], Transfer] = {}
         self._positions: dict[int, Tensor] = {}
-        regimes = {remaking.tokens.rope_regime(row) for row in self.rows}
-        self._regime = regimes.pop() if regimes else 0
+        variants = {kv_recompute.tokens.rope_variant(row) for row in self.rows}
+        self._rope_variant = variants.pop() if variants else 0
         self._first = self._make_first() if self.tokens and self._group.layers[0] == 0 else None
 
     def bring(self, index: int, submit: Submit) -> None:
@@ -199,14 +199,14 @@ class StepRemaking:
                     layer,
                     self._engine.store.codec.decode(self._staging[index % SLOTS, some]),
                     positions[some],
-                    rope_regime=self._regime,
+                    rope_variant=self._rope_variant,
                 )
             write(piece.pages[index % SLOTS], piece.offsets, positions[some], key, value)
             if layer:
                 self._log.add(PROJECT, layer, piece.tokens, 0, start, marks.now())
         self._engine.num_made += self.tokens
 
-    def unfinished(self) -> Sequence[Arrival]:
+    def unfinished(self) -> Sequence[Transfer]:
         """Copies that nobody has waited for."""
         return tuple(self._coming.values())
 
@@ -221,7 +221,7 @@ class StepRemaking:
         ]
         tokens = torch.tensor(ids, dtype=torch.int64, device=self._engine.device)
         positions = self._positions_of(0)
-        return self._engine.model.first_layer(tokens, positions, rope_regime=self._regime)
+        return self._engine.model.first_layer(tokens, positions, rope_variant=self._rope_variant)
 
     def _logical(self, row: int, index: int) -> NDArray[np.int64]:
         return self._fronts.positions(row, self._group.name, index, self.rows[row])
@@ -293,7 +293,7 @@ def _places(
     return np.concatenate(pages, axis=1), np.concatenate(offsets)
 
 
-def can_make_again(group: LaneGroup) -> bool:
+def can_recompute(group: LaneGroup) -> bool:
     """Whether slots of a group can be written again, one by one, as they were."""
     page_class = group.page_class
     return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated

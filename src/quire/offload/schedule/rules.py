@@ -55,7 +55,7 @@ def staging_bytes(work: StepWork, rules: Rules) -> int | float:
     """
     batches = [batch for layer in work.layers for batch in layer]
     kv = rules.slots * max(batch.x + batch.kv for batch in batches)
-    whole = max(batch.x_carried for batch in batches)
+    whole = max(batch.x_transferred for batch in batches)
     x = rules.x_ring * -(-whole // rules.x_chunks) if rules.x_ring else rules.slots * whole
     return kv * work.sizes.kv_bytes + x * work.sizes.x_bytes
 

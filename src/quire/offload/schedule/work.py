@@ -43,7 +43,7 @@ class BatchTokens:
             raise ConfigError(f"expected numbers of 0 or more, and x_here within x, got {self}")
 
     @property
-    def x_carried(self) -> int:
+    def x_transferred(self) -> int:
         """Tokens whose activation crosses the link."""
         return self.x - self.x_here
 

@@ -8,7 +8,7 @@ from quire.kv.step_log import ClockMarks, Marks
 
 
 @runtime_checkable
-class Arrival(Protocol):
+class Transfer(Protocol):
     """A copy under way, as who computes sees it."""
 
     def result(self) -> None:
@@ -21,10 +21,10 @@ class Arrival(Protocol):
 
 
 @runtime_checkable
-class Carrier(Protocol):
+class TransferWorker(Protocol):
     """Copies one thing after another, beside whoever asks."""
 
-    def submit(self, copy: Callable[[], None], num_bytes: int) -> Arrival:
+    def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
         """Begin a copy behind all others; its end can be waited for, and raises what it raised.
 
         Args:
@@ -38,18 +38,18 @@ class Carrier(Protocol):
         ...
 
 
-class ThreadCarrier:
+class ThreadTransferWorker:
     """A thread that copies as fast as memory lets it."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-carrier")
 
-    def submit(self, copy: Callable[[], None], num_bytes: int) -> Arrival:
-        """See `Carrier`."""
+    def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
+        """See `TransferWorker`."""
         return self._threads.submit(copy)
 
     def marks(self) -> Marks:
-        """See `Carrier`."""
+        """See `TransferWorker`."""
         return ClockMarks()
 
     def close(self) -> None:

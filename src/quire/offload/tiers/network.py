@@ -58,8 +58,8 @@ class NetworkTier:
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
         """See `Tier`."""
-        asked = Message(what=What.READ, key=key, first=first, asked_bytes=into.nbytes)
-        data = self._ask(asked).data
+        requested = Message(what=What.READ, key=key, first=first, requested_bytes=into.nbytes)
+        data = self._ask(requested).data
         check_range(key, Stored(first + data.nbytes), into, first)
         flat(into)[:] = data
 

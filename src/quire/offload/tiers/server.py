@@ -117,7 +117,7 @@ def _done(tier: Tier, message: Message) -> Message:
         tier.write(message.key, message.data, message.facts)
         return Message(what=What.DONE)
     if message.what == What.READ:
-        data = memoryview(bytearray(message.asked_bytes))
+        data = memoryview(bytearray(message.requested_bytes))
         tier.read(message.key, data, message.first)
         return Message(what=What.DONE, data=data)
     if message.what == What.DROP:

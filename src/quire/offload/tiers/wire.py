@@ -48,7 +48,7 @@ class Message:
         key: of an entry.
         facts: JSON values.
         first: byte from which on is read.
-        asked_bytes: to read.
+        requested_bytes: to read.
         data: bytes of an entry.
     """
 
@@ -56,13 +56,13 @@ class Message:
     key: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     first: int = 0
-    asked_bytes: int = 0
+    requested_bytes: int = 0
     data: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def head(self) -> bytes:
         """All but the data."""
         key, facts = self.key.encode(), json.dumps(dict(self.facts)).encode()
-        sizes = (len(key), len(facts), self.first, self.asked_bytes, self.data.nbytes)
+        sizes = (len(key), len(facts), self.first, self.requested_bytes, self.data.nbytes)
         return _HEAD.pack(MAGIC, self.what, *sizes, zlib.crc32(self.data)) + key + facts
 
 
@@ -80,12 +80,12 @@ def receive(connection: socket.socket, most_bytes: int) -> Message | None:
     head = _exactly(connection, _HEAD.size, may_end=True)
     if not head:
         return None
-    magic, what, key_bytes, facts_bytes, first, asked, data_bytes, total = _HEAD.unpack(head)
+    magic, what, key_bytes, facts_bytes, first, requested, data_bytes, total = _HEAD.unpack(head)
     if magic != MAGIC or what not in _KNOWN or max(key_bytes, facts_bytes) > _MOST_TEXT_BYTES:
         raise BadMessage("what came is no message of a network tier")
-    if max(data_bytes, asked) > most_bytes:
+    if max(data_bytes, requested) > most_bytes:
         raise BadMessage(
-            f"{max(data_bytes, asked):,} B in a message, expected {most_bytes:,} at most"
+            f"{max(data_bytes, requested):,} B in a message, expected {most_bytes:,} at most"
         )
     key = _exactly(connection, key_bytes)
     facts = _exactly(connection, facts_bytes)
@@ -101,7 +101,7 @@ def receive(connection: socket.socket, most_bytes: int) -> Message | None:
         key=name,
         facts=said,
         first=first,
-        asked_bytes=asked,
+        requested_bytes=requested,
         data=memoryview(data),
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, StorageError
 from quire.kv.store import zero_bytes
-from quire.offload.swap.carrier import Arrival, Carrier, ThreadCarrier
+from quire.offload.swap.carrier import Transfer, TransferWorker, ThreadTransferWorker
 from quire.offload.swap.pinned import pin_memory
 from quire.offload.weights.layers import LayerWeights
 from quire.plan.sizes import format_size
@@ -67,7 +67,7 @@ class WeightLink(ABC):
         """See above."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """See above."""
 
     @abstractmethod
@@ -80,13 +80,13 @@ class FileLink(WeightLink):
 
     Args:
         num_bytes: of all layers that are brought.
-        carrier: copies; a thread of its own by default.
+        transfer_worker: copies; a thread of its own by default.
 
     Raises:
         ConfigError: the disk has no room.
     """
 
-    def __init__(self, num_bytes: int, carrier: Carrier | None = None) -> None:
+    def __init__(self, num_bytes: int, transfer_worker: TransferWorker | None = None) -> None:
         folder = tempfile.gettempdir()
         free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
         if num_bytes > free_bytes:
@@ -98,8 +98,8 @@ class FileLink(WeightLink):
         self._file = tempfile.TemporaryFile(prefix="quire-weights-")  # noqa: SIM115 - for life
         weakref.finalize(self, self._file.close)
         self._places: dict[int, tuple[int, int]] = {}
-        self.carrier: Carrier = carrier or ThreadCarrier()
-        self._coming: dict[int, Arrival] = {}
+        self.transfer_worker: TransferWorker = transfer_worker or ThreadTransferWorker()
+        self._coming: dict[int, Transfer] = {}
 
     def take_home(self, layer: int, weights: LayerWeights) -> None:
         """See `WeightLink`."""
@@ -125,7 +125,7 @@ class FileLink(WeightLink):
             self.copied_s += time.perf_counter() - started_s
 
         self.num_bytes += num_bytes
-        self._coming[slot] = self.carrier.submit(copy, num_bytes)
+        self._coming[slot] = self.transfer_worker.submit(copy, num_bytes)
 
     def arrive(self, slot: int) -> None:
         """See `WeightLink`."""
@@ -138,7 +138,7 @@ class FileLink(WeightLink):
     def release(self, slot: int) -> None:
         """Nothing to do: who read it has read it."""
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """See `WeightLink`."""
         for coming in self._coming.values():
             coming.exception()
@@ -216,7 +216,7 @@ class CudaLink(WeightLink):
         """See `WeightLink`."""
         self._left[slot] = self._event(torch.cuda.current_stream(self._device))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """See `WeightLink`."""
         self._stream.synchronize()
         self._arrived.clear()

@@ -11,7 +11,7 @@ from quire.models.widening import widen_linears
 from quire.offload.weights.layers import LayerWeights, layer_weights
 from quire.offload.weights.links import make_link
 from quire.offload.weights.stream import WeightStream
-from quire.plan.offload.resident import SLOTS, WeightsPlace, place_weights
+from quire.plan.offload.resident import SLOTS, WeightsPlacement, place_weights
 from quire.plan.sizes import format_size
 
 
@@ -45,7 +45,7 @@ def check_budget(
 
 def stream_weights(
     model: PreTrainedModel, budget_bytes: int, device: torch.device
-) -> tuple[WeightsPlace, WeightStream | None]:
+) -> tuple[WeightsPlacement, WeightStream | None]:
     """Put a model on its device, with as many layers as the budget holds.
 
     Args:
@@ -86,13 +86,13 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 def _place(
     model: PreTrainedModel, layers: tuple[LayerWeights, ...], budget_bytes: int
-) -> WeightsPlace:
+) -> WeightsPlacement:
     own_bytes = sum(held.num_bytes for layer in layers for held in layer.held)
     other_bytes = weight_bytes(model) - own_bytes
     return place_weights([layer.num_bytes for layer in layers], other_bytes, budget_bytes)
 
 
-def _check_room(place: WeightsPlace, device: torch.device) -> None:
+def _check_room(place: WeightsPlacement, device: torch.device) -> None:
     if device.type != "cuda":
         return
     free_bytes = torch.cuda.mem_get_info(device)[0]

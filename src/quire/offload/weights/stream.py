@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quire.errors import StorageError
 from quire.offload.weights.layers import Held, LayerWeights
 from quire.offload.weights.links import WeightLink
-from quire.plan.offload.resident import WeightsPlace
+from quire.plan.offload.resident import WeightsPlacement
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class WeightStream:
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], place: WeightsPlace, link: WeightLink
+        self, layers: Sequence[LayerWeights], place: WeightsPlacement, link: WeightLink
     ) -> None:
         self.place, self.link, self.passes = place, link, PassTimes()
         self._layers = layers
@@ -158,7 +158,7 @@ class WeightStream:
             self._bring(slot)
 
     def _forget(self) -> None:
-        self.link.settle()
+        self.link.finalize()
         self._slot_of.clear()
         for layer in tuple(self._pointing):
             self._unpoint(layer)

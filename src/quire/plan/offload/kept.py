@@ -12,7 +12,7 @@ from quire.plan.offload.split import pipelined_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRange:
+class ActivationRange:
     """Where a split may stand.
 
     Attributes:
@@ -49,9 +49,9 @@ class KeptRange:
         return min(max(x_tokens, self.kv_from), self.x_until, tokens)
 
 
-def kept_range(
+def activation_range(
     rates: OffloadRates, prompt_tokens: int, most_tokens: int, *, margin: float = 0.1
-) -> KeptRange:
+) -> ActivationRange:
     """What to keep for a sequence whose split rises with its length, and for rates that are off.
 
     Args:
@@ -62,4 +62,4 @@ def kept_range(
     """
     low = pipelined_split(rates, prompt_tokens) * (1 - margin)
     high = pipelined_split(rates, most_tokens) * (1 + margin)
-    return KeptRange(kv_from=int(low), x_until=min(most_tokens, -int(-high // 1)))
+    return ActivationRange(kv_from=int(low), x_until=min(most_tokens, -int(-high // 1)))

@@ -24,7 +24,7 @@ MOST_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsPlace:
+class WeightsPlacement:
     """Where the weights of a model lie.
 
     Attributes:
@@ -71,7 +71,7 @@ class WeightsPlace:
 
 def place_weights(
     layer_bytes: Sequence[int], other_bytes: int, budget_bytes: int | None = None
-) -> WeightsPlace:
+) -> WeightsPlacement:
     """Keep as many layers on the device as fit beside the slots.
 
     Args:
@@ -82,12 +82,12 @@ def place_weights(
     Raises:
         ConfigError: not even two slots fit beside what must stay; names the least budget.
     """
-    all_stay = WeightsPlace(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
+    all_stay = WeightsPlacement(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
     if budget_bytes is None or all_stay.total_bytes <= budget_bytes:
         return all_stay
     found = [all_stay]
     for count in range(SLOTS + 1, len(layer_bytes) + 1):
-        place = WeightsPlace(
+        place = WeightsPlacement(
             other_bytes=other_bytes,
             layer_bytes=all_stay.layer_bytes,
             brought=tuple(len(layer_bytes) * i // count for i in range(count)),
@@ -106,7 +106,7 @@ def place_weights(
 
 def planned_weights(
     model: ModelSpec, bytes_per_value: int | float, budget_bytes: int | None
-) -> WeightsPlace:
+) -> WeightsPlacement:
     """Where weights would lie, by a model's shape; its layers are taken as equally large.
 
     Raises:

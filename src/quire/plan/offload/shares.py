@@ -50,14 +50,14 @@ def best_shares(
     """
     if not 0 <= resident <= tokens:
         raise ConfigError(f"expected 0 to {tokens} resident tokens, got {resident}")
-    asked = float(tokens - resident)
+    requested = float(tokens - resident)
     corners = sorted({0.0, *_corners(rates)})
     for left, right in pairwise(corners):
-        if _covered(rates, right, waits=waits) >= asked:
-            return _at(rates, _between(rates, left, right, asked, waits=waits), asked, waits=waits)
+        if _covered(rates, right, waits=waits) >= requested:
+            return _at(rates, _between(rates, left, right, requested, waits=waits), requested, waits=waits)
     low = corners[-1]
-    high = low + 1.0 + asked * rates.kv_s
-    return _at(rates, _between(rates, low, high, asked, waits=waits), asked, waits=waits)
+    high = low + 1.0 + requested * rates.kv_s
+    return _at(rates, _between(rates, low, high, requested, waits=waits), requested, waits=waits)
 
 
 def _corners(rates: OffloadRates) -> tuple[float, ...]:
@@ -91,23 +91,23 @@ def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, f
     return x_tokens, kv_tokens, (device_s if waits else seconds) / rates.host_s
 
 
-def _between(rates: OffloadRates, left: float, right: float, asked: float, *, waits: bool) -> float:
+def _between(rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool) -> float:
     """The time on a straight piece at which so much is covered."""
     low, high = (_covered(rates, at, waits=waits) for at in (left, right))
-    if low >= asked:
+    if low >= requested:
         return left
-    return left + (right - left) * (asked - low) / (high - low) if high < math.inf else left
+    return left + (right - left) * (requested - low) / (high - low) if high < math.inf else left
 
 
-def _at(rates: OffloadRates, seconds: float, asked: float, *, waits: bool) -> Shares:
+def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -> Shares:
     """What each takes in this time: the link and X first, then the host what is left."""
     x_most, _, host_most = _most(rates, seconds, waits=waits)
-    host_tokens = min(host_most, asked)
-    x_tokens = min(x_most, asked - host_tokens)
+    host_tokens = min(host_most, requested)
+    x_tokens = min(x_most, requested - host_tokens)
     least_s = max(seconds, float(rates.other_s), float(rates.link_s))
     return Shares(
         x_tokens=x_tokens,
-        kv_tokens=max(0.0, asked - host_tokens - x_tokens),
+        kv_tokens=max(0.0, requested - host_tokens - x_tokens),
         host_tokens=host_tokens,
         seconds=least_s,
     )

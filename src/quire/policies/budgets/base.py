@@ -95,7 +95,7 @@ class Budget:
         del shape
         return None
 
-    def settle(self, view: "KVView", rule: "ScorePolicy", shape: Shape) -> tuple[int, ...]:
+    def finalize(self, view: "KVView", rule: "ScorePolicy", shape: Shape) -> tuple[int, ...]:
         """Caps of all lanes, once the whole prompt is in the cache; UNBOUNDED keeps everything.
 
         Args:

@@ -54,7 +54,7 @@ class FastGen(Budget):
     def lane_caps(self, shape: Shape) -> tuple[int, ...] | None:
         return (UNBOUNDED,) * shape.num_lanes
 
-    def settle(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
+    def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         least, cap = (self._recovers(view, rule, shape, cap) for cap in (shape.least, shape.cap))
         return tuple(
             shape.least if enough else shape.cap if at_cap else UNBOUNDED
@@ -68,6 +68,6 @@ class FastGen(Budget):
         keep = torch.full_like(view.num_slots[:, 0], cap - shape.leaving)
         if bool((view.num_slots[:, 0] <= keep).all()):
             return torch.ones_like(keep, dtype=torch.bool)
-        looks = view.remembered(_LOOKS)
-        kept = (looks * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
-        return kept >= self.share * looks.sum(dim=1)
+        queries_seen = view.remembered(_LOOKS)
+        kept = (queries_seen * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
+        return kept >= self.share * queries_seen.sum(dim=1)

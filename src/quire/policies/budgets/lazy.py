@@ -58,12 +58,12 @@ class Lazy(Budget):
             )
         return (UNBOUNDED,) * shape.num_lanes
 
-    def settle(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
+    def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
         newest = view.newest(shape.cap - shape.leaving - self.sinks)
         near = view.oldest_positions(self.sinks) | newest
-        looks = column_sums(view, self._ring())
-        mass = (looks * near[:, None]).sum(dim=2) / looks.sum(dim=2)
+        queries_seen = column_sums(view, self._ring())
+        mass = (queries_seen * near[:, None]).sum(dim=2) / queries_seen.sum(dim=2)
         by_layer = view.by_layer(mass.mean(dim=1)).mean(dim=1).tolist()
         return shape.of_layers(
             [shape.cap if mass > self.threshold else UNBOUNDED for mass in by_layer]

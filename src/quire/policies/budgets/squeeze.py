@@ -65,7 +65,7 @@ class Squeeze(Budget):
         most = ceil(shape.spare * (layers - (layers - 1) * share)) + shape.least - 1
         return (most,) * shape.num_lanes
 
-    def settle(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
+    def finalize(self, view: KVView, rule: ScorePolicy, shape: Shape) -> tuple[int, ...]:
         del rule
         first_heads = view.by_layer(view.remembered(AttentionShift()))[:, 0, 0].double()
         if bool((first_heads[:, 1] < 1).any()):

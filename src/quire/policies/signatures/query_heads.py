@@ -64,9 +64,9 @@ def _ring_of_heads(record: Tensor, group: int) -> Float[Tensor, "lane query numb
     """[lane, window, group * head_dim + 1]: queries side by side, their position behind them."""
     lanes, window, _ = record.shape
     queries = record[:, :, :-1].view(lanes, window, group, -1)
-    asked = record[:, :, None, -1:].expand(-1, -1, group, -1)
+    requested = record[:, :, None, -1:].expand(-1, -1, group, -1)
     whole: Tensor = queries.new_empty(lanes, group, window, queries.shape[3] + 1)
-    whole[..., :-1], whole[..., -1:] = queries.transpose(1, 2), asked.transpose(1, 2)
+    whole[..., :-1], whole[..., -1:] = queries.transpose(1, 2), requested.transpose(1, 2)
     return whole.flatten(0, 1)
 
 

@@ -39,7 +39,7 @@ class AdmissionRule(ABC):
     def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
         """Note a request that has ended by itself."""
 
-    def newcomer(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
+    def new_request(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
         """Pages a waiting request takes to have had `tokens` tokens, without those it shares.
 
         What it shares it cannot move to the host with gain: it does one or the other.

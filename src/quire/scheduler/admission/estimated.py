@@ -57,13 +57,13 @@ class Estimated(AdmissionRule):
         ends = [self.expected_tokens(other) for other in running]
         end = self.expected_tokens(request)
         owed = self.peaks.owed(running, ends)
-        newcomer = self.newcomer(request, end, cached_tokens)
+        new_request = self.new_request(request, end, cached_tokens)
         held = self.peaks.held(running)
         steps = [e - other.num_tokens for e, other in zip(ends, running, strict=True)]
         return highest_point(
             np.array([*steps, end - request.num_tokens]),
-            np.vstack([owed, newcomer]),
-            np.vstack([held + owed, newcomer]),
+            np.vstack([owed, new_request]),
+            np.vstack([held + owed, new_request]),
         )
 
 

@@ -74,8 +74,8 @@ def alike(needs: Sequence[Need]) -> Iterator[Alike]:
         places.setdefault((id(need.eviction), need.streams), []).append(i)
     for members in places.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
-        asked = [needs[i].prompt_tokens for i in members]
-        prompts = np.array([t if p is None else p for t, p in zip(tokens, asked, strict=True)])
+        requested = [needs[i].prompt_tokens for i in members]
+        prompts = np.array([t if p is None else p for t, p in zip(tokens, requested, strict=True)])
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
         yield Alike(first.eviction, first.streams, index, tokens, prompts)

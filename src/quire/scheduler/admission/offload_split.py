@@ -35,10 +35,10 @@ def offload_text(peaks: "Peaks", need: Need) -> str:
         peaks: of the memory.
         need: of the one sequence of a request.
     """
-    if not (need.streams and peaks.front_tokens):
+    if not (need.streams and peaks.offloaded_tokens):
         return ""
     split, unlimited = peaks.offload_split(need), copy(peaks)
-    unlimited.front_tokens = UNBOUNDED
+    unlimited.offloaded_tokens = UNBOUNDED
     is_full = split.offloaded_bytes < unlimited.offload_split(need).offloaded_bytes
     rest = "tokens that the offload memory has no room for" if is_full else "the last chunk"
     return (

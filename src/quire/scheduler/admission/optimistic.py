@@ -20,7 +20,7 @@ class Optimistic(AdmissionRule):
         """See `AdmissionRule`."""
         readers = [other for other in running if other.num_uncomputed > 1]
         owed = self.peaks.owed(readers, [reader.num_tokens for reader in readers])
-        promised: Counts = self.newcomer(request, request.num_tokens, cached_tokens) + owed.sum(
+        promised: Counts = self.new_request(request, request.num_tokens, cached_tokens) + owed.sum(
             axis=0
         )
         return promised

@@ -12,7 +12,7 @@ from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.statistics import Statistic
-from quire.offload.kv.staging import can_have_front
+from quire.offload.kv.staging import can_be_offloaded
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, evicting_pages
 from quire.scheduler.admission.need import Alike, Need, alike, need_of
 from quire.scheduler.admission.offload_split import OffloadSplit
@@ -29,13 +29,13 @@ class Peaks:
     Args:
         memory: the pool.
         chunk_tokens: largest prefill chunk of a request that evicts nothing.
-        front_tokens: of one sequence that offload memory holds; 0 without any.
+        offloaded_tokens: of one sequence that offload memory holds; 0 without any.
         offload_bytes: of offload memory, activations included; 0 without any.
         arriving: pages of a request that are allocated and that its row does not name yet.
 
     Attributes:
         page_classes: what the last axis of every array of counts stands for.
-        front_tokens: see above.
+        offloaded_tokens: see above.
         offload_bytes: see above.
     """
 
@@ -44,7 +44,7 @@ class Peaks:
         memory: KVMemory,
         chunk_tokens: int,
         *,
-        front_tokens: int = 0,
+        offloaded_tokens: int = 0,
         offload_bytes: int = 0,
         arriving: Callable[[Request], Mapping[PageClass, int]] | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Peaks:
         self._place = {page_class: i for i, page_class in enumerate(self.page_classes)}
         self._bytes = np.array([c.page_bytes for c in self.page_classes], dtype=np.int64)
         self._used: dict[tuple[Statistic, ...], list[LaneGroup]] = {}
-        self.front_tokens, self.offload_bytes = front_tokens, offload_bytes
+        self.offloaded_tokens, self.offload_bytes = offloaded_tokens, offload_bytes
         self._arriving = arriving or (lambda request: {})
 
     def counts(self, needs: Sequence[Need]) -> Counts:
@@ -83,7 +83,7 @@ class Peaks:
         """Whether each of the sequences holds fewer pages where steps are smaller."""
         if self._windows:
             return np.ones(len(needs), dtype=bool)
-        return np.array([need.streams and self.front_tokens > 0 for need in needs], dtype=bool)
+        return np.array([need.streams and self.offloaded_tokens > 0 for need in needs], dtype=bool)
 
     def _groups_of(self, eviction: EvictionSpec) -> list[LaneGroup]:
         """The groups that sequences use: all but the statistics they do without."""
@@ -108,7 +108,7 @@ class Peaks:
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
         pages: Counts = placement.peak_pages(group, slots, most)
-        if sequences.streams and self.front_tokens and can_have_front(group):
+        if sequences.streams and self.offloaded_tokens and can_be_offloaded(group):
             return self._streamed_pages(group, pages, shape)
         return pages * group.num_lanes
 
@@ -122,7 +122,7 @@ class Peaks:
         """First pages of each lane that are in offload memory, of so many."""
         page_tokens = group.page_class.tokens
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
-        return np.clip(pages - rest, 0, self.front_tokens // page_tokens)
+        return np.clip(pages - rest, 0, self.offloaded_tokens // page_tokens)
 
     def offload_split(self, need: Need) -> OffloadSplit:
         """Where the bytes of a sequence are in the smallest steps, its first pages offloaded."""
@@ -132,7 +132,7 @@ class Peaks:
             page = group.page_class
             pages = self._group_pages(group, sequence, shape)
             rest += int(pages[0]) * page.page_bytes
-            if need.streams and self.front_tokens and can_have_front(group):
+            if need.streams and self.offloaded_tokens and can_be_offloaded(group):
                 front = int(self._front_pages(group, pages // group.num_lanes, shape)[0])
                 tokens = max(tokens, front * page.tokens)
                 staging += front * shape.staging_slots * group.lanes_per_layer * page.page_bytes
@@ -209,8 +209,8 @@ class Peaks:
         counts = np.zeros((len(rows), len(self.page_classes)), dtype=np.int64)
         for table in self.memory.tables.values():
             place = self._place[table.group.page_class]
-            kept_aside = self.memory.placement.reserved_pages(table, rows)
-            counts[:, place] += table.pages_held(rows) + kept_aside.sum(axis=1)
+            set_aside_pages = self.memory.placement.reserved_pages(table, rows)
+            counts[:, place] += table.pages_held(rows) + set_aside_pages.sum(axis=1)
         for row, request in enumerate(requests):
             for page_class, pages in self._arriving(request).items():
                 counts[row, self._place[page_class]] += pages

@@ -84,14 +84,14 @@ def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
     placement, larger = peaks.memory.placement, copy(peaks)
 
     def fits(tokens: int) -> bool:
-        larger.front_tokens = tokens
+        larger.offloaded_tokens = tokens
         return _fits(larger, need, width)
 
     if not placement.shares or placement.reserves or not fits(UNBOUNDED):
         return
     tokens = bisect_left(range(need.tokens), True, key=fits)
-    if peaks.front_tokens:
-        num_bytes = -(-tokens * peaks.offload_bytes // peaks.front_tokens)
+    if peaks.offloaded_tokens:
+        num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
         yield f"raise --stream-kv-memory to {_size(_round_up(num_bytes))}"
     else:  # activations may take a share of it, by rates that are measured then
         num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)

@@ -94,7 +94,7 @@ class Batcher(ABC):
         """Whether a running request that is not in the plan may get tokens of this step."""
 
     @abstractmethod
-    def reading_tokens(self, budget: int) -> int:
+    def prefill_tokens(self, budget: int) -> int:
         """Tokens of prompts this step reads.
 
         Args:

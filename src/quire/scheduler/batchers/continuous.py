@@ -46,7 +46,7 @@ class EveryStep(Batcher):
         """See `Batcher`."""
         return True
 
-    def reading_tokens(self, budget: int) -> int:
+    def prefill_tokens(self, budget: int) -> int:
         """See `Batcher`."""
         return budget
 

@@ -62,7 +62,7 @@ class WholePrompts(Batcher):
         """See `Batcher`."""
         return True
 
-    def reading_tokens(self, budget: int) -> int:
+    def prefill_tokens(self, budget: int) -> int:
         """See `Batcher`."""
         return budget
 

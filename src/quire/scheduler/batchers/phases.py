@@ -6,7 +6,7 @@ reads   | ...
 """
 
 from quire.scheduler.batchers.base import Batcher, BatchState, Moves
-from quire.scheduler.batchers.reading_order import ReadingOrder
+from quire.scheduler.batchers.reading_order import PrefillOrder
 from quire.scheduler.batchers.units import (
     Unit,
     count_rows,
@@ -32,7 +32,7 @@ class Phases(Batcher):
         order: whose prompt is read next.
     """
 
-    def __init__(self, state: BatchState, held: int, order: ReadingOrder) -> None:
+    def __init__(self, state: BatchState, held: int, order: PrefillOrder) -> None:
         self._state, self._held, self._order = state, held, order
         self._entered: dict[Unit, None] = {}  # in the order in which they came
         self._batch: dict[Unit, None] = {}
@@ -91,7 +91,7 @@ class Phases(Batcher):
             return True
         return not self._reads and unit_of(request) in self._batch
 
-    def reading_tokens(self, budget: int) -> int:
+    def prefill_tokens(self, budget: int) -> int:
         """See `Batcher`."""
         return budget
 

@@ -148,7 +148,7 @@ class PrefilledQueue(Batcher):
         swapped = [m.swapped for m in members_of(unit) if m.swapped is not None]
         return any(not each.keep_from for each in swapped)
 
-    def _gave_way(self, unit: Unit) -> bool:
+    def _was_preempted(self, unit: Unit) -> bool:
         return waits(unit, self._state.waiting) and not self._waits_outside(unit)
 
     # ---- a step --------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class PrefilledQueue(Batcher):
         if self._state.is_urgent(head):
             return head
         for unit in self._entered:
-            if self._gave_way(unit):
+            if self._was_preempted(unit):
                 return first_member(unit)
         new = self._first_new(head)
         if new is None or (self._options.reads_apart and not self._fills):
@@ -190,7 +190,7 @@ class PrefilledQueue(Batcher):
             return True
         return not self._fills and unit_of(request) in self._batch
 
-    def reading_tokens(self, budget: int) -> int:
+    def prefill_tokens(self, budget: int) -> int:
         """See `Batcher`."""
         if not self._options.tokens or self._free_rows > 0 or self._fills:
             return budget

@@ -8,7 +8,7 @@ from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
 
 
-class ReadingOrder(ABC):
+class PrefillOrder(ABC):
     """Chooses whose prompt is read."""
 
     @abstractmethod
@@ -20,15 +20,15 @@ class ReadingOrder(ABC):
         """
 
 
-class FirstCome(ReadingOrder):
+class FirstCome(PrefillOrder):
     """In the order of the queue."""
 
     def choose(self, head: Request) -> Request:
-        """See `ReadingOrder`."""
+        """See `PrefillOrder`."""
         return head
 
 
-class SimilarLengths(ReadingOrder):
+class SimilarLengths(PrefillOrder):
     """In groups: the first in line, and those behind it whose prompts are nearest in length.
 
     So the first in line waits for one group at most, which was there before it came to be first.
@@ -45,7 +45,7 @@ class SimilarLengths(ReadingOrder):
         self._groups: dict[str, list[Request]] = {}
 
     def choose(self, head: Request) -> Request:
-        """See `ReadingOrder`."""
+        """See `PrefillOrder`."""
         if head.entries or not isinf(head.deadline_s):
             return head
         group = [r for r in self._groups.get(head.tenant, ()) if self._belongs(r, head)]

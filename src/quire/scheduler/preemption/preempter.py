@@ -8,16 +8,16 @@ from quire.offload.swap.swapped import Swapped
 from quire.plan.cost import Choice
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.preemption.victims import choose_victim, may_give_way, reclaimable_bytes
+from quire.scheduler.preemption.victims import choose_victim, may_be_preempted, reclaimable_bytes
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.residency import Residency
+from quire.scheduler.residency import SequenceMemory
 
 
 class Preempter:
     """Chooses who gives way, takes it out and brings it back.
 
     Args:
-        residency: requests' rows in the pool.
+        sequence_memory: requests' rows in the pool.
         swapper: moves KV to the host; None where everything is computed again.
         owes: whether a request's tenant holds more than its share.
 
@@ -27,13 +27,13 @@ class Preempter:
 
     def __init__(
         self,
-        residency: Residency,
+        sequence_memory: SequenceMemory,
         swapper: Swapper | None = None,
         owes: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         self.swapper = swapper
         self.num_preemptions = 0
-        self._residency, self._memory = residency, residency.memory
+        self._sequence_memory, self._memory = sequence_memory, sequence_memory.memory
         self._owes = owes
         self._away: dict[int, list[Request]] = {}  # by identity of what was swapped
 
@@ -63,7 +63,7 @@ class Preempter:
         self, requests: Iterable[Request], *, even_returned: bool = False
     ) -> Request | None:
         """The one of these that gives way first; None where nobody may."""
-        candidates = [r for r in requests if even_returned or may_give_way(r)]
+        candidates = [r for r in requests if even_returned or may_be_preempted(r)]
         return choose_victim(candidates, self._worth, self._owes)
 
     def _worth(self, request: Request) -> float:
@@ -101,8 +101,8 @@ class Preempter:
         for request in requests:
             request.preemptions += 1
             if request.row >= 0:
-                self._residency.leave(request, "preempted")
-        self._residency.events.emit(
+                self._sequence_memory.leave(request, "preempted")
+        self._sequence_memory.events.emit(
             "preempted",
             requests[0],
             how=how,
@@ -115,8 +115,8 @@ class Preempter:
         """Copy to the host what is worth it; say how they come back."""
         if any(request.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
-        front_room = self._residency.front_room
-        if front_room is not None and any(map(front_room.is_staged, requests)):
+        prefix_offloader = self._sequence_memory.prefix_offloader
+        if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
             return "recompute"  # its first pages are apart from the rest
         if self.swapper is None:
             return "recompute"
@@ -134,10 +134,10 @@ class Preempter:
         Returns:
             Whether they are gone; else they run on.
         """
-        front_room = self._residency.front_room
+        prefix_offloader = self._sequence_memory.prefix_offloader
         if self.swapper is None or any(request.swapped is not None for request in requests):
             return False
-        if front_room is not None and any(map(front_room.is_staged, requests)):
+        if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
             return False  # its first pages are apart from the rest
         kv_bytes = distinct_bytes(self._memory, [request.row for request in requests])
         choice = self.swapper.whole(kv_bytes)
@@ -146,13 +146,13 @@ class Preempter:
     def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
         """Whether they are on the host now, without rows; where a copy failed they still run."""
         assert self.swapper is not None
-        held = [self._residency.note_peak(request) for request in requests]
+        held = [self._sequence_memory.note_peak(request) for request in requests]
         swapped = self.swapper.out(requests, choice)
         if swapped is None:
             return False
         for request, held_bytes in zip(requests, held, strict=True):
             request.swapped = swapped
-            self._residency.note_gone(request, held_bytes, "swapped out")
+            self._sequence_memory.note_gone(request, held_bytes, "swapped out")
         self._away[id(swapped)] = list(requests)
         self._tell("swapped_out", requests[0], swapped)
         return True
@@ -168,7 +168,7 @@ class Preempter:
         swapped = request.swapped
         if swapped is None or swapped.keep_from:
             return True
-        self._residency.sharing.make_room(dict(swapped.pages))
+        self._sequence_memory.sharing.make_room(dict(swapped.pages))
         return can_swap_in(self._memory, swapped)
 
     def give_up(self, request: Request) -> None:
@@ -201,7 +201,7 @@ class Preempter:
             if member.state is RequestState.FINISHED:  # cancelled while it was away
                 self._memory.release([row])
             else:
-                self._residency.come_back(member, row, sequence.length)
+                self._sequence_memory.come_back(member, row, sequence.length)
         self._tell("swapped_in", request, swapped)
         return [member for member in returned if member.row >= 0]
 
@@ -210,7 +210,7 @@ class Preempter:
         swapped = request.swapped
         assert swapped is not None
         assert self.swapper is not None
-        if not self._residency.sharing.make_room(self.swapper.needed(swapped)):
+        if not self._sequence_memory.sharing.make_room(self.swapper.needed(swapped)):
             return False
         self._away.pop(id(swapped))
         request.swapped = None
@@ -222,7 +222,7 @@ class Preempter:
     def _tell(self, kind: str, request: Request, swapped: Swapped) -> None:
         assert self.swapper is not None
         seconds = self.swapper.last_copy_s
-        self._residency.events.emit(kind, request, kv_bytes=swapped.num_bytes, seconds=seconds)
+        self._sequence_memory.events.emit(kind, request, kv_bytes=swapped.num_bytes, seconds=seconds)
 
     def forget(self, request: Request) -> None:
         """A request needs its KV no more: nothing of it stays on the host."""
@@ -241,13 +241,13 @@ class Preempter:
         """
         members = [member for member in together(request) if member.row >= 0]
         for member in members:
-            self._residency.sharing.stop_sharing(member)
-            if self._residency.restoring is not None:
-                self._residency.restoring.forget(member)
-        self._residency.sharing.drop_cached()
+            self._sequence_memory.sharing.stop_sharing(member)
+            if self._sequence_memory.restoring is not None:
+                self._sequence_memory.restoring.forget(member)
+        self._sequence_memory.sharing.drop_cached()
         repack(self._memory, *(member.row for member in members))
 
     def halve_staging(self, request: Request) -> None:
         """Leave a request that is alone one staging slot for its offloaded pages."""
-        if self._residency.front_room is not None:
-            self._residency.front_room.halve_staging(request)
+        if self._sequence_memory.prefix_offloader is not None:
+            self._sequence_memory.prefix_offloader.halve_staging(request)

@@ -18,7 +18,7 @@ from quire.scheduler.request import Request
 COMPARED = 16  # newest candidates whose bytes are counted: counting costs a pass over their pages
 
 
-def may_give_way(request: Request) -> bool:
+def may_be_preempted(request: Request) -> bool:
     """Whether a request is in for the first time, or has moved on since it came back.
 
     A group goes as one, so all of it must have.
@@ -59,5 +59,5 @@ def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> 
     named = np.concatenate([table.row_pages(request.row) for request in requests])
     pages, times = np.unique(named, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= times
-    kept_aside = memory.placement.reserved_pages(table, rows).sum()
-    return (int(np.count_nonzero(only)) + int(kept_aside)) * page_class.page_bytes
+    set_aside_pages = memory.placement.reserved_pages(table, rows).sum()
+    return (int(np.count_nonzero(only)) + int(set_aside_pages)) * page_class.page_bytes

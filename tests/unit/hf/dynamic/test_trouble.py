@@ -134,7 +134,7 @@ def test_batches_that_run_to_their_end_stay_within_the_capacity(rule):
     batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, capacity_tokens=40)
     prompts, new_tokens = [[5] * 36, [6] * 4, [7] * 5], [4, 36, 30]
 
-    handles = [batch.submit(*asked) for asked in zip(prompts, new_tokens, strict=True)]
+    handles = [batch.submit(*requested) for requested in zip(prompts, new_tokens, strict=True)]
     widest = 0
     while batch.has_work:
         batch.step()
@@ -183,8 +183,8 @@ def test_only_what_was_extracted_and_fits_is_adopted():
 
 def test_the_number_of_tokens_may_be_among_the_sampling_options():
     batch = DynamicBatch(build("llama"))
-    asked = SamplingParams(max_tokens=3)
-    handles = [batch.submit([3], sampling=asked), batch.submit([3], 5, sampling=asked)]
+    requested = SamplingParams(max_tokens=3)
+    handles = [batch.submit([3], sampling=requested), batch.submit([3], 5, sampling=requested)]
     batch.run()
 
     assert [len(handle.token_ids) for handle in handles] == [3, 5]

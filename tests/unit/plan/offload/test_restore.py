@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from offload_shapes import LLAMA_3_8B, OPT_6_7B
 from quire.errors import ConfigError
 from quire.plan.known_costs import assumed_prefill
-from quire.plan.offload.kept import KeptRange, kept_range
+from quire.plan.offload.kept import ActivationRange, activation_range
 from quire.plan.offload.rates import OffloadRates, offload_rates
 from quire.plan.offload.restore import (
     Loading,
@@ -116,10 +116,10 @@ def test_activations_restore_a_multi_head_prefix_at_half_the_bytes():
 def test_a_range_of_ten_per_cent_keeps_three_quarters_of_the_bytes():
     """l = 0.68 S: X to 0.748 S at half a byte a byte of KV, KV from 0.612 S on: 0.374 + 0.388."""
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.97)
-    kept = kept_range(rates, 10_000, 10_000)
+    kept = activation_range(rates, 10_000, 10_000)
 
     assert kept.host_bytes(10_000, kv_bytes=1.0, x_bytes=0.5) == pytest.approx(7_620, rel=0.01)
-    assert KeptRange(kv_from=0, x_until=10).host_bytes(10, kv_bytes=1, x_bytes=0.5) == 15
+    assert ActivationRange(kv_from=0, x_until=10).host_bytes(10, kv_bytes=1, x_bytes=0.5) == 15
     assert [kept.nearest(x, 10_000) for x in (0, 6_500, 9_999)] == [
         kept.kv_from,
         6_500,
@@ -129,9 +129,9 @@ def test_a_range_of_ten_per_cent_keeps_three_quarters_of_the_bytes():
 
 def test_a_range_grows_with_the_sequence():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0)
-    kept = kept_range(rates, 100, 1_000)
+    kept = activation_range(rates, 100, 1_000)
 
     assert kept.kv_from == 59  # 66 of 100 less a tenth
     assert kept.x_until == 733  # 666 of 1,000 and a tenth more
     with pytest.raises(ConfigError, match="got 3 and 2"):
-        KeptRange(kv_from=3, x_until=2)
+        ActivationRange(kv_from=3, x_until=2)

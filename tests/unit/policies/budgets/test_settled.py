@@ -95,7 +95,7 @@ def test_the_worked_example_of_squeeze() -> None:
     """Cosines 0.2 0.5 0.9 0.91: the last two give; 0.3 * 100 = 30, (4 - 0.6) * 100 / 2 = 170."""
     view = view_with_cosines([0.2, 0.5, 0.9, 0.91], heads=2)
 
-    caps = Squeeze().settle(view, ByLooks(), shape_of(100, 4, heads=2))
+    caps = Squeeze().finalize(view, ByLooks(), shape_of(100, 4, heads=2))
 
     assert caps == (170, 170, 170, 170, 30, 30, 30, 30)
 
@@ -104,14 +104,14 @@ def test_what_every_layer_holds_is_not_squeezed() -> None:
     """20 of 100 are held: 0.5 * 80 + 20 = 60 and (2 - 0.5) * 80 + 20 = 140."""
     view = view_with_cosines([0.1, 0.9])
 
-    assert Squeeze(share=0.5, groups=2).settle(view, ByLooks(), shape_of(100, 2, least=21)) == (
+    assert Squeeze(share=0.5, groups=2).finalize(view, ByLooks(), shape_of(100, 2, least=21)) == (
         140,
         60,
     )
 
 
 def test_layers_that_change_alike_share_alike() -> None:
-    caps = Squeeze().settle(view_with_cosines([0.5] * 3), ByLooks(), shape_of(100, 3))
+    caps = Squeeze().finalize(view_with_cosines([0.5] * 3), ByLooks(), shape_of(100, 3))
 
     assert caps == (100, 100, 100)
 
@@ -127,7 +127,7 @@ def test_squeezed_caps_keep_the_total(cosines, heads, cap, least, share) -> None
     shape, budget = shape_of(cap, len(cosines), heads=heads, least=least), Squeeze(share=share)
 
     reserved = budget.lane_caps(shape)
-    caps = budget.settle(view_with_cosines(cosines, heads), ByLooks(), shape)
+    caps = budget.finalize(view_with_cosines(cosines, heads), ByLooks(), shape)
 
     assert sum(caps) == cap * shape.num_lanes
     assert min(caps) >= least
@@ -138,7 +138,7 @@ def test_a_layer_of_which_nothing_was_recorded_fails_by_name() -> None:
     view = view_with_cosines([0.2, 0.5], tokens=0)
 
     with pytest.raises(PolicyError, match="nothing was recorded; use another budget"):
-        Squeeze().settle(view, ByLooks(), shape_of(100, 2))
+        Squeeze().finalize(view, ByLooks(), shape_of(100, 2))
 
 
 def test_a_squeeze_to_nothing_is_refused() -> None:
@@ -176,13 +176,13 @@ def test_layers_that_look_near_keep_the_cap_and_the_others_everything() -> None:
     """
     view, budget = view_with_masses([0.05, 0.5]), Lazy(threshold=0.7, sinks=1, last=1)
 
-    assert budget.settle(view, ByLooks(), shape_of(7, 2)) == (7, UNBOUNDED)
-    assert budget.settle(view, ByLooks(), shape_of(9, 2, leaving=2)) == (9, UNBOUNDED)
-    assert Lazy(threshold=0.74, sinks=1, last=1).settle(view, ByLooks(), shape_of(7, 2)) == (
+    assert budget.finalize(view, ByLooks(), shape_of(7, 2)) == (7, UNBOUNDED)
+    assert budget.finalize(view, ByLooks(), shape_of(9, 2, leaving=2)) == (9, UNBOUNDED)
+    assert Lazy(threshold=0.74, sinks=1, last=1).finalize(view, ByLooks(), shape_of(7, 2)) == (
         UNBOUNDED,
         UNBOUNDED,
     )
-    assert Lazy(threshold=0.38, sinks=1, last=1).settle(view, ByLooks(), shape_of(7, 2)) == (7, 7)
+    assert Lazy(threshold=0.38, sinks=1, last=1).finalize(view, ByLooks(), shape_of(7, 2)) == (7, 7)
 
 
 @given(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 1))
@@ -190,7 +190,7 @@ def test_a_higher_threshold_makes_no_layer_lazy(far: list[float], one: float, ot
     view, shape = view_with_masses(far), shape_of(6, len(far))
 
     low, high = (
-        Lazy(threshold=threshold, sinks=1, last=1).settle(view, ByLooks(), shape)
+        Lazy(threshold=threshold, sinks=1, last=1).finalize(view, ByLooks(), shape)
         for threshold in sorted((one, other))
     )
 
@@ -213,7 +213,7 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
     Head 0: the protected got 95 of 100. Head 1: they got 40, the best three others 30 20 5: with
     one more 70, with three more 95. Head 2: all got the same 10, so six give 60.
     """
-    looks = torch.tensor(
+    queries_seen = torch.tensor(
         [
             [60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15],
             [20.0, 30, 20, 5, 1, 1, 1, 2, 10, 10],
@@ -224,11 +224,11 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
         torch.arange(10).expand(3, 10),
         next_position=10,
         heads_per_layer=3,
-        statistics={AttentionSum().name: looks},
+        statistics={AttentionSum().name: queries_seen},
     )
     rule = ByLooks(sinks=1, recent=2)
 
-    caps = FastGen(share=0.9).settle(view, rule, shape_of(6, 1, heads=3, least=4))
+    caps = FastGen(share=0.9).finalize(view, rule, shape_of(6, 1, heads=3, least=4))
 
     assert caps == (4, 6, UNBOUNDED)
 
@@ -239,22 +239,22 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
     st.integers(4, 12),
     st.integers(0, 1),
 )
-def test_what_a_head_keeps_recovers_the_share(looks, share, cap, leaving) -> None:
-    got = torch.tensor(looks, dtype=torch.float32)
+def test_what_a_head_keeps_recovers_the_share(queries_seen, share, cap, leaving) -> None:
+    got = torch.tensor(queries_seen, dtype=torch.float32)
     view = KVView(
-        torch.arange(8).expand(len(looks), 8),
+        torch.arange(8).expand(len(queries_seen), 8),
         next_position=8,
-        heads_per_layer=len(looks),
+        heads_per_layer=len(queries_seen),
         statistics={AttentionSum().name: got},
     )
     rule = ByLooks(sinks=1, recent=1)
-    shape = shape_of(cap, 1, heads=len(looks), least=3 + leaving, leaving=leaving)
+    shape = shape_of(cap, 1, heads=len(queries_seen), least=3 + leaving, leaving=leaving)
 
-    caps = FastGen(share=share).settle(view, rule, shape)
+    caps = FastGen(share=share).finalize(view, rule, shape)
 
     assert set(caps) <= {shape.least, shape.cap, UNBOUNDED}
     for lane, lane_cap in enumerate(caps):
-        keep = torch.full((len(looks),), min(8, lane_cap - leaving))
+        keep = torch.full((len(queries_seen),), min(8, lane_cap - leaving))
         kept = (got * rule.select(view, keep))[lane].sum()
         assert kept >= share * got[lane].sum()
 

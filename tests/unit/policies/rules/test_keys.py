@@ -16,7 +16,7 @@ from unit.policies.histories import (
     best,
     changed,
     keep_of,
-    kept_positions,
+    retained_positions,
     make_history,
     rotation,
     softmax,
@@ -29,7 +29,7 @@ def test_knorm_keeps_the_shortest_keys():
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]
@@ -42,7 +42,7 @@ def test_keydiff_keeps_the_keys_farthest_from_the_mean_direction():
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, KeyDiff().select(view, keep))
+    kept = retained_positions(view, KeyDiff().select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]
@@ -77,7 +77,7 @@ def test_lagkv_ranks_tokens_by_how_they_stand_out_from_the_next_partition(sinks,
     view = history.view()
     keep = keep_of(view, 0.7, policy.least_cap)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         scores = lag_scores(history, lane, sinks, lag)
@@ -95,7 +95,7 @@ def test_expected_attention_asks_the_queries_to_come(group, heads, epsilon):
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]

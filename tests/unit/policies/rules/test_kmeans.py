@@ -8,7 +8,7 @@ from quire.layout.statistics import AttentionSum
 from quire.policies.h2o import H2O
 from quire.policies.kmeans import KMeans
 from quire.policies.view import KVView
-from unit.policies.histories import Slots, best, kept_positions
+from unit.policies.histories import Slots, best, retained_positions
 from unit.policies.plain_kvcrush import history_of, of_layers, plain_count
 
 pytest.importorskip("scipy")
@@ -39,15 +39,15 @@ def test_of_each_cluster_of_keys_the_token_nearest_its_mean_stays(rounds):
         free = [t for t in tokens if t not in must]
         mean = {t: float(np.mean([scores[t] for scores in of_head])) for t in free}
         count = plain_count(policy, keep - len(must), mean)
-        important = best(mean, [], keep - len(must) - count)
-        grouped = [t for t in free if t not in important]
+        promoted = best(mean, [], keep - len(must) - count)
+        grouped = [t for t in free if t not in promoted]
         points = [np.concatenate([history.keys[lane, t] for lane in lanes]) for t in grouped]
         stays = {grouped[n] for n in plain_kmeans(points, count, rounds)}
-        expected += [sorted({*must, *important, *stays})] * history.heads
+        expected += [sorted({*must, *promoted, *stays})] * history.heads
 
     kept = policy.select(view, torch.full((len(view.positions),), keep))
 
-    assert kept_positions(view, kept) == expected
+    assert retained_positions(view, kept) == expected
 
 
 def test_of_each_kind_of_signature_one_token_stays():
@@ -70,4 +70,4 @@ def test_of_each_kind_of_signature_one_token_stays():
 
     kept = KMeans(base=H2O(recent=0), share=0.5).select(view, torch.tensor([4]))
 
-    assert kept_positions(view, kept) == [[0, 1, 2, 4]]
+    assert retained_positions(view, kept) == [[0, 1, 2, 4]]

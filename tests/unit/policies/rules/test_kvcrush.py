@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.layout.statistics import AttentionSum, LowLooks
+from quire.layout.statistics import AttentionSum, LowAttentionCount
 from quire.policies.average import Average
 from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
@@ -23,7 +23,7 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from unit.policies.histories import best, changed, kept_positions, make_history
+from unit.policies.histories import best, changed, retained_positions, make_history
 from unit.policies.plain_kvcrush import (
     history_of,
     of_layers,
@@ -46,7 +46,7 @@ def check(history, policy, keep, piece=1):
     view = history.view(policy.statistics)
     wanted = torch.full((len(view.positions),), keep)
 
-    kept = kept_positions(view, policy.select(view, wanted, piece))
+    kept = retained_positions(view, policy.select(view, wanted, piece))
 
     assert kept == plain_kvcrush(history, policy, keep, piece)
     assert len(kept[0]) < len(history.cached[0])
@@ -92,7 +92,7 @@ def test_layers_of_other_fullness_lose_as_many_as_each_may(piece):
 
     for first, second in ((30, 40), (41, 33), (per_layer - 20, 40)):
         keep = torch.tensor([first, first, second, second])
-        kept = kept_positions(view, policy.select(view, keep, piece))
+        kept = retained_positions(view, policy.select(view, keep, piece))
         expected = [plain_kvcrush(history, policy, number, piece) for number in (first, second)]
         assert kept == [*expected[0][:2], *expected[1][2:]]
 
@@ -147,7 +147,7 @@ def test_figure_3_by_hand():
 
     kept = policy.select(view, torch.tensor([4]))
 
-    assert kept_positions(view, kept) == [[0, 1, 2, 5]]
+    assert retained_positions(view, kept) == [[0, 1, 2, 5]]
 
 
 def test_a_random_pick_is_another_with_another_seed():
@@ -219,13 +219,13 @@ def test_a_dynamic_share_is_whole_where_all_score_alike_and_nothing_where_few_ha
     flat = torch.ones(1, 20)
     peaked = torch.where(torch.arange(20) < 6, 1.0, 0.0)[None] * torch.arange(20.0, 0, -1)
 
-    def important(scores):
+    def promoted(scores):
         view = KVView(torch.arange(20)[None], 20, layers=(0,), statistics={statistic.name: scores})
         kept = policy.select(view, torch.tensor([8]))[0]
         return int(kept[:8].sum()), int(kept.sum())
 
-    assert important(peaked) == (8, 8)
-    assert important(flat) == (5, 8)  # 0 to 3; and 5, which stands for 4 to 7: the head keeps them
+    assert promoted(peaked) == (8, 8)
+    assert promoted(flat) == (5, 8)  # 0 to 3; and 5, which stands for 4 to 7: the head keeps them
 
 
 # ---- what a head says --------------------------------------------------------------------------
@@ -252,11 +252,11 @@ def test_a_bit_says_whether_the_head_alone_would_keep_the_token(base):
     """Also where a rule does more than rank its scores, as RoCo does."""
     view = history_of(group=3).view(KVCrush(base=base).statistics)
     keep = torch.full((len(view.positions),), 30)
-    asked = KVCrush(base=base).ask(view, keep, 1)
+    requested = KVCrush(base=base).ask(view, keep, 1)
 
     alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
 
-    assert torch.equal(asked.all_bits.flatten(0, 1), alone)
+    assert torch.equal(requested.all_bits.flatten(0, 1), alone)
 
 
 def test_what_is_asked_once_a_layer_is_asked_of_its_first_head():
@@ -292,8 +292,8 @@ def test_kept_signatures_are_those_of_the_first_time():
     policy = KVCrush(base=BASE, signatures="kept", share=0.5)
     view = history.view(policy.statistics)
     keep = torch.full((len(view.positions),), 30)
-    asked = policy.ask(view, keep, 1)
-    before = asked.all_bits.flatten(0, 1)
+    requested = policy.ask(view, keep, 1)
+    before = requested.all_bits.flatten(0, 1)
 
     decision = policy.decide(view, keep)
     noted = {s.name: n for s, n in decision.notes.items()}
@@ -362,7 +362,7 @@ def test_openvinos_form_keeps_what_the_plain_one_keeps(anchor):
 
         kept = policy.select(view, torch.full((len(view.positions),), keep), piece)
 
-        assert kept_positions(view, kept) == expected
+        assert retained_positions(view, kept) == expected
 
 
 def view_of_sums(sums):
@@ -390,7 +390,7 @@ def test_openvinos_bits_are_of_accumulated_attention_which_the_base_rule_divides
 
     kept = policy.select(view, torch.tensor([4]), 2)
 
-    assert kept_positions(view, kept) == [[2, 3, 8, 9]]
+    assert retained_positions(view, kept) == [[2, 3, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_what_a_rule_accumulates_is_its_score_before_division(base, wanted):
 
 def test_rules_that_divide_other_statistics_accumulate_them_undivided():
     numbers = torch.tensor([[6.0, 4.0, 1.0]])
-    low = LowLooks()
+    low = LowAttentionCount()
     view = KVView(torch.arange(3)[None], 3, statistics={low.name: numbers})
 
     assert Scissorhands(share=True).accumulated(view, numbers).tolist() == [[-6.0, -4.0, -1.0]]
@@ -478,7 +478,7 @@ def test_the_least_cap_leaves_one_representative_and_one_less_is_refused():
     policy = KVCrush()
 
     assert policy.least_cap == 7
-    assert policy.least_kept(4) == 31 + 8  # four pieces of four to choose, 15 newest, two edges
+    assert policy.least_retained(4) == 31 + 8  # four pieces of four to choose, 15 newest, two edges
     assert KVCrush(base=Recent2(), share=0.25).least_cap == 4
 
 

@@ -34,7 +34,7 @@ from unit.policies.histories import (
     Slots,
     changed,
     keep_of,
-    kept_positions,
+    retained_positions,
     make_history,
 )
 
@@ -72,7 +72,7 @@ def test_1_what_is_kept_stays_in_order_so_that_a_second_rule_finds_ages_right():
     newest = Recent(sinks=1).select(once, torch.full((4,), 10))
 
     assert (once.positions.diff(dim=1) > 0).all()
-    for lane, tokens in zip(once.positions, kept_positions(once, newest), strict=True):
+    for lane, tokens in zip(once.positions, retained_positions(once, newest), strict=True):
         first = [0] if 0 in lane else []
         assert tokens == sorted({*first, *lane[len(first) - 10 :].tolist()})
     twice = LagKV(sinks=0, lag=10).select(once, torch.full((4,), 25))
@@ -86,7 +86,7 @@ def test_2_age_is_the_distance_of_positions_not_of_slots():
     """
     view = view_of_sums(Average(), [0, 90, 99], [10.0, 2.0, 0.15], next_position=100)
 
-    assert kept_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
+    assert retained_positions(view, Average().select(view, torch.tensor([2]))) == [[90, 99]]
 
 
 def test_3_the_logical_length_counts_not_what_is_cached():
@@ -120,14 +120,14 @@ def test_4_sinks_and_the_newest_tokens_stay_by_a_mask_whatever_they_score(policy
     history.keys[:, [0, 1, 37, 38, 39]] *= 100.0
     view = history.view(policy.statistics)
 
-    for tokens in kept_positions(view, policy.select(view, torch.full((4,), 7))):
+    for tokens in retained_positions(view, policy.select(view, torch.full((4,), 7))):
         assert {0, 1, 37, 38, 39} < set(tokens)
 
 
 def test_5_a_sum_is_divided_by_the_queries_that_saw_it_and_slots_without_tokens_by_one():
     view = KVView(torch.tensor([[0, 4, 9], [8, 9, -1]]), next_position=10)
 
-    assert view.looks.tolist() == [[10, 6, 1], [2, 1, 1]]
+    assert view.queries_seen.tolist() == [[10, 6, 1], [2, 1, 1]]
 
 
 def test_6_sums_are_compared_in_full_precision():
@@ -135,7 +135,7 @@ def test_6_sums_are_compared_in_full_precision():
     view = view_of_sums(H2O(recent=0), [0, 1], [300.0, 300.1], next_position=1000)
 
     assert torch.tensor(300.1).bfloat16() == torch.tensor(300.0).bfloat16()
-    assert kept_positions(view, H2O(recent=0).select(view, torch.tensor([1]))) == [[1]]
+    assert retained_positions(view, H2O(recent=0).select(view, torch.tensor([1]))) == [[1]]
 
 
 @pytest.mark.parametrize("name", SCORING)
@@ -246,5 +246,5 @@ def test_tova_may_let_the_newest_token_go_unless_it_is_protected():
     history.keys[:, 29] = -100 * history.query(0, 0, 29)
     view = history.view(TOVA().statistics)
 
-    assert 29 not in kept_positions(view, TOVA().select(view, torch.tensor([20])))[0]
-    assert 29 in kept_positions(view, TOVA(recent=1).select(view, torch.tensor([20])))[0]
+    assert 29 not in retained_positions(view, TOVA().select(view, torch.tensor([20])))[0]
+    assert 29 in retained_positions(view, TOVA(recent=1).select(view, torch.tensor([20])))[0]

@@ -10,7 +10,7 @@ from quire.policies.registry import registered
 from quire.policies.sinks import Sinks
 from quire.policies.streaming import Streaming
 from quire.policies.value_norm import ValueNorm
-from unit.policies.histories import best, changed, keep_of, kept_positions, make_history
+from unit.policies.histories import best, changed, keep_of, retained_positions, make_history
 
 WORD = (1 << 64) - 1
 
@@ -24,7 +24,7 @@ def test_the_first_and_the_newest_stay(policy, sinks):
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]
@@ -34,9 +34,9 @@ def test_the_first_and_the_newest_stay(policy, sinks):
 
 
 def test_only_streaming_numbers_anew_and_so_does_what_stands_on_it():
-    assert {name for name, rule in registered().items() if rule().renumbers} == {"streaming"}
-    assert ValueNorm(base=Streaming()).renumbers
-    assert not ValueNorm(base=Sinks()).renumbers
+    assert {name for name, rule in registered().items() if rule().rerotates_keys} == {"streaming"}
+    assert ValueNorm(base=Streaming()).rerotates_keys
+    assert not ValueNorm(base=Sinks()).rerotates_keys
 
 
 def scrambled(number: int) -> int:
@@ -63,7 +63,7 @@ def test_random_keeps_by_a_hash_of_seed_layer_and_position(seed):
     view = history.view()
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         of_layer = scrambled((scrambled(seed) + (3, 8)[lane // 2]) & WORD)

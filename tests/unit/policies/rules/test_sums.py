@@ -10,7 +10,7 @@ from quire.policies.h2o_sinks import H2OSinks
 from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.view import KVView
-from unit.policies.histories import REDUCE, best, keep_of, kept_positions, make_history
+from unit.policies.histories import REDUCE, best, keep_of, retained_positions, make_history
 
 GROUPS = [1, 3]
 HEADS = ["mean", "max", "sum"]
@@ -21,7 +21,7 @@ def check(policy, history, reference, share=0.6) -> None:
     view = history.view(policy.statistics)
     keep = keep_of(view, share, policy.least_cap)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     assert kept == [reference(lane, int(keep[lane])) for lane in range(len(history.cached))]
     assert any(len(lane) < len(all_) for lane, all_ in zip(kept, history.cached, strict=True))
@@ -102,11 +102,11 @@ def test_average_can_protect_both_ends():
 def roco_reference(history, sinks, recent, heads):
     def reference(lane, keep):
         cached = history.cached[lane]
-        looks = {t: rows(history, lane, t, heads) for t in cached}
+        queries_seen = {t: rows(history, lane, t, heads) for t in cached}
         free = [t for t in cached if t not in ends(history, lane, sinks, recent)]
-        steadiest = sorted(free, key=lambda t: (np.std(looks[t]), -t))
+        steadiest = sorted(free, key=lambda t: (np.std(queries_seen[t]), -t))
         scope = steadiest[: max(keep - (len(cached) - len(free)), len(cached) - keep)]
-        leaving = sorted(scope, key=lambda t: (np.mean(looks[t]), -t))[: len(cached) - keep]
+        leaving = sorted(scope, key=lambda t: (np.mean(queries_seen[t]), -t))[: len(cached) - keep]
         return sorted(set(cached) - set(leaving))
 
     return reference
@@ -146,7 +146,7 @@ def test_roco_keeps_a_token_whose_weights_vary_though_its_mean_is_the_lowest():
 
     kept = policy.select(made, torch.tensor([4]))
 
-    assert kept_positions(made, kept) == [[2, 3, 4, 5]]
+    assert retained_positions(made, kept) == [[2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("share_of_looks", [False, True])
@@ -158,8 +158,8 @@ def test_scissorhands_counts_low_looks(group, heads, share_of_looks):
     def reference(lane, keep):
         scores = {}
         for token in history.cached[lane]:
-            asked = history.asked[lane, token:]
-            low = [w < 1 / n for w, n in zip(rows(history, lane, token, heads), asked, strict=True)]
+            requested = history.requested[lane, token:]
+            low = [w < 1 / n for w, n in zip(rows(history, lane, token, heads), requested, strict=True)]
             scores[token] = -np.float32(sum(low)) / (len(low) if share_of_looks else 1)
         return best(scores, ends(history, lane, 0, 10), keep)
 

@@ -17,7 +17,7 @@ from unit.policies.histories import (
     best,
     changed,
     keep_of,
-    kept_positions,
+    retained_positions,
     make_history,
     softmax,
 )
@@ -42,7 +42,7 @@ def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         layer = range(lane // 2 * 2, lane // 2 * 2 + 2)
@@ -58,11 +58,11 @@ def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_tova_can_keep_a_set_for_each_kv_head(group):
     history = make_history(group=group, seed=1)
-    policy = TOVA(grain="lane", sinks=1)
+    policy = TOVA(granularity="lane", sinks=1)
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         last = [window_rows(history, lane, h, 1)[history.tokens - 1] for h in range(group)]
@@ -87,7 +87,7 @@ def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, k
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.6)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]
@@ -149,7 +149,7 @@ def test_rkv_mixes_importance_with_redundancy(group, block):
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.6)
 
-    kept = kept_positions(view, policy.select(view, keep))
+    kept = retained_positions(view, policy.select(view, keep))
 
     for lane, tokens in enumerate(kept):
         cached = history.cached[lane]
@@ -164,8 +164,8 @@ def test_rkv_mixes_importance_with_redundancy(group, block):
         blocks = [similarity(keys[i : i + size], 0.4) for i in range(0, len(keys), size)]
         redundancy = softmax(np.concatenate(blocks))
         scores = {
-            t: 0.3 * important - 0.7 * redundant
-            for t, important, redundant in zip(before, importance, redundancy, strict=False)
+            t: 0.3 * promoted - 0.7 * redundant
+            for t, promoted, redundant in zip(before, importance, redundancy, strict=False)
         }
         assert tokens == best(scores, {0, *cached[-window:]}, int(keep[lane]))
 

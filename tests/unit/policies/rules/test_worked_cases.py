@@ -14,13 +14,13 @@ from quire.policies.scissorhands import Scissorhands
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
-from unit.policies.histories import Slots, history_of_rows, kept_positions
+from unit.policies.histories import Slots, history_of_rows, retained_positions
 
 ROWS = [[1.0], [0.6, 0.4], [0.5, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]]
 
 
 def kept(policy, view, keep):
-    [lane] = kept_positions(view, policy.select(view, torch.tensor([keep])))
+    [lane] = retained_positions(view, policy.select(view, torch.tensor([keep])))
     return lane
 
 
