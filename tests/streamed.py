@@ -12,9 +12,9 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
-from quire.offload.swap.carrier import ThreadTransferWorker
+from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.offload.weights.layers import layer_weights
-from quire.offload.weights.place import stream_weights
+from quire.offload.weights.placement import stream_weights
 
 
 class Dawdling(ThreadTransferWorker):

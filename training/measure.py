@@ -33,7 +33,9 @@ class Judge:
     def exact(self, task: str, tokens: int, n: int) -> float:
         """Share of prompts whose whole answer is the greedy continuation."""
         case = GateCase(task=task, tokens=tokens, n=n)
-        requested = questions(case, measure=lambda text: len(self._encode(text)), filler=self.filler)
+        requested = questions(
+            case, measure=lambda text: len(self._encode(text)), filler=self.filler
+        )
         return sum(map(self._answers, requested)) / n
 
     def book_loss(self, tokens: int, windows: int = 3) -> float:

@@ -86,7 +86,9 @@ def judge(model: LoadedModel, task: str, prompts: Sequence[Encoded], how: Batche
             raise InvariantError(f"{done.rows_peak} rows of a batch of {len(together)} ran at once")
         total_s, preemptions = total_s + done.total_s, preemptions + done.preemptions
         texts = [text_of(model, answer) for answer in done.answers]
-        grades += [prompt.requested.grade(text) for prompt, text in zip(together, texts, strict=True)]
+        grades += [
+            prompt.requested.grade(text) for prompt, text in zip(together, texts, strict=True)
+        ]
     engine.check()
     return Judged(
         task=task,

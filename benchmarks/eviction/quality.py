@@ -63,7 +63,9 @@ class Judge:
         )
 
 
-def judged(key: CellKey, requested: Sequence[Asked], answers: Sequence[RequestOutput], seconds: float) -> Cell:
+def judged(
+    key: CellKey, requested: Sequence[Asked], answers: Sequence[RequestOutput], seconds: float
+) -> Cell:
     """A cell of answers to all of its prompts.
 
     Raises:

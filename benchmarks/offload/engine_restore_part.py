@@ -15,7 +15,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
-from quire.offload.prefix_store.restoring import PrefixLoader
+from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
@@ -130,7 +130,9 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
 def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) -> PrefixLoader:
     copies = CopyRate(bytes_per_s=1e9)
     costs = LearnedCosts(Costs(copies=CopyRates(out=copies, back=copies), prefill=prefill))
-    return PrefixLoader(learned.tier, costs, engine.scheduler.sequence_memory.sharing, engine.events)
+    return PrefixLoader(
+        learned.tier, costs, engine.scheduler.sequence_memory.sharing, engine.events
+    )
 
 
 def _read_again(engine: Engine, tokens: int) -> int:

@@ -91,7 +91,9 @@ def _table(scaling: Scaling) -> Table:
         columns=("devices", "all attention on the host", "pipelined split"),
         rows=tuple(
             (n, offloaded, recomputed)
-            for (n, offloaded), (_, recomputed) in zip(scaling["all_host"], scaling["lB"], strict=True)
+            for (n, offloaded), (_, recomputed) in zip(
+                scaling["all_host"], scaling["lB"], strict=True
+            )
         ),
     )
 

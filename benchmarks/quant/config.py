@@ -154,9 +154,9 @@ class BandwidthConfig:
 
 EVICTING_CODECS = (
     *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
-    *("int4+residual=64+important=32:int8", "int3+residual=64+important=32:int8"),
-    *("int2+residual=64+important=32:int8", "int2+residual=64+important=64:int8"),
-    *("int2+residual=64+important=64:int4", "int3+residual=64+important=64:int4"),
+    *("int4+residual=64+promoted=32:int8", "int3+residual=64+promoted=32:int8"),
+    *("int2+residual=64+promoted=32:int8", "int2+residual=64+promoted=64:int8"),
+    *("int2+residual=64+promoted=64:int4", "int3+residual=64+promoted=64:int4"),
 )
 
 
@@ -225,9 +225,7 @@ QUICK_QUANT = QuantBenchConfig(
         rule="h2o:recent=8,every=16",
         shares=(0.5,),
         texts=TextsConfig(
-            codecs=(
-                *("int8+residual=16", "int2+residual=16", "int2+residual=16+important=8:int8"),
-            ),
+            codecs=(*("int8+residual=16", "int2+residual=16", "int2+residual=16+promoted=8:int8"),),
             tokens=160,
             texts=2,
             page_tokens=8,

@@ -66,7 +66,7 @@ def claims(found: ByShare) -> Numbers:
 
 def is_mixed(codec: str) -> bool:
     """Whether some tokens have a finer code."""
-    return "important" in codec
+    return "promoted" in codec
 
 
 def _pairs(of: Mapping[str, CodecTexts]) -> Sequence[tuple[str, CodecTexts]]:

@@ -58,7 +58,9 @@ def run_arm(
         memory_bytes: KV from which rows are taken out; None: as much as they need.
     """
     seconds = _CLOCKS[config.clock]
-    longest = max(requested.prompt_tokens for requested in load) + max(requested.new_tokens for requested in load)
+    longest = max(requested.prompt_tokens for requested in load) + max(
+        requested.new_tokens for requested in load
+    )
     if arm == CONTINUOUS:
         spec = models.paged.spec
         whole = spec.kv_bytes(longest + 2 * 16, 4) * batch  # each row's last page is not full

@@ -90,4 +90,6 @@ def recorded(requests: int, length_scale: float, span_s: float, urgent_every: in
 def prompt_ids(load: Load, vocab_size: int) -> list[list[int]]:
     """Random tokens; the same in every process."""
     rng = random.Random(0)
-    return [[rng.randrange(vocab_size) for _ in range(requested.prompt_tokens)] for requested in load]
+    return [
+        [rng.randrange(vocab_size) for _ in range(requested.prompt_tokens)] for requested in load
+    ]

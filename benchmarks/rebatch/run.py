@@ -202,7 +202,9 @@ def run_dense(
             ids, requested = coming.pop(0)
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             queries.append(
-                batch.submit(ids, requested.new_tokens, sampling=params, priority=requested.priority)
+                batch.submit(
+                    ids, requested.new_tokens, sampling=params, priority=requested.priority
+                )
             )
         try:
             batch.step()
@@ -250,9 +252,11 @@ def run_paged(
             clock.skip_to(coming[0][1].arrival_s)
         while coming and coming[0][1].arrival_s <= clock():
             ids, requested = coming.pop(0)
-            params = SamplingParams(max_tokens=requested.new_tokens, temperature=0.0, ignore_eos=True)
-            numbers[engine.submit(GenerationRequest(ids, params, priority=requested.priority))] = len(
-                numbers
+            params = SamplingParams(
+                max_tokens=requested.new_tokens, temperature=0.0, ignore_eos=True
+            )
+            numbers[engine.submit(GenerationRequest(ids, params, priority=requested.priority))] = (
+                len(numbers)
             )
             run.times_s.append([])
             run.answers.append([])

@@ -94,9 +94,12 @@ def _table(config: RebatchConfig, load: Load, memory_bytes: int, rounds: Sequenc
         name="rebatch_trace",
         caption=(
             f"The first {len(load)} requests of the Azure conversation trace, lengths times "
-            f"{requested.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: {requested.load:.0%} of what "
-            f"ideal list scheduling answers. {requested.batch} rows, {memory_bytes / 2**20:.1f} MiB of "
-            f"KV, every {requested.urgent_every}th request urgent. Rows are taken out for urgent ones "
+            f"{requested.scale:g}, arrivals over {load[-1].arrival_s:.1f} s: "
+            f"{requested.load:.0%} of what "
+            f"ideal list scheduling answers. {requested.batch} rows, {memory_bytes / 2**20:.1f} "
+            "MiB of "
+            f"KV, every {requested.urgent_every}th request urgent. Rows are taken out for "
+            "urgent ones "
             "and for want of memory, but not by static and pd, which begin smaller batches. "
             f"Medians of {len(rounds)} rounds, in turns."
         ),

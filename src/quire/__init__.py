@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
-    from quire.sampling.outputs import RequestOutput, OutputDelta, Usage
+    from quire.sampling.outputs import OutputDelta, RequestOutput, Usage
     from quire.scheduler.schedule_config import ScheduleConfig
 
 __all__ = [
     "LLM",
-    "RequestOutput",
     "AsyncLLM",
-    "OutputDelta",
     "KVConfig",
+    "OutputDelta",
+    "RequestOutput",
     "SamplingParams",
     "ScheduleConfig",
     "Usage",

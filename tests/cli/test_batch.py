@@ -395,7 +395,9 @@ def test_names_of_several_lines_are_warned_of_and_all_are_answered(batch):
     body = {"prompt": [3, 4], "max_tokens": 2}
     requested = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
 
-    result, target = batch([*prompts(2), requested, {"id": "c", "prompt": [3]}, "{", requested, requested])
+    result, target = batch(
+        [*prompts(2), requested, {"id": "c", "prompt": [3]}, "{", requested, requested]
+    )
 
     warnings = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warnings == [

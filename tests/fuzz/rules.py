@@ -37,7 +37,7 @@ TOKEN_CODECS = (
 )
 PAGE_CODECS = ("int4_page", "int4_page/int4", "int2_page", "int4_page/int4+sinks=2+residual=12")
 LAYER_CODECS = ("int8+plain_layers=1", "int4+plain_layers=1")
-IMPORTANT = "int2+residual=16+important=4:int8"
+PROMOTED = "int2+residual=16+promoted=4:int8"
 
 
 def draw_codec(rng: random.Random, evict: str) -> str:
@@ -51,7 +51,7 @@ def draw_codec(rng: random.Random, evict: str) -> str:
     if not evicts or rng.random() < 0.05:
         choices += LAYER_CODECS
     if evict.startswith(("h2o", "average", "keydiff", "tova")):
-        choices += [IMPORTANT] * 4
+        choices += [PROMOTED] * 4
     return rng.choice(choices)
 
 

@@ -12,7 +12,7 @@ from fuzz.case import Case
 from fuzz.replay import worst_against_replay
 from fuzz.watch import SeenLogits, Watched, difference
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
-from quire.sampling.outputs import RequestOutput, Choice
+from quire.sampling.outputs import Choice, RequestOutput
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4

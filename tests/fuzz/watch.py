@@ -9,7 +9,7 @@ import torch
 from pressure import POISON, poison
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
-from quire.sampling.outputs import RequestOutput, OutputBuilder
+from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.scheduler.eviction_trace import EvictionEntry
 
 Context = tuple[tuple[int, ...], tuple[str, ...], int]

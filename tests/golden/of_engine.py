@@ -124,7 +124,9 @@ def engine_stats(workshop: Workshop) -> object:
     return {
         "running": found.stats,
         "ended": found.stats_at_end,
-        "with_pages_on_host": {"offloaded_bytes": workshop.once(offloaded).stats["offloaded_bytes"]},
+        "with_pages_on_host": {
+            "offloaded_bytes": workshop.once(offloaded).stats["offloaded_bytes"]
+        },
         "tier": workshop.once(restored).stats["tier"],
     }
 
@@ -149,7 +151,9 @@ def by_kind(events: Iterable[KVEvent]) -> dict[str, list[Mapping[str, object]]]:
 
 @case(loose=("*_bytes", "*tokens", "*.blocks", "*.length"))
 def events(workshop: Workshop) -> object:
-    found = [event for make in (swapped, offloaded, restored) for event in workshop.once(make).events]
+    found = [
+        event for make in (swapped, offloaded, restored) for event in workshop.once(make).events
+    ]
     found += crowd(workshop, preempt="recompute").events
     for engine in _others(workshop):
         found += engine.events.newest()
@@ -209,10 +213,10 @@ def _by_place(arrays: list[object]) -> dict[str, object]:
     return {"0": stamp, "1[0]": {str(place): value for place, value in enumerate(event)}}
 
 
-@case(loose=("mixed_precision.kept", "mixed_precision.important"))
+@case(loose=("mixed_precision.kept", "mixed_precision.promoted"))
 def eviction_trace(workshop: Workshop) -> object:
     plain = {"evict": "streaming:cap=16,every=8"}
-    mixed = {"evict": "h2o:cap=16,every=8", "codec": "int2+residual=8+important=8:int8"}
+    mixed = {"evict": "h2o:cap=16,every=8", "codec": "int2+residual=8+promoted=8:int8"}
     return {"plain": _trace(workshop, **plain), "mixed_precision": _trace(workshop, **mixed)}
 
 

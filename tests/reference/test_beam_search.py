@@ -11,7 +11,7 @@ import zoo
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.sampling.outputs import RequestOutput, OutputBuilder
+from quire.sampling.outputs import OutputBuilder, RequestOutput
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 10

@@ -153,7 +153,9 @@ def test_a_cap_that_is_never_reached_changes_no_bit_and_takes_no_byte(everything
         assert usage.kv_peak_bytes == capped.usages[name].kv_peak_bytes
 
 
-@pytest.mark.parametrize("name", [n for n, rule in registered().items() if not rule().rerotates_keys])
+@pytest.mark.parametrize(
+    "name", [n for n, rule in registered().items() if not rule().rerotates_keys]
+)
 def test_what_is_remembered_of_a_prompt_changes_no_bit_of_it(everything, name):
     """Until the first token leaves, behind the prompt, all is as with everything kept."""
     rule = policy_of(name, {})

@@ -15,8 +15,8 @@ from quire.errors import NeverFits, OutOfPages
 from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import Need
 from quire.scheduler.forks import NO_PAGES
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.sequence_memory import SequenceMemory
 
 NEW_TOKENS = 10
 LENGTHS = (30, 44, 58)  # of the prompts

@@ -11,7 +11,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
-from quire.hf.kept import retained_positions
+from quire.hf.retained import retained_positions
 from quire.kv.memory import KVMemory
 
 NEW_TOKENS = 16

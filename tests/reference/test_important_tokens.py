@@ -25,7 +25,7 @@ from reference.test_eviction_engine import Run, run
 
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 RECORDS, EVERY = 5, 8
-CODEC = f"int2+residual={EVERY}+important={RECORDS}:int8"
+CODEC = f"int2+residual={EVERY}+promoted={RECORDS}:int8"
 RULE = f"h2o:cap=30,every={EVERY}"
 STORES = ("paged", "contiguous_max", "contiguous_growing")
 
@@ -152,7 +152,9 @@ def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, m
     done = answer(host=host, preempt=preempt, preempts=2)
 
     promoted = sum(
-        entry.promoted.num_slots for name in PROMPTS for entry in done.engine._traces._recorded[name]
+        entry.promoted.num_slots
+        for name in PROMPTS
+        for entry in done.engine._traces._recorded[name]
     )
     heads_of_lane = 2 * 2 // len(done.engine.eviction_trace("a")[0].kept)
     bodies = 2 * 2 * 2 * done.engine.stats().num_processed_tokens
@@ -165,7 +167,7 @@ def test_a_raised_token_is_encoded_once_more_from_what_the_model_made(preempt, m
 def test_sinks_need_no_record():
     """Six first tokens, as they were made for everybody; all six are in a window of 28."""
     sinks, first = 6, 30 - 28
-    done = answer(codec=f"int2+sinks={sinks}+residual=28+important={RECORDS}:int8")
+    done = answer(codec=f"int2+sinks={sinks}+residual=28+promoted={RECORDS}:int8")
     records = [lane for found in promoted(done).values() for lanes in found for lane in lanes]
 
     assert first < sinks

@@ -20,8 +20,8 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
-from quire.offload.kv.arriving import InFlightPages
-from quire.offload.prefix_store.restoring import PrefixLoader
+from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier

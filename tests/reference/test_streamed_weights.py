@@ -18,7 +18,7 @@ from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
-from quire.offload.weights.place import stream_weights
+from quire.offload.weights.placement import stream_weights
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from streamed import Dawdling, load_streamed, poison
@@ -173,7 +173,7 @@ def test_together_with_what_else_an_engine_does(options, objective):
     stats = engine.stats()
     assert stats.num_evictions or "evict" not in options
     if "stream_memory" in options:
-        assert engine.events.newest(["hosted"])
+        assert engine.events.newest(["offloaded"])
     elif "memory" in options:
         assert stats.num_preemptions
 

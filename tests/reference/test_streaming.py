@@ -114,7 +114,7 @@ def test_under_the_cap_it_is_plain_rope(name):
 
 
 @pytest.mark.parametrize(
-    ("evict", "prompt_tokens", "regime"),
+    ("evict", "prompt_tokens", "variant"),
     [
         ("streaming:cap=100,every=10", 10, 0),
         ("streaming:cap=100,every=10", 40, 1),

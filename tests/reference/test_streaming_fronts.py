@@ -20,10 +20,10 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.models.loader import load_model
-from quire.offload.kv.front_splits import PrefixSplits
-from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.prefix_splits import PrefixSplits
 from quire.offload.schedule.work import Speeds
-from quire.offload.swap.carrier import ThreadTransferWorker
+from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
@@ -114,7 +114,7 @@ def whole(name: str, codec: str = "none"):
 
 def offloaded(engine: Engine) -> int:
     """Times pages of somebody went to the host."""
-    return len(engine.events.newest(["hosted"]))
+    return len(engine.events.newest(["offloaded"]))
 
 
 def most_running(engine: Engine) -> int:
@@ -387,7 +387,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
             engine.check()
 
     assert usages["b"].cached_tokens == 40
-    assert {event.request_id for event in engine.events.newest(["hosted"])} == {"b"}
+    assert {event.request_id for event in engine.events.newest(["offloaded"])} == {"b"}
     logits = {"b": recorder.logits["b"]}
     assert largest_difference(logits, {"b": whole("qwen3")["b"]}) <= 1e-4
 
@@ -436,7 +436,7 @@ def test_those_that_search_stay_in_the_memory():
         engine.step()
         engine.check()
 
-    assert {event.request_id for event in engine.events.newest(["hosted"])} <= {"long"}
+    assert {event.request_id for event in engine.events.newest(["offloaded"])} <= {"long"}
 
 
 @pytest.mark.parametrize(
@@ -595,7 +595,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
     slow = CopyRate(bytes_per_s=1e6)
     speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
     monkeypatch.setattr(
-        "quire.offload.kv.front_choice.measure_offload_speeds", lambda *_, **__: speeds
+        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: speeds
     )
     parts, learn = [], PrefixSplits.learn
 

@@ -7,7 +7,7 @@ from engines import greedy, load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.offload.kv.stream_carrier import StreamTransferWorker
+from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
@@ -47,5 +47,5 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, parts, monkeypatc
     engine, logits = run(name, 0.8, stream_memory="4MiB", **parts)
 
     assert isinstance(engine.pool.fronts.kv_offload.transfer_worker, StreamTransferWorker)
-    assert engine.events.newest(["hosted"])
+    assert engine.events.newest(["offloaded"])
     assert largest_difference(logits, run(name, 16)[1]) <= 1e-3

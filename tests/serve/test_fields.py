@@ -373,7 +373,9 @@ def test_token_ids_without_lists_around_them_are_refused_with_the_shape(post):
 def test_a_negative_length_is_named_as_the_body_names_it(post, path):
     requested = ASKED[path] | {"max_completion_tokens": -1}
 
-    assert refused(post(path, **requested), "max_completion_tokens").startswith("max_completion_tokens")
+    assert refused(post(path, **requested), "max_completion_tokens").startswith(
+        "max_completion_tokens"
+    )
 
 
 @pytest.mark.parametrize("field", ["extra_body", "options"])

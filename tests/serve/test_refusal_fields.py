@@ -11,14 +11,14 @@ MODULES = (
     *(
         "engine/validation.py",
         "eviction/eviction_rules.py",
-        "engine/intake.py",
+        "engine/input_processor.py",
         "scheduler/group.py",
     ),
-    *("scheduler/admission/refusal.py", "tenancy/tenant_book.py", "models/tokenizer.py"),
+    *("scheduler/admission/refusal.py", "tenancy/accounts.py", "models/tokenizer.py"),
     *sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / "serve").glob("*.py")),
 )
 WITHOUT_A_FIELD = {
-    "tenancy/tenant_book.py": 2,  # the tenant is the API key's
+    "tenancy/accounts.py": 2,  # the tenant is the API key's
     "serve/fields.py": 1,  # too many unknown fields: it is not one of them
 }
 

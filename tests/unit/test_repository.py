@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "quire").rglob("*.py"))
 MOST_LINES, QUESTIONED_LINES = 500, 300
 LONG_FILES = {
-    "src/quire/scheduler/lane_caps.py": "bounds of lanes, of groups too",
+    "src/quire/scheduler/lane_capacities.py": "bounds of lanes, of groups too",
     "src/quire/engine/pool.py": "what a KV memory consists of, checked before it is taken",
     "src/quire/kv/step.py": "the attention of one step over all stores",
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",

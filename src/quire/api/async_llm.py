@@ -19,8 +19,8 @@ from quire.engine.ledger import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QuireError, RequestError
 from quire.models.tokenizer import encode_prompt
-from quire.sampling.answer_stream import OutputStream
-from quire.sampling.outputs import RequestOutput, OutputDelta
+from quire.sampling.output_stream import OutputStream
+from quire.sampling.outputs import OutputDelta, RequestOutput
 from quire.scheduler.events import KINDS, KVEvent
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from quire.errors import ConfigError, EngineDead, RequestError
 from quire.layout.options import require_type
 from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
-from quire.sampling.outputs import RequestOutput, OutputBuilder, OutputDelta
+from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
 Progress = Callable[[EngineStats, list[OutputDelta]], None]

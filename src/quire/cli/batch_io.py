@@ -169,7 +169,10 @@ def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Bat
 
 
 def _line(
-    body: Mapping[str, Any], head: LineHead, requested: Literal["messages", "prompt"], form: LineFormat
+    body: Mapping[str, Any],
+    head: LineHead,
+    requested: Literal["messages", "prompt"],
+    form: LineFormat,
 ) -> BatchLine:
     others = {k: v for k, v in body.items() if k != requested and k not in _OF_ENGINE}
     line = BatchLine(

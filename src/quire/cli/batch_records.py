@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.batch_io import BatchLine, LineHead
 
 if TYPE_CHECKING:
-    from quire.sampling.outputs import RequestOutput, Choice
+    from quire.sampling.outputs import Choice, RequestOutput
 
 Record = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.errors import RequestError
-from quire.sampling.outputs import RequestOutput, OutputBuilder
+from quire.sampling.outputs import OutputBuilder, RequestOutput
 
 OnStep = Callable[[], None]
 

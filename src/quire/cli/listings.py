@@ -51,7 +51,7 @@ class BudgetRow:
         options: name to default.
         summary: who gets more.
         statistics: what it has remembered beside what the rule needs.
-        queries_seen: `never`, `once` when the prompt has been read, or `always`, at each eviction.
+        needs: `never`, `once` when the prompt has been read, or `always`, at each eviction.
         keeps_total: whether caps add up to lanes * cap.
         source: where it comes from.
     """
@@ -60,7 +60,7 @@ class BudgetRow:
     options: dict[str, object]
     summary: str
     statistics: tuple[str, ...]
-    queries_seen: str
+    needs: str
     keeps_total: bool
     source: str
 
@@ -73,11 +73,11 @@ def policies(*, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"name": "policies", **found}))
         return
     for row in rules:
-        _print_block(row, {"grain": row.granularity, "cost": row.cost})
+        _print_block(row, {"granularity": row.granularity, "cost": row.cost})
     typer.echo("Budgets: how a cap is divided over layers and heads, budget=(pyramid:beta=20)\n")
     for budget in budgets:
         total = "kept" if budget.keeps_total else "not kept: lanes may keep everything"
-        _print_block(budget, {"looks": budget.queries_seen, "total": total})
+        _print_block(budget, {"needs": budget.needs, "total": total})
     typer.echo(
         f"Every policy but full also takes cap=TOKENS (must be given; or 25%, 2MiB), "
         f"every= (default: cap / 8, at most {MOST_DEFAULT_EVERY}), when=, budget=, granularity=:\n"
@@ -152,13 +152,13 @@ def budget_rows() -> list[BudgetRow]:
 
 
 def _budget_row(name: str, budget: "type[Budget]") -> BudgetRow:
-    queries_seen = "always" if budget.ragged else "once" if budget.needs_prompt else "never"
+    needs = "always" if budget.ragged else "once" if budget.needs_prompt else "never"
     return BudgetRow(
         name=name,
         options=_defaults(budget),
         summary=_first_paragraph(budget.__doc__),
-        statistics=() if queries_seen == "never" else tuple(s.name for s in budget().statistics),
-        queries_seen=queries_seen,
+        statistics=() if needs == "never" else tuple(s.name for s in budget().statistics),
+        needs=needs,
         keeps_total=budget.keeps_total,
         source=_source(budget),
     )

@@ -16,7 +16,8 @@ def render_batches(report: BatchReport) -> RenderableType:
     requested = report.question
     title = Text(
         f"Rows of {requested.prompt_tokens:,} tokens and {requested.new_tokens:,} new in "
-        f"{format_size(requested.kv_bytes)} of KV ({requested.kv_codec}, pages of {requested.page_tokens})",
+        f"{format_size(requested.kv_bytes)} of KV ({requested.kv_codec}, pages of "
+        f"{requested.page_tokens})",
         style="bold",
     )
     notes = [Text(f"tokens/s: {reason}") for reason in report.missing]

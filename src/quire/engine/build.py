@@ -18,11 +18,11 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
-from quire.offload.kv.evicting_fronts import OffloadEvictor
-from quire.offload.kv.front_room import PrefixOffloader
+from quire.offload.kv.evictor import OffloadEvictor
+from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.prefix_store.open_tier import OpenedTier, open_tier
 from quire.offload.prefix_store.prefix_identities import PrefixIdentities
-from quire.offload.prefix_store.restoring import PrefixLoader
+from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
@@ -30,13 +30,13 @@ from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
 from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog, PrefixEvents
-from quire.scheduler.lane_caps import Evictor
+from quire.scheduler.lane_capacities import Evictor
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_size import StepSize
 from quire.scheduler.times import StepTimes
@@ -124,7 +124,9 @@ def _make_scheduler(
         )
     if opened is not None and sharing.prefix is not None:
         restoring = PrefixLoader(opened.attach(sharing.prefix), swapper.costs, sharing, events)
-    sequence_memory = SequenceMemory(sharing, prefix_offloader=prefix_offloader, restoring=restoring, events=events)
+    sequence_memory = SequenceMemory(
+        sharing, prefix_offloader=prefix_offloader, restoring=restoring, events=events
+    )
     brought = model.weights if pool.fronts is None else None
     step = StepSize(schedule.step_tokens, schedule.objective, brought)
     parts = make_parts(schedule, sequence_memory, swapper, step, state)

@@ -8,7 +8,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.intake import InputProcessor
+from quire.engine.input_processor import InputProcessor
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.shared_pool import PoolMember
@@ -18,11 +18,11 @@ from quire.errors import InvariantError
 from quire.eviction.traces import Traces
 from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
-from quire.offload.prefix_store.restoring import in_flight_bytes, closing
-from quire.sampling.choosing import SamplingStep
+from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
+from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
-from quire.sampling.replies import OutputProcessor
 from quire.sampling.sampler import Sampler
+from quire.sampling.sampling_step import SamplingStep
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets

@@ -42,8 +42,8 @@ from quire.layout.pages import CacheLayout, PageClass
 from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
-from quire.offload.kv.front_choice import OffloadChoice
-from quire.offload.kv.front_parts import KVOffloadComponents, build_kv_offload
+from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
+from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.plan.sizes import parse_size
@@ -132,7 +132,9 @@ def build_pool(
     refuse_without_effect(config)
     decoder = model.decoder
     offloaded = parse_size(config.stream_memory) > 0
-    refuse_nothing_shared(schedule.objective, brought=model.weights is not None, offloaded=offloaded)
+    refuse_nothing_shared(
+        schedule.objective, brought=model.weights is not None, offloaded=offloaded
+    )
     stored_as = codec_of(config, model)
     codec = stored_as.codec
     invariant = schedule.batch_invariant
@@ -273,7 +275,8 @@ def _kv_bytes(
         requested_bytes = parse_size(config.memory)
         if requested_bytes > free_bytes:
             raise ConfigError(
-                f"a KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that are free "
+                f"a KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that "
+                "are free "
                 f"on {device}; lower --kv-memory or say auto"
             )
         return requested_bytes

@@ -52,7 +52,8 @@ class SharedPool:
         requested_bytes, free_bytes = parse_size(total_bytes), free_device_bytes(self.device)
         if requested_bytes > free_bytes:
             raise ConfigError(
-                f"a shared KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that "
+                f"a shared KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B "
+                "that "
                 f"are free on {self.device}; lower total_bytes"
             )
         slab = None if slab_bytes is None else parse_size(slab_bytes)

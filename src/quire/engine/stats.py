@@ -11,7 +11,7 @@ from quire.offload.prefix_store.prefix_tier import TierStats
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.times import StepTimes
-from quire.tenancy.tenant_meter import TenantStats
+from quire.tenancy.meter import TenantStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,7 +196,9 @@ def _count(
         tally[question.depth][0] += text.startswith(question.answer)
         tally[question.depth][1] += 1
     return [
-        GateRow(task=case.task, tokens=case.tokens, arm=arm, depth=depth, correct=hits, requested=count)
+        GateRow(
+            task=case.task, tokens=case.tokens, arm=arm, depth=depth, correct=hits, requested=count
+        )
         for depth, (hits, count) in tally.items()
     ]
 

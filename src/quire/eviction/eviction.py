@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.eviction.eviction_rules import EvictionRules
-from quire.eviction.raising import Promotion, promoted_entry
+from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
@@ -19,8 +19,8 @@ from quire.layout.statistics import Statistic
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lane_caps import Evicted
-from quire.scheduler.lane_room import Slots, evicting_table
+from quire.scheduler.lane_capacities import Evicted
+from quire.scheduler.lane_slots import Slots, evicting_table
 from quire.scheduler.request import Request
 
 FLOAT_BYTES = 4
@@ -54,7 +54,7 @@ class PolicyEvictor:
     def evict(
         self, request: Request, keep: Slots, *, least_gain: int | None = None
     ) -> Evicted | None:
-        """Bring the lanes of a request down; see `quire.scheduler.lane_caps.Evictor`.
+        """Bring the lanes of a request down; see `quire.scheduler.lane_capacities.Evictor`.
 
         Raises:
             PolicyError: the policy broke its contract.

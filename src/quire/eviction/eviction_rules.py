@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.eviction.served_rules import (
+from quire.eviction.rule_requirements import (
     NONE,
     announced,
     of_other_pages,

@@ -12,15 +12,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import EvictionRules
-from quire.eviction.served_rules import NONE
+from quire.eviction.rule_requirements import NONE
 from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
-from quire.hf.borrowed import Answering, wrap_model
 from quire.hf.evicting import Evicting
-from quire.hf.kept import retained_positions
 from quire.hf.layerless import CacheWithoutLayers
 from quire.hf.memory import MemoryOptions, make_layout, make_memory
 from quire.hf.policy import make_rule, refuse_rerotation
+from quire.hf.retained import retained_positions
 from quire.hf.sequences import Sequences, start_rows
+from quire.hf.wrapped import Answering, wrap_model
 from quire.kv.step import PagedKV
 from quire.kv.store import plain_codec
 

@@ -16,7 +16,7 @@ from quire.hf.memory import SCRATCH_BYTES
 from quire.kv.step import PagedKV
 from quire.layout.eviction import PREFILL_END, PRESSURE
 from quire.models.base import Decoder
-from quire.scheduler.lane_room import (
+from quire.scheduler.lane_slots import (
     Slots,
     evicting_table,
     held_slots,

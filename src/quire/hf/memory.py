@@ -107,13 +107,15 @@ def _memory_bytes(
     requested_bytes = parse_size(options.memory)
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"memory={options.memory!r} is {requested_bytes:,} B, more than the {free_bytes:,} B that "
+            f"memory={options.memory!r} is {requested_bytes:,} B, more than the {free_bytes:,} "
+            "B that "
             f"are free on {device}"
         )
     needed = rows * layout.smallest_sequence_bytes
     if requested_bytes < needed:
         raise ConfigError(
-            f"memory={options.memory!r} is {requested_bytes:,} B and holds not one token of each of "
+            f"memory={options.memory!r} is {requested_bytes:,} B and holds not one token of "
+            "each of "
             f"{rows} rows: {needed:,} B are needed; raise it or lower page_tokens="
         )
     return requested_bytes

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages
-from quire.kernels.important import PromotedPages
-from quire.kernels.kept import FullPrecisionPages
+from quire.kernels.full_precision import FullPrecisionPages
+from quire.kernels.promoted import PromotedPages
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,26 +13,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_statistics import accumulate_attention
 from quire.kernels.backend import (
     AttentionMath,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    StatisticRows,
-    AttentionStatistic,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
-from quire.kernels.gathered_kept import (
+from quire.kernels.full_precision import made_columns
+from quire.kernels.gathered_full_precision import (
     lane_place,
-    write_promoted_in_chunk,
     write_full_precision_in_bucket,
+    write_promoted_in_chunk,
 )
 from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
-from quire.kernels.kept import made_columns
-from quire.kernels.looks import accumulate_attention
 from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024

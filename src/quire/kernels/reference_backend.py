@@ -5,21 +5,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_statistics import accumulate_attention
 from quire.kernels.backend import (
     AttentionMath,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    StatisticRows,
-    AttentionStatistic,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import decode_slots
-from quire.kernels.important import decode_records, records_of
-from quire.kernels.kept import FullPrecisionPages, attended_as_made, record_of
-from quire.kernels.looks import accumulate_attention
+from quire.kernels.full_precision import FullPrecisionPages, attended_as_made, record_of
 from quire.kernels.paging import move_slots, write_slots
+from quire.kernels.promoted import decode_records, records_of
 from quire.kernels.reference import attend_reference
 
 

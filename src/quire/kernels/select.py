@@ -11,8 +11,8 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.coding import DTYPES, why_not
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
+from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.unrotated import PreRopeAttention
 from quire.layout.kv_format import read_format
 
 BACKENDS = ("native", "gathered", "reference")

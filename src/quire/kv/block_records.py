@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_key import Block
-from quire.offload.kv.arriving import shared_groups
+from quire.offload.kv.in_flight_pages import shared_groups
 
 Records = NDArray[np.uint8]
 _TOKEN_BYTES = 8

@@ -28,8 +28,8 @@ from quire.kv.slot_moves import (
     close_gaps,
     fill_holes,
     no_moves,
-    retained_pages,
     prove_one_to_one,
+    retained_pages,
 )
 from quire.kv.tables import LaneTable
 from quire.layout.pages import PageClass

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.kernels.backend import LayerPages, NewSlots
-from quire.kv.important import PromotedBuffer
-from quire.kv.kept import FullPrecisionStep
+from quire.kv.full_precision import FullPrecisionStep
+from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.statistics.watching import GroupWatch
 
 

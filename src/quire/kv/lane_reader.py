@@ -20,11 +20,11 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
-from quire.kernels.important import decode_records, records_of
-from quire.kernels.kept import attended_as_made, record_of
-from quire.kv.important import PromotedBuffer
-from quire.kv.kept import FullPrecisionBuffer
-from quire.kv.statistics.places import StatisticPages
+from quire.kernels.full_precision import attended_as_made, record_of
+from quire.kernels.promoted import decode_records, records_of
+from quire.kv.full_precision import FullPrecisionBuffer
+from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.statistics.pages import StatisticPages
 from quire.kv.step import PagedKV
 from quire.kv.store import PageViews
 from quire.layout.pages import LaneGroup

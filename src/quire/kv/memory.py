@@ -69,7 +69,9 @@ class KVMemory:
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = self.copied_bytes = 0
         self.listeners = MemoryListeners()
-        self.cached_references: dict[int, Mapping[str, PageNumbers]] = {}  # pages lent to nobody in particular
+        self.cached_references: dict[
+            int, Mapping[str, PageNumbers]
+        ] = {}  # pages lent to nobody in particular
         self.loan_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)

@@ -13,7 +13,7 @@ from quire.layout.pages import LaneGroup
 
 @runtime_checkable  # for the type checks in tests
 class StepOffload(Protocol):
-    """The offloaded KV of one step; `quire.offload.kv.hosting.StepKVOffload` implements it.
+    """The offloaded KV of one step; `quire.offload.kv.step_offload.StepKVOffload` implements it.
 
     Attributes:
         wants_inputs: whether `note_input` is to be called.
@@ -29,7 +29,9 @@ class StepOffload(Protocol):
         """Record what a layer's attention is given."""
         ...
 
-    def start_cpu_attention(self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath) -> None:
+    def start_cpu_attention(
+        self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
+    ) -> None:
         """Begin attention on the CPU."""
         ...
 
@@ -57,7 +59,7 @@ class StepOffload(Protocol):
 
 @runtime_checkable  # for the type checks in tests
 class KVOffload(Protocol):
-    """The offloaded KV of an engine; `quire.offload.kv.hosting.KVOffload` implements it."""
+    """The offloaded KV of an engine; `quire.offload.kv.step_offload.KVOffload` implements it."""
 
     @property
     def staging_bytes(self) -> int:

@@ -30,7 +30,12 @@ from quire.kv.prefix_idle import IdleNodes
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
 from quire.kv.prefix_pages import holders
-from quire.kv.sharing import borrow, reference_blocks, referenced_statistics_pages, release_references
+from quire.kv.sharing import (
+    borrow,
+    reference_blocks,
+    referenced_statistics_pages,
+    release_references,
+)
 from quire.layout.pages import PageClass
 
 
@@ -199,7 +204,9 @@ class PrefixIndex(MemoryListener):
         if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
         try:
-            cached_references = reference_blocks(self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens)
+            cached_references = reference_blocks(
+                self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens
+            )
         except ConfigError:
             return False
         for block, cached_reference in zip(blocks, cached_references, strict=True):

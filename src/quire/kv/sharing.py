@@ -74,7 +74,9 @@ def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedR
     return reference_blocks(memory, row, start, end, end - start)[0]
 
 
-def reference_blocks(memory: KVMemory, row: int, start: int, end: int, block_tokens: int) -> list[CachedReference]:
+def reference_blocks(
+    memory: KVMemory, row: int, start: int, end: int, block_tokens: int
+) -> list[CachedReference]:
     """Lend tokens in blocks of `block_tokens`, whole pages each, all or none; see `lend`."""
     if not memory.placement.shares:
         raise UnsoundCombination(
@@ -97,7 +99,9 @@ def reference_blocks(memory: KVMemory, row: int, start: int, end: int, block_tok
     ]
 
 
-def _registered(memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]) -> CachedReference:
+def _registered(
+    memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]
+) -> CachedReference:
     key = next(memory.loan_keys)
     memory.cached_references[key] = pages
     return CachedReference(key, start, end, pages)
@@ -209,7 +213,13 @@ def borrow(
         if table.group.private:
             lanes = _private_pages(memory, table, length, statistics)
         else:
-            lanes = np.concatenate([cached_reference.pages[table.group.name] for cached_reference in cached_references], axis=1)
+            lanes = np.concatenate(
+                [
+                    cached_reference.pages[table.group.name]
+                    for cached_reference in cached_references
+                ],
+                axis=1,
+            )
             memory.pools[table.group.page_class].retain(lanes.reshape(-1))
         _begin_lanes(table, row, length, lanes)
     memory.lengths[row] = length
@@ -217,12 +227,20 @@ def borrow(
     return row
 
 
-def _require_chain(memory: KVMemory, cached_references: Sequence[CachedReference], statistics: CachedReference | None) -> None:
+def _require_chain(
+    memory: KVMemory,
+    cached_references: Sequence[CachedReference],
+    statistics: CachedReference | None,
+) -> None:
     for cached_reference in (*cached_references, *filter(None, [statistics])):
         _require_referenced(memory, cached_reference)
     starts = [0, *(cached_reference.end for cached_reference in cached_references[:-1])]
-    if not cached_references or starts != [cached_reference.start for cached_reference in cached_references]:
-        raise InvariantError(f"loans of {[(x.start, x.end) for x in cached_references]} are no prefix")
+    if not cached_references or starts != [
+        cached_reference.start for cached_reference in cached_references
+    ]:
+        raise InvariantError(
+            f"loans of {[(x.start, x.end) for x in cached_references]} are no prefix"
+        )
     if statistics is not None and statistics.end != cached_references[-1].end:
         raise InvariantError(
             f"statistics at {statistics.end} for a prefix of {cached_references[-1].end} tokens"
@@ -272,5 +290,6 @@ def release_references(memory: KVMemory, cached_references: Sequence[CachedRefer
 def _require_referenced(memory: KVMemory, cached_reference: CachedReference) -> None:
     if cached_reference.key not in memory.cached_references:
         raise InvariantError(
-            f"loan {cached_reference.key} of tokens {cached_reference.start} to {cached_reference.end} has been returned already"
+            f"loan {cached_reference.key} of tokens {cached_reference.start} to "
+            f"{cached_reference.end} has been returned already"
         )

@@ -22,13 +22,13 @@ from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.device_tables import DeviceTable
 from quire.kv.flat_batch import FlatBatch
+from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
 from quire.kv.group_step import GroupStep
-from quire.kv.important import promoted_buffers
-from quire.kv.kept import FullPrecisionStep, full_precision_buffers
 from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
+from quire.kv.mixed_precision import promoted_buffers
 from quire.kv.offload_port import KVOffload
-from quire.kv.statistics.places import StatisticPages, positions_of
+from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.base import PlacementMaker

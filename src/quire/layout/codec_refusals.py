@@ -53,7 +53,9 @@ EXCLUDED: tuple[Excluded, ...] = (
     Excluded(
         codecs=_OF_PAGES,
         beside="eviction of tokens or chunks",
-        meets=lambda requested: requested.form.per_page and requested.evicts and not requested.by_page,
+        meets=lambda requested: (
+            requested.form.per_page and requested.evicts and not requested.by_page
+        ),
         reason="the tokens of a page share their scales, so none of them can leave or move alone",
         instead="granularity=page, or a codec that encodes each token by itself, as int4_outliers",
     ),
@@ -72,24 +74,28 @@ EXCLUDED: tuple[Excluded, ...] = (
         instead="sinks=... and residual=..., which keep tokens of all layers as they were made",
     ),
     Excluded(
-        codecs="`important`",
+        codecs="`promoted`",
         beside="no eviction",
         meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
         reason="which tokens are important is what an evicting rule says, and nothing evicts",
         instead="--evict with a rule that scores tokens, as h2o, or a finer codec for all tokens",
     ),
     Excluded(
-        codecs="`important`",
+        codecs="`promoted`",
         beside="rules without scores",
-        meets=lambda requested: requested.form.promoted is not None and requested.evicts and not requested.scores,
+        meets=lambda requested: (
+            requested.form.promoted is not None and requested.evicts and not requested.scores
+        ),
         reason="the rule chooses tokens without a score by which some are more important",
         instead="a rule that scores tokens, as h2o, average or keydiff",
     ),
     Excluded(
-        codecs="`important`",
+        codecs="`promoted`",
         beside="a `residual` below the rule's `every`",
         meets=lambda requested: (
-            requested.form.promoted is not None and requested.evicts and requested.form.residual < requested.every
+            requested.form.promoted is not None
+            and requested.evicts
+            and requested.form.residual < requested.every
         ),
         reason="tokens would leave the residual window before an eviction has looked at them",
         instead="residual=... of at least the rule's every=..., or a smaller every",

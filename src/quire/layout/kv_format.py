@@ -3,7 +3,7 @@
     int4_outliers+residual=64           the newest 64 tokens are attended as they were made
     kivi4+sinks=4+residual=128          and the first 4
     int8+plain_layers=2                 the first two layers and the last two hold plain numbers
-    int2+residual=64+important=32:int8  32 tokens of a lane, which eviction found important, in int8
+    int2+residual=64+promoted=32:int8  32 tokens of a lane, which eviction found important, in int8
 
 What stays as it was stands beside the codes, in pages of a sequence's own: every token is encoded
 when it is written, once, and nothing has to be done when it leaves the window. Important tokens
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import AS_COMPUTED, codec_pair, codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.important_tokens import IMPORTANT, Records, check_finer, read_records
+from quire.layout.promoted_tokens import PROMOTED, Records, check_finer, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
 PLAIN = "plain"
@@ -84,7 +84,7 @@ def read_format(text: str) -> KVFormat:
 
     Args:
         text: a codec as `codec_pair` reads it, and what is kept plain: sinks, residual,
-            plain_layers; `plain` says in which type. `important` is how many records, and behind a
+            plain_layers; `plain` says in which type. `promoted` is how many records, and behind a
             colon their codec.
 
     Raises:
@@ -96,7 +96,7 @@ def read_format(text: str) -> KVFormat:
     key, value = codec_pair(codecs)
     given = _options(text, options)
     plain = _plain(text, given.pop(PLAIN)) if PLAIN in given else None
-    promoted = read_records(text, given.pop(IMPORTANT)) if IMPORTANT in given else None
+    promoted = read_records(text, given.pop(PROMOTED)) if PROMOTED in given else None
     counts = {name: _count(text, name, given.get(name, "0")) for name in COUNTS}
     found = KVFormat(key=key, value=value, plain=plain, promoted=promoted, **counts)
     if found.is_plain and (any(counts.values()) or promoted is not None):
@@ -104,7 +104,7 @@ def read_format(text: str) -> KVFormat:
     if promoted is not None:
         if not found.residual:
             raise ConfigError(
-                f"KV codec {text!r}: {IMPORTANT} tokens are encoded from the residual window, and "
+                f"KV codec {text!r}: {PROMOTED} tokens are encoded from the residual window, and "
                 "there is none; add residual=64, or as much as the eviction rule's every="
             )
         check_finer(text, promoted, (key, value))
@@ -131,15 +131,15 @@ def fill_plain(text: str, plain: str) -> str:
 def without_records(text: str) -> str:
     """A KV codec for sequences that lose no tokens: none of them is important."""
     parts = text.split("+")
-    return "+".join(part for part in parts if part.partition("=")[0].strip() != IMPORTANT)
+    return "+".join(part for part in parts if part.partition("=")[0].strip() != PROMOTED)
 
 
 def _options(text: str, parts: list[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in parts:
         name, _, given = (piece.strip() for piece in part.partition("="))
-        if name not in (*COUNTS, PLAIN, IMPORTANT):
-            raise UnknownName("option of a KV codec", name, (*COUNTS, IMPORTANT))
+        if name not in (*COUNTS, PLAIN, PROMOTED):
+            raise UnknownName("option of a KV codec", name, (*COUNTS, PROMOTED))
         if name in options:
             raise ConfigError(f"KV codec {text!r}: {name} stands twice; say it once")
         options[name] = given

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.important_tokens import PromotedTokens, Records
-from quire.layout.kept_tokens import FullPrecisionTokens
+from quire.layout.full_precision import FullPrecisionTokens
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.promoted_tokens import PromotedTokens, Records
 from quire.layout.statistics import Statistic
 
 STATISTICS_CODEC = "float32"
@@ -67,7 +67,7 @@ def layout_for(
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
             groups.append(_kept_group(group, form))
         if loses_order and form.promoted is not None:
-            groups.append(_important_group(group, form.promoted))
+            groups.append(_promoted_group(group, form.promoted))
     return CacheLayout(tuple(groups))
 
 
@@ -124,10 +124,10 @@ def _kept_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     )
 
 
-def _important_group(group: LaneGroup, records: Records) -> LaneGroup:
+def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
     """Tokens of a group in a finer codec, each with its position: one page a lane."""
     return LaneGroup(
-        name=f"{group.name}.important",
+        name=f"{group.name}.promoted",
         page_class=PageClass(
             key=records.key,
             value=records.value,

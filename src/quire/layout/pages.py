@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
-from quire.layout.important_tokens import PromotedTokens
-from quire.layout.kept_tokens import FullPrecisionTokens
+from quire.layout.full_precision import FullPrecisionTokens
+from quire.layout.promoted_tokens import PromotedTokens
 from quire.layout.statistics import Statistic
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned

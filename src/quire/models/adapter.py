@@ -28,7 +28,7 @@ from quire.models.rotations import Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
 from quire.models.widening import widen_linears
-from quire.offload.recompute.recompute import KeysAndValues
+from quire.offload.recompute.layer_kv import KeysAndValues
 from quire.offload.weights.layer_major import LayerMajor
 from quire.offload.weights.stream import WeightStream
 

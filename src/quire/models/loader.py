@@ -29,7 +29,7 @@ from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import read_model, weight_bytes
-from quire.offload.weights.place import check_budget, stream_weights
+from quire.offload.weights.placement import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import WeightsPlacement
 from quire.plan.sizes import parse_size
@@ -189,7 +189,8 @@ def _budget(requested: int | str) -> int:
         return parse_size(requested)
     except ConfigError as error:
         raise ConfigError(
-            f"weights memory of {requested!r}: expected bytes, a size such as 4GiB, or {ALL_WEIGHTS}"
+            f"weights memory of {requested!r}: expected bytes, a size such as 4GiB, or "
+            f"{ALL_WEIGHTS}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from quire.models.bridge import Bridge
 from quire.models.rotary import Rotary
 from quire.models.rotations import Probe, Rotations, find_rotaries
 from quire.models.shift import watch_shift
-from quire.offload.recompute.recompute import LayerKV, watch_inputs
+from quire.offload.recompute.layer_kv import LayerKV, watch_inputs
 
 
 class Observing:

@@ -24,7 +24,8 @@ def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     free_bytes = free_device_bytes(torch.device("cpu"))
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"a host pool of {requested_bytes:,} B is more than the {free_bytes:,} B that are free on "
+            f"a host pool of {requested_bytes:,} B is more than the {free_bytes:,} B that are "
+            "free on "
             "this machine or in its container; lower --host-kv-memory"
         )
     return requested_bytes
@@ -55,7 +56,8 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.host_memory)
     if requested_bytes > free_bytes:
         raise ConfigError(
-            f"{requested_bytes:,} B for sequences that run are more than the {max(0, free_bytes):,} B "
+            f"{requested_bytes:,} B for sequences that run are more than the "
+            f"{max(0, free_bytes):,} B "
             "that are free beside the host pool; lower --stream-kv-memory"
         )
     return requested_bytes

@@ -96,9 +96,9 @@ class Choice:
 class RequestOutput:
     """A whole answer.
 
-    Attributes are those of `OutputDelta`, summed, of the first choice: the best one where choices are
-    ranked. `prompt_token_ids` is what was asked, `choices` are all n answers, the first included,
-    `error` is the first of any choice.
+    Attributes are those of `OutputDelta`, summed, of the first choice: the best one where choices
+    are ranked. `prompt_token_ids` is what was asked, `choices` are all n answers, the first
+    included, `error` is the first of any choice.
     """
 
     request_id: str

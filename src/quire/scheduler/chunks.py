@@ -2,7 +2,7 @@
 
 from quire.kv.memory import KVMemory
 from quire.scheduler.group import readable_tokens
-from quire.scheduler.lane_room import evicting_table, in_blocks, room_tokens
+from quire.scheduler.lane_slots import evicting_table, in_blocks, room_tokens
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_plan import StepPlan

@@ -29,7 +29,7 @@ Value = int | float | str
 Listener = Callable[["KVEvent"], None]
 
 KINDS = (
-    *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in", "hosted"),
+    *("admitted", "chunk", "shared", "copied", "swapped_out", "swapped_in", "offloaded"),
     *("preempted", "evicted", "cached", "uncached", "stored", "restored", "freed"),
 )
 KEPT_EVENTS = 4096

@@ -28,8 +28,8 @@ class EvictionEntry:
             the first positions of runs of neighbours and behind them how long those are.
         wanted: [lanes] tokens that might have stayed, whole pieces or not; None where nobody asks:
             a rule that took notes is asked again with them.
-        promoted: the tokens that got a record in a finer codec then, as if they had left; None where
-            there are no records.
+        promoted: the tokens that got a record in a finer codec then, as if they had left; None
+            where there are no records.
     """
 
     num_computed: int
@@ -137,7 +137,7 @@ class RetainedSets:
             "kept": [_ranges(lane) for lane in self.kept],
         }
         if self.promoted is not None:
-            found["important"] = [_ranges(lane) for lane in self.promoted]
+            found["promoted"] = [_ranges(lane) for lane in self.promoted]
         return found
 
 

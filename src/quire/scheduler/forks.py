@@ -17,10 +17,10 @@ from quire.errors import NeverFits, OutOfPages, QuireError
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
 from quire.scheduler.group import branch, due_forks, leave, not_continued, same_group, together
-from quire.scheduler.lane_caps import LaneCapacities
+from quire.scheduler.lane_capacities import LaneCapacities
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.scheduler.residency import rows_of, share_evictions
 from quire.scheduler.scheduler_parts import SchedulerParts
+from quire.scheduler.sequence_memory import rows_of, share_evictions
 from quire.scheduler.unblocking import NEVER
 
 NO_PAGES = "no pages for the statistics of a fork"

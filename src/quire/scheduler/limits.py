@@ -51,7 +51,10 @@ class Limits:
         """Above the high watermark somebody gives way before memory runs out."""
         most_bytes = self._high_watermark * self._memory.total_bytes
         while len(self._running) > 1:
-            if self._memory.total_bytes - self._sequence_memory.sharing.available_bytes <= most_bytes:
+            if (
+                self._memory.total_bytes - self._sequence_memory.sharing.available_bytes
+                <= most_bytes
+            ):
                 return
             first = min(self._running, key=self._preempter.order)
             victim = self._preempter.victim(self._running, first)

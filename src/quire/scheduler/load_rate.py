@@ -30,7 +30,7 @@ class LoadRate:
         self, tier: PrefixTier, token_bytes: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._tier, self._token_bytes, self._clock = tier, token_bytes, clock
-        self._queries_seen: Pieces = deque()
+        self._probes: Pieces = deque()
         self._looked_s, self._refreshed_s = -LOOK_AGAIN_S, clock()
 
     @property
@@ -44,7 +44,7 @@ class LoadRate:
 
     def learn(self, pieces: Pieces | None = None) -> None:
         """Learn from what came, in (bytes, seconds), and from the last looks."""
-        for found in (self._queries_seen, Pieces() if pieces is None else pieces):
+        for found in (self._probes, Pieces() if pieces is None else pieces):
             while found:
                 num_bytes, seconds = found.popleft()
                 self._tier.rate.add((1, num_bytes), seconds)
@@ -73,6 +73,6 @@ class LoadRate:
             started_s = self._clock()
             with contextlib.suppress(OffloadError):
                 self._tier.store.read([block], place, records)
-                self._queries_seen.append((records.nbytes, self._clock() - started_s))
+                self._probes.append((records.nbytes, self._clock() - started_s))
 
         self._tier.transfer_worker.urgent(look)

@@ -1,7 +1,7 @@
 """Who was refused, and as things stood then: nobody asks twice while nothing has changed."""
 
 from quire.scheduler.request import Request
-from quire.scheduler.residency import SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.tenancy.fair_queue import FairQueue
 
 
@@ -14,7 +14,9 @@ class Refusals:
         waiting: the queue.
     """
 
-    def __init__(self, sequence_memory: SequenceMemory, running: list[Request], waiting: FairQueue) -> None:
+    def __init__(
+        self, sequence_memory: SequenceMemory, running: list[Request], waiting: FairQueue
+    ) -> None:
         self._sequence_memory, self._running, self._waiting = sequence_memory, running, waiting
         self._refused: dict[Request, tuple[int, int]] = {}
 

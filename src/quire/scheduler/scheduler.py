@@ -12,21 +12,21 @@ from functools import partial
 
 from quire.errors import QuireError
 from quire.kv.memory import KVMemory
+from quire.scheduler.admission.admission import Admission
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.admission.refusal import refuse_if_never
 from quire.scheduler.batchers.base import Moves
-from quire.scheduler.decoding import Decode
-from quire.scheduler.entrance import Admission
+from quire.scheduler.decode import Decode
 from quire.scheduler.forks import Forks
 from quire.scheduler.group import dissolve, leave, num_rows, refuse_beams, together
-from quire.scheduler.lane_caps import Evictor, LaneCapacities
+from quire.scheduler.lane_capacities import Evictor, LaneCapacities
 from quire.scheduler.limits import Limits
+from quire.scheduler.prefill import Prefill
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.reading import Prefill
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.scheduler.residency import FINISHED, SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler_parts import SchedulerParts, make_batcher, make_parts
+from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
 from quire.scheduler.step_plan import StepPlan
 from quire.scheduler.unblocking import Unblocking
 from quire.scheduler.urgency import Urgency

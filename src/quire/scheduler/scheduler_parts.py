@@ -9,12 +9,12 @@ from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.chunks import ChunkSizes
 from quire.scheduler.preemption.preempter import Preempter
 from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_size import StepSize, refuse_nothing_shared
+from quire.tenancy.accounts import TenantAccounts
 from quire.tenancy.fairness import Fairness
-from quire.tenancy.tenant_book import TenantAccounts
 from quire.tenancy.tenants import parse_tenants
 
 

@@ -10,9 +10,9 @@
 from collections.abc import Callable
 
 from quire.errors import NeverFits, QuireError
-from quire.scheduler.decoding import Decode
+from quire.scheduler.decode import Decode
 from quire.scheduler.group import together
-from quire.scheduler.reading import Prefill
+from quire.scheduler.prefill import Prefill
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.scheduler.step_plan import StepPlan
@@ -47,7 +47,10 @@ class Unblocking:
         preempt: Callable[[Request, str], None],
         fail: Callable[[Request, QuireError], None],
     ) -> None:
-        self._preempter, self._prefix_offloader = parts.preempter, parts.sequence_memory.prefix_offloader
+        self._preempter, self._prefix_offloader = (
+            parts.preempter,
+            parts.sequence_memory.prefix_offloader,
+        )
         self._running, self._step_tokens = running, parts.config.step_tokens
         self._decoding, self._reading = decoding, reading
         self._part, self._preempt, self._fail = part, preempt, fail

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from quire.scheduler.entrance import Admission
+from quire.scheduler.admission.admission import Admission
+from quire.scheduler.free_pages import FreePages
 from quire.scheduler.request import Request
-from quire.scheduler.room import FreePages
 from quire.scheduler.scheduler_parts import SchedulerParts
 
 Preempt = Callable[[Request, str], None]  # (request, why)

@@ -9,7 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.ledger import Snapshot
 from quire.errors import EngineDead
-from quire.sampling.answer_stream import OutputStream
+from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel

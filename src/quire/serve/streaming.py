@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import QuireError
-from quire.sampling.answer_stream import OutputStream
+from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.serve.errors import RequestFailed, error_body
 from quire.serve.protocol import StreamOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.sampling import outputs
-from quire.sampling.outputs import RequestOutput, OutputDelta
+from quire.sampling.outputs import OutputDelta, RequestOutput
 from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import Scored, chat_logprobs, completion_logprobs
 from quire.serve.pieces import TokenPieces

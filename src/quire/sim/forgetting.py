@@ -6,8 +6,8 @@ from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lane_caps import Evicted
-from quire.scheduler.lane_room import Slots, evicting_table
+from quire.scheduler.lane_capacities import Evicted
+from quire.scheduler.lane_slots import Slots, evicting_table
 from quire.scheduler.request import Request
 
 

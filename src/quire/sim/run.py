@@ -21,11 +21,11 @@ from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
 from quire.sim.forgetting import OldestLeave

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
+from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
 from quire.tenancy.fair_queue import FairQueue
-from quire.tenancy.tenant_book import Right, TenantAccounts, checked_tenant
-from quire.tenancy.tenant_bytes import bytes_by_tenant
-from quire.tenancy.tenant_meter import TenantMeter, TenantStats
+from quire.tenancy.meter import TenantMeter, TenantStats
+from quire.tenancy.page_owners import bytes_by_tenant
 from quire.tenancy.tenants import PUBLIC
 
 FORGET_FROM = 64  # tenants remembered at least: to look for idle ones costs a pass over all

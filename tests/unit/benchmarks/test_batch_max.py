@@ -337,7 +337,8 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
 
 def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
     prompts = [
-        Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0)) for _ in range(4)
+        Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0))
+        for _ in range(4)
     ]
     kv = KVConfig(memory=512 * 256, prefix_cache=False)
 

@@ -174,8 +174,8 @@ def test_mixed_codecs_stand_against_the_best_of_one_codec_for_all():
             "none": texts("none", 0.9, 1.0),
             "int8+residual=9": texts("int8", 0.3, 1.0),
             "int2+residual=9": texts("int2", 0.4, 1.0),
-            "int2+residual=9+important=4:int8": texts("mixed", 0.2, 1.0),
-            "int2+residual=9+important=1:int4": texts("mixed", 0.5, 1.0),
+            "int2+residual=9+promoted=4:int8": texts("mixed", 0.2, 1.0),
+            "int2+residual=9+promoted=1:int4": texts("mixed", 0.5, 1.0),
         }
     }
     claims = evicting_claims(found)

@@ -40,7 +40,9 @@ def test_the_workloads_are_the_papers():
         (False, False): 60,
     }
     assert len(w2) == 30
-    assert all(40 <= n <= 260 for requested in w2 for n in (requested.prompt_tokens, requested.new_tokens))
+    assert all(
+        40 <= n <= 260 for requested in w2 for n in (requested.prompt_tokens, requested.new_tokens)
+    )
     lengths = [n for requested in w1 for n in (requested.prompt_tokens, requested.new_tokens)]
     assert all(40 <= n <= 520 or 4_680 <= n <= 5_720 for n in lengths)
 

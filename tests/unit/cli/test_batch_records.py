@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from quire.cli.batch_io import BatchLine, LineHead
 from quire.cli.batch_records import BatchTally, answer_record, error_record, is_error
-from quire.sampling.outputs import RequestOutput, Choice, Usage, merged
+from quire.sampling.outputs import Choice, RequestOutput, Usage, merged
 from quire.serve.responses import usage_body
 
 USAGE = Usage(

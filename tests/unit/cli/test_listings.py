@@ -34,8 +34,8 @@ def test_every_registered_budget_is_listed_with_when_it_looks():
 
     assert rows.keys() == registered_budgets().keys()
     assert all(row.summary and row.source for row in rows.values())
-    assert {name for name, row in rows.items() if row.queries_seen == "always"} == {"ada"}
-    assert {name for name, row in rows.items() if row.queries_seen == "once"} == {
+    assert {name for name, row in rows.items() if row.needs == "always"} == {"ada"}
+    assert {name for name, row in rows.items() if row.needs == "once"} == {
         "squeeze",
         "lazy",
         "fastgen",
@@ -62,10 +62,10 @@ def test_the_list_for_programs_has_rules_and_budgets():
 
     rules = {row["name"]: row for row in answer["policies"]}
     budgets = {row["name"]: row for row in answer["budgets"]}
-    assert rules["tova"]["grain"] == "layer"
+    assert rules["tova"]["granularity"] == "layer"
     assert rules["tova"]["statistics"] == ["query_ring.1"]
     assert budgets["pyramid"]["options"] == {"beta": 20, "rounding": "largest_fractions"}
-    assert budgets["pyramid"]["looks"] == "never"
+    assert budgets["pyramid"]["needs"] == "never"
 
 
 def test_every_codec_is_listed_with_its_bytes():

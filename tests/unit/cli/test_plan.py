@@ -94,7 +94,7 @@ def test_records_of_important_tokens_are_counted_for_every_sequence(folder: Path
     """In four layers 16 records of a key and a value of 2 heads: 16 numbers, a scale each."""
     plain, mixed = (
         plan_report(folder, PlanOptions(kv_memory_bytes=1 << 20, kv_codec=f"int4+residual=8{more}"))
-        for more in ("", "+important=16:int8")
+        for more in ("", "+promoted=16:int8")
     )
     slot_bytes, page_bytes = 2 * 2 * (8 + 4), 16 * 2 * 2 * 12
     assert mixed.capacity.page_bytes == page_bytes + 16 * 4  # tokens that can leave have positions

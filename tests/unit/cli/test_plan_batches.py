@@ -116,7 +116,7 @@ def test_records_are_counted_where_a_rule_scores_tokens(folder: Path):
     codec = "int4+residual=64"
     plain, mixed = (
         last_line(quire_plan(*requested(folder, "--kv-codec", codec + more)))["claims"]
-        for more in ("", "+important=8:int8")
+        for more in ("", "+promoted=8:int8")
     )
     record_bytes = 2 * (64 + 2) + 4
     page_bytes = -(-8 * record_bytes // 64) * 64

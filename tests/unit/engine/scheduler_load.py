@@ -22,8 +22,8 @@ from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, PRESSURE, SCHEDU
 from quire.layout.layout import statistics_name, statistics_used
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.statistics import AttentionSum, QueryRing
-from quire.offload.kv.front_room import PrefixOffloader
-from quire.offload.kv.hosted import OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
@@ -32,16 +32,16 @@ from quire.scheduler.batchers.registry import parse_batcher
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.group import distinct_bytes, have_moved_on
-from quire.scheduler.lane_caps import Evicted
-from quire.scheduler.lane_room import Slots
+from quire.scheduler.lane_capacities import Evicted
+from quire.scheduler.lane_slots import Slots
 from quire.scheduler.limits import SCALED_DOWN
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_plan import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants

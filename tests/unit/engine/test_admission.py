@@ -80,7 +80,9 @@ def test_the_estimate_starts_as_a_reservation_and_follows_what_answers_use():
         rule.learn(request_of(8, 40, generated=10))
 
     assert rule.ratio == pytest.approx(0.25, abs=0.01)
-    assert rule.expected_tokens(new_request) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last not processed
+    assert (
+        rule.expected_tokens(new_request) == 8 + 12 - 1
+    )  # 1.2 * 0.25 * 40, the last not processed
     late = request_of(8, 40, generated=30)
     assert rule.expected_tokens(late) == 8 + 30 + 1  # past its time: one more at least
     last = request_of(8, 40, generated=39)

@@ -104,8 +104,8 @@ def test_raised_tokens_stay_important_until_they_leave():
         [[0], [1, 2]],
         [[4], [1]],
     ]
-    assert sets[1].as_dict()["important"] == ["4", "1"]
-    assert "important" not in next(retained_sets([replace(first, promoted=None)])).as_dict()
+    assert sets[1].as_dict()["promoted"] == ["4", "1"]
+    assert "promoted" not in next(retained_sets([replace(first, promoted=None)])).as_dict()
     assert first.digest != replace(first, promoted=None).digest
     joined = EvictionEntry.joined(4, [first, first])
     assert joined.promoted.by_lane[2].tolist() == [0]

@@ -6,14 +6,14 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step_plan import StepPlan
 from quire.tenancy import tenant_meter
 from quire.tenancy.fairness import FORGET_FROM
-from quire.tenancy.tenant_meter import OTHERS
+from quire.tenancy.meter import OTHERS
 from unit.engine.scheduler_load import make_layout
 
 PAGE_TOKENS = 2

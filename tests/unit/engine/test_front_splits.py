@@ -6,8 +6,8 @@ No clock: a machine of link and device says what each step would have taken.
 import pytest
 
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
-from quire.offload.kv.front_shares import OffloadedPrefix
-from quire.offload.kv.front_splits import SplitLimits, PrefixSplits, timeline_of
+from quire.offload.kv.prefix_shares import OffloadedPrefix
+from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits, timeline_of
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.work import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates
@@ -53,7 +53,9 @@ def splits(**requested):
     )
     sizes = Sizes(kv_bytes=KV_BYTES, x_bytes=X_BYTES)
     requested = {"most_made": TOKENS} | requested
-    return PrefixSplits(OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**requested))
+    return PrefixSplits(
+        OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**requested)
+    )
 
 
 def best(link_bytes_per_s):

@@ -27,8 +27,8 @@ from quire.scheduler.group import (
 )
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
-from quire.scheduler.residency import SequenceMemory
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.sequence_memory import SequenceMemory
 
 PROMPT = [7] * 5
 PAGE_TOKENS = 4

@@ -12,7 +12,7 @@ from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
 from quire.scheduler.request import RequestState
-from quire.scheduler.residency import SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.unblocking import NEVER
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 

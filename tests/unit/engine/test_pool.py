@@ -29,7 +29,7 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("asked", ["4000000GiB", psutil.virtual_memory().total + GIB])
+@pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
 def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"more than the [\d,]+ B that are free on cpu; lower"):
@@ -37,7 +37,7 @@ def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requeste
     assert resident_bytes() - before < GIB // 16
 
 
-@pytest.mark.parametrize("asked", ["4000000GiB", psutil.virtual_memory().total + GIB])
+@pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
 def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, requested):
     before = resident_bytes()
     with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --host-kv-memory"):
@@ -103,7 +103,7 @@ def test_without_host_memory_there_is_no_pool(model):
     assert build_pool(model, KVConfig(memory="1MiB"), ScheduleConfig()).host is None
 
 
-@pytest.mark.parametrize("asked", ["-1", "much", -1])
+@pytest.mark.parametrize("requested", ["-1", "much", -1])
 def test_host_memory_is_a_size(model, requested):
     with pytest.raises(ConfigError, match="is not a size"):
         build_pool(model, KVConfig(memory="1MiB", host_memory=requested), ScheduleConfig())

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.eviction.raising import leaving_window
+from quire.eviction.promotion import leaving_window
 from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
-from quire.layout.kept_tokens import FullPrecisionTokens
+from quire.layout.full_precision import FullPrecisionTokens
 from quire.policies.eviction import Eviction
 
 POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)

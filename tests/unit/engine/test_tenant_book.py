@@ -3,7 +3,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError, NeverFits, RequestError
-from quire.tenancy.tenant_book import Right, TenantAccounts, checked_tenant
+from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
 from quire.tenancy.tenants import PUBLIC, TenantSpec, parse_tenants
 
 POOL = 1000
@@ -159,7 +159,8 @@ def test_what_is_a_tenants_own_can_always_be_found(account, requested):
     taken = book.reclaimable_for(tenant, requested)
 
     assert (
-        found + sum(size for _, size in taken) >= requested or sum(size for _, size in taken) == requested
+        found + sum(size for _, size in taken) >= requested
+        or sum(size for _, size in taken) == requested
     )
     assert len({t for t, _ in taken}) == len(taken)
     for other, size in taken:

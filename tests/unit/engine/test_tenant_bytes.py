@@ -8,7 +8,7 @@ from quire.kv.stores.registry import placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
 from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.tenancy.tenant_bytes import bytes_by_tenant
+from quire.tenancy.page_owners import bytes_by_tenant
 from unit.kv.small_memory import grow, one_group, plain_class, started, with_groups
 
 PAGE_BYTES = 128  # four tokens

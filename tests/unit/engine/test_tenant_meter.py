@@ -1,5 +1,5 @@
-from quire.tenancy.tenant_book import TenantAccounts
-from quire.tenancy.tenant_meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
+from quire.tenancy.accounts import TenantAccounts
+from quire.tenancy.meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.tenancy.tenants import parse_tenants
 
 

@@ -7,7 +7,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache, PreTrained
 import zoo
 from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
-from quire.hf.borrowed import _refuse
+from quire.hf.wrapped import _refuse
 from quire.models.adapter import TransformersDecoder
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")

@@ -12,8 +12,8 @@ from quire.kernels.backend import MovedSlots
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.unrotated import PreRopeAttention
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()

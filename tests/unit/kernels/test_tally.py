@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.backend import AttentionMeasure, StatisticRows, AttentionStatistic
+from quire.kernels.backend import AttentionMeasure, AttentionStatistic, StatisticRows
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -73,7 +73,11 @@ class Numbers:
                 held = int(self.rows.slots[row, lane])
                 for slot in range(held):
                     weights = self.sums[row + 2, :, slot].view(lanes, per_page, group)[lane]
-                    queries_seen = {"mean": weights.mean(1), "max": weights.amax(1), "sum": weights.sum(1)}
+                    queries_seen = {
+                        "mean": weights.mean(1),
+                        "max": weights.amax(1),
+                        "sum": weights.sum(1),
+                    }
                     look = queries_seen[heads]
                     added = [look, look * look, (look < 1 / held).float()][count]
                     old = slot < held - int(self.rows.fresh[row])
@@ -99,7 +103,9 @@ def numbers(draw):
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @given(
-    case=numbers(), count=st.sampled_from(list(AttentionMeasure)), heads=st.sampled_from(list(REDUCTIONS))
+    case=numbers(),
+    count=st.sampled_from(list(AttentionMeasure)),
+    heads=st.sampled_from(list(REDUCTIONS)),
 )
 def test_every_backend_adds_the_looks_of_every_slot(backend, case, count, heads):
     expected = case.expected(count, heads)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lanes import Lanes
 from quire.kernels.backend import AttentionMath, LaneSlots, StepShape
+from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference import attend_reference
-from quire.kernels.unrotated import PreRopeAttention
 
 CPU = torch.device("cpu")
 TURNING = 6  # numbers of a head that turn, in pairs of neighbours as complex numbers
@@ -43,7 +43,7 @@ def shuffle(lanes: Lanes, seed: int) -> None:
 
 
 def expected_of(lanes: Lanes, query, math):
-    """Row by row and lane by lane, by the words of `quire.kernels.unrotated`."""
+    """Row by row and lane by lane, by the words of `quire.kernels.pre_rope`."""
     out = torch.empty_like(query)
     sums = torch.zeros(len(lanes.tokens), query.shape[1], int(lanes.slots.max()))
     heads = query.shape[1] // lanes.pages.num_lanes

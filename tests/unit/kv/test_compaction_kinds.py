@@ -270,7 +270,9 @@ def test_pages_only_a_cache_keeps_are_written_in_place(kind):
     memory = memory_of()
     row = row_of(memory, 12)
     cache = Cache(memory)
-    cache.cached_references = [reference_pages(memory, row, start, start + 4) for start in (0, 4, 8)]
+    cache.cached_references = [
+        reference_pages(memory, row, start, start + 4) for start in (0, 4, 8)
+    ]
     copied = memory.store.copied_pages
     pages = memory.tables["kv"].pages[row, :, 1].tolist()
 

@@ -28,12 +28,12 @@ from quire.kv.store import PageStore
 from quire.kv.tables import SLOTS
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.offload.kv.hosted import OffloadedPrefixes
-from quire.offload.kv.hosting import KVOffload
-from quire.offload.swap.carrier import ThreadTransferWorker
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.step_offload import KVOffload
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
 from quire.offload.swap.swap import swap_out
+from quire.offload.swap.transfer import ThreadTransferWorker
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
@@ -101,7 +101,13 @@ class OneFails(ThreadTransferWorker):
 
 
 def make(
-    codec="float32", *, backend=None, transfer_worker=None, evicting=False, sequences=8, host_bytes=1 << 20
+    codec="float32",
+    *,
+    backend=None,
+    transfer_worker=None,
+    evicting=False,
+    sequences=8,
+    host_bytes=1 << 20,
 ):
     layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
     backend = backend or GatheredAttention(CPU)
@@ -297,7 +303,10 @@ def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
         step(one, {lender: 12}, 3)
         # layers with a window lend what a query still sees: nothing is dropped yet
         cached_references.append(reference_pages(one.memory, lender, 0, 8))
-    rows = [borrow(one.memory, [cached_reference]) for one, cached_reference in zip((kv, whole), cached_references, strict=True)]
+    rows = [
+        borrow(one.memory, [cached_reference])
+        for one, cached_reference in zip((kv, whole), cached_references, strict=True)
+    ]
 
     assert kv.offload.fronts.gain_bytes(rows[0], 8) < 0
     kv.offload.fronts.host(rows[0], 8)

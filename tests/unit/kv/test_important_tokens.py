@@ -11,16 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.important import records_of
+from quire.kernels.promoted import records_of
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.lane_reader import LaneReader
-from quire.kv.sharing import borrow, reference_pages, reference_statistics, referenced_statistics_pages
+from quire.kv.sharing import (
+    borrow,
+    reference_pages,
+    reference_statistics,
+    referenced_statistics_pages,
+)
 from unit.kv.kept_account import CPU, PAGE, WINDOW, Checked, play
 
 FORMATS = [
-    "int2+residual=6+important=3:int8",
-    "int4+sinks=2+residual=4+important=2:int8/fp8",
-    "int4:group=8/int2+residual=9+important=5:int8/int4_outliers",
+    "int2+residual=6+promoted=3:int8",
+    "int4+sinks=2+residual=4+promoted=2:int8/fp8",
+    "int4:group=8/int2+residual=9+promoted=5:int8/int4_outliers",
 ]
 
 
@@ -101,7 +106,9 @@ def test_a_prefix_is_lent_without_records_and_borrowed_with_blank_ones():
 
     assert set(statistics.pages) == {"full.kept", f"window_{WINDOW}.kept"}
     assert free_bytes - checked.memory.free_bytes == copied
-    borrower = borrow(checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics)
+    borrower = borrow(
+        checked.memory, [reference_pages(checked.memory, row, 0, 2 * PAGE)], statistics
+    )
     assert (held(checked, borrower) == -1).all()
     checked.memory.check()
 

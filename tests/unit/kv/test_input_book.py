@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.offload.recompute.input_book import ActivationAllocator
+from quire.offload.recompute.activation_allocator import ActivationAllocator
 
 PAGE, BLOCK = 4, 8
 

@@ -7,7 +7,7 @@ from quire.codecs.registry import make_codec
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS, codec_spec
-from quire.offload.recompute.input_codec import ActivationCodec
+from quire.offload.recompute.activation_codec import ActivationCodec
 
 ONE_BY_ONE = [n for n, spec in CODECS.items() if not spec.per_page and not spec.constants]
 HIDDEN = 192  # three vectors of 64
@@ -35,7 +35,9 @@ def test_rows_decode_to_what_the_codec_makes_of_vectors(name, dtype):
 def test_bytes_of_a_row():
     """int8: 192 codes, three float16 scales; int4: 96 bytes, scales and zeros of three groups."""
     plain, int8, int4 = (
-        ActivationCodec(KVConfig(stream_input_codec=name).input_codec, HIDDEN, torch.bfloat16).row_bytes
+        ActivationCodec(
+            KVConfig(stream_input_codec=name).input_codec, HIDDEN, torch.bfloat16
+        ).row_bytes
         for name in ("none", "int8", "int4")
     )
     assert (plain, int8, int4) == (2 * 192, 192 + 3 * 2, 96 + 3 * 4)

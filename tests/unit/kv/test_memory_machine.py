@@ -25,7 +25,14 @@ from quire.kv.ledger_proof import prove_extents
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
-from quire.kv.sharing import CachedReference, borrow, fork, reference_pages, reference_statistics, release_reference
+from quire.kv.sharing import (
+    CachedReference,
+    borrow,
+    fork,
+    reference_pages,
+    reference_statistics,
+    release_reference,
+)
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.swap import swap_in, swap_out
@@ -348,7 +355,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def borrow(self, pick, used, kind, lender):
         """Statistics come from a row of that length, if there is one and it has lost nothing."""
         cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
-        lenders = [row for row in self.lendable_rows() if self.rows[row].length == cached_reference.end]
+        lenders = [
+            row for row in self.lendable_rows() if self.rows[row].length == cached_reference.end
+        ]
         lenders = [row for row in lenders if self.may_lend_statistics(row)]
         snapshot = None
         if lenders and lender % 2:
@@ -360,7 +369,9 @@ class MemoryMachine(RuleBasedStateMachine):
             pages[group.page_class] += lane_pages * group.num_lanes
         fits = len(self.rows) < MAX_ROWS and self.memory.fits(pages)
 
-        row = self.attempt(lambda: borrow(self.memory, [cached_reference], snapshot, used=used), fits)
+        row = self.attempt(
+            lambda: borrow(self.memory, [cached_reference], snapshot, used=used), fits
+        )
 
         if row is not None:
             sequence = prefix.copy(statistics=frozenset(used), kind=kind)
@@ -532,7 +543,11 @@ class MemoryMachine(RuleBasedStateMachine):
             found[page_class] = (pool.ref_counts.tobytes(), pool.held_slabs, pool.free_bytes)
         rows = memory.live_rows
         found["rows"] = (memory.lengths[rows].tolist(), memory.peak_bytes[rows].tolist())
-        found["arena"] = (memory.arena.free_slabs, memory.arena_peak_bytes, sorted(memory.cached_references))
+        found["arena"] = (
+            memory.arena.free_slabs,
+            memory.arena_peak_bytes,
+            sorted(memory.cached_references),
+        )
         found["bytes"] = self.store.arena.tobytes()
         return found
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention
-from quire.offload.kv.front_shares import divide_prefixes
-from quire.offload.kv.host_attention import CPUAttention, can_attend_in_parts
-from quire.offload.recompute.input_book import ActivationAllocator
-from quire.offload.recompute.input_codec import ActivationCodec
-from quire.offload.recompute.input_store import ActivationStore
-from quire.offload.recompute.remaking import KVRecompute, can_recompute
-from quire.offload.swap.carrier import ThreadTransferWorker
+from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
+from quire.offload.kv.prefix_shares import divide_prefixes
+from quire.offload.recompute.activation_allocator import ActivationAllocator
+from quire.offload.recompute.activation_codec import ActivationCodec
+from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
+from quire.offload.swap.transfer import ThreadTransferWorker
 from unit.kv.test_hosted import (
     CPU,
     FULL_LAYERS,
@@ -93,7 +93,10 @@ def kv_offload(kv, seed, *, blocks=64):
     groups = [table.group for table in kv.memory.tables.values()]
     made = [group.name for group in groups if group.window is None and can_recompute(group)]
     store = ActivationStore(
-        ActivationAllocator(blocks, 2 * PAGE, PAGE), LAYERS, ActivationCodec(None, HIDDEN, torch.float32), CPU
+        ActivationAllocator(blocks, 2 * PAGE, PAGE),
+        LAYERS,
+        ActivationCodec(None, HIDDEN, torch.float32),
+        CPU,
     )
     kv_recompute = KVRecompute(Linear(), store, Known(), CPU)
     kv_recompute.piece_tokens = 5  # ends inside of pages

@@ -272,7 +272,10 @@ def test_a_loan_is_returned_once_and_not_used_after():
     other = reference_pages(memory, row, 0, 8)
 
     assert other.key != cached_reference.key
-    for act in (release_reference, lambda memory, cached_reference: borrow(memory, [cached_reference])):
+    for act in (
+        release_reference,
+        lambda memory, cached_reference: borrow(memory, [cached_reference]),
+    ):
         with pytest.raises(InvariantError, match="returned already"):
             act(memory, cached_reference)
     memory.check()

@@ -14,8 +14,8 @@ from quire.kv.slot_moves import (
     close_gaps,
     fill_holes,
     no_moves,
-    retained_pages,
     prove_one_to_one,
+    retained_pages,
 )
 from unit.kv.small_memory import mask
 

@@ -199,7 +199,10 @@ def test_room_is_that_of_sequences_with_all_statistics(memory):
 def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8, used)
-    cached_reference, statistics = reference_pages(memory, row, 0, 8), reference_statistics(memory, row)
+    cached_reference, statistics = (
+        reference_pages(memory, row, 0, 8),
+        reference_statistics(memory, row),
+    )
     assert statistics.pages.keys() == used
     memory.release([row])
     memory.store.poison_free(memory)
@@ -219,7 +222,10 @@ def test_a_borrower_begins_with_copies_of_what_the_lender_used(used):
 def test_a_borrower_uses_its_own_groups_whatever_is_lent(used):
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
-    cached_reference, statistics = reference_pages(memory, row, 0, 8), reference_statistics(memory, row)
+    cached_reference, statistics = (
+        reference_pages(memory, row, 0, 8),
+        reference_statistics(memory, row),
+    )
     pages = used_pages(memory)
 
     borrower = borrow(memory, [cached_reference], statistics, used=used)
@@ -241,7 +247,10 @@ def test_a_row_without_statistics_lends_none():
 def test_statistics_of_another_length_are_no_beginning():
     memory = with_groups(*GROUPS[:3])
     row = started(memory, 8)
-    cached_reference, statistics = reference_pages(memory, row, 0, 4), reference_statistics(memory, row)
+    cached_reference, statistics = (
+        reference_pages(memory, row, 0, 4),
+        reference_statistics(memory, row),
+    )
 
     with pytest.raises(InvariantError, match="statistics at 8 for a prefix of 4"):
         borrow(memory, [cached_reference], statistics)

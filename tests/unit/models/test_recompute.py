@@ -82,7 +82,7 @@ def test_half_precision_is_off_by_its_last_bits_only(name):
             assert error < 2**-7
 
 
-@pytest.mark.parametrize("regime", [0, 1])
+@pytest.mark.parametrize("variant", [0, 1])
 def test_keys_turn_with_the_frequencies_of_their_request(variant):
     decoder = TransformersDecoder(zoo.build("phi3_longrope"))
     decoder.prepare_recomputation()

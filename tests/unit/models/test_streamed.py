@@ -12,7 +12,7 @@ from quire.models.weights import weight_bytes
 from quire.offload.weights.layer_major import LayerMajor
 from quire.offload.weights.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
 from quire.offload.weights.links import CudaLink, FileLink
-from quire.offload.weights.place import check_budget, stream_weights
+from quire.offload.weights.placement import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
 from streamed import Dawdling, least_bytes, load_streamed, poison

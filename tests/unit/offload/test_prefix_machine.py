@@ -20,7 +20,7 @@ from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import PrefixIdentity, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from quire.offload.kv.arriving import InFlightPages
+from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore

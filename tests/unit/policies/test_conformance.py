@@ -19,8 +19,8 @@ from unit.policies.histories import (
     History,
     Slots,
     changed,
-    retained_positions,
     make_history,
+    retained_positions,
 )
 
 PIECE = 4

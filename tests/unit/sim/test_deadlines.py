@@ -53,7 +53,11 @@ def met(load, batcher, *, known):
     kept = total = 0
     for seed in range(2):
         requested = arrivals(load, seed)
-        seen = requested if known else trace(*(replace(r, deadline_s=None) for r in requested.requests))
+        seen = (
+            requested
+            if known
+            else trace(*(replace(r, deadline_s=None) for r in requested.requests))
+        )
         result = simulate(seen, config(batcher))
         for record, wanted in zip(result.records, requested.requests, strict=True):
             kept += record.finish_s <= wanted.arrival_s + wanted.deadline_s

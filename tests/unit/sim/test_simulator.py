@@ -148,7 +148,9 @@ def test_every_request_is_finished_or_refused(rows, memory):
         assert record.finished == (record.refused is None)
         if record.finished:
             assert record.answer_tokens == max(1, requested.answer.tokens)
-            assert requested.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
+            assert (
+                requested.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
+            )
     numbers = summarise(result)
     assert numbers["recomputed_tokens"] >= 0
     if not numbers["preemptions"]:

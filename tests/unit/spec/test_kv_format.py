@@ -23,7 +23,7 @@ MODEL = ModelSpec(
     layers=(LayerSpec(), LayerSpec(window=64)) * 3,
 )
 
-MIXED = "int4+residual=64+important=32:int8"
+MIXED = "int4+residual=64+promoted=32:int8"
 
 
 def test_a_format_is_a_codec_and_what_stays_as_it_was():
@@ -132,7 +132,7 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
     """Windows lose none to a rule; keys in int8, values in fp8, a position each."""
     layout = layout_for(
         MODEL,
-        codec="int2+residual=9+important=7:int8/fp8+plain=float16",
+        codec="int2+residual=9+promoted=7:int8/fp8+plain=float16",
         page_tokens=16,
         evicting=True,
         heads_apart=heads_apart,
@@ -140,7 +140,7 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
     [finer] = [group for group in layout.groups if group.promoted is not None]
     full, kept = layout.groups[:2]
 
-    assert (finer.name, finer.promoted.of, finer.fixed_slots) == ("full.important", "full", 7)
+    assert (finer.name, finer.promoted.of, finer.fixed_slots) == ("full.promoted", "full", 7)
     assert (finer.num_lanes, finer.page_class.heads) == (full.num_lanes, full.page_class.heads)
     heads, head_dim = finer.page_class.heads, MODEL.head_dim
     record_bytes = 2 * heads * (head_dim + 2) + 4
@@ -148,7 +148,7 @@ def test_important_tokens_are_a_page_of_each_lane_that_loses_tokens(heads_apart)
     _, fixed_bytes = page_and_fixed_bytes(layout)
     fixed = (kept, finer)
     assert fixed_bytes == sum(g.num_lanes * g.page_class.page_bytes for g in fixed)
-    assert statistics_used(layout, ()) == {"full.kept", "full.important", "window_64.kept"}
+    assert statistics_used(layout, ()) == {"full.kept", "full.promoted", "window_64.kept"}
 
 
 def test_nothing_that_evicts_has_no_records():
@@ -160,19 +160,19 @@ def test_nothing_that_evicts_has_no_records():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("int4+residual=9+important=0:int8", "from 1 to 65536, and their codec"),
-        ("int4+residual=9+important=int8", "such as important=32:int8"),
-        ("int4+residual=9+important=3", "such as important=32:int8"),
-        ("int4+residual=9+important=3:float16", r"sinks= and residual= keep tokens as"),
-        ("int4+residual=9+important=3:int8/int4_page", "encoded by itself"),
-        ("int4+residual=9+important=3:int8_channel", "without measured constants"),
-        ("int4+residual=9+important=3:int4", "4.5 for keys and 4.5 for values, got 4.5 and 4.5"),
-        ("int8+residual=9+important=3:int4", "need more bits than the others"),
-        ("int8/int2+residual=9+important=3:int4", "need more bits than the others"),
-        ("float32+important=3:int8", "stores plain numbers"),
-        ("int4+important=3:int8", "there is none; add residual=64"),
-        ("int4+sinks=4+important=3:int8", "there is none; add residual=64"),
-        ("int4+important=3:int8+important=3:int8", "stands twice"),
+        ("int4+residual=9+promoted=0:int8", "from 1 to 65536, and their codec"),
+        ("int4+residual=9+promoted=int8", "such as important=32:int8"),
+        ("int4+residual=9+promoted=3", "such as important=32:int8"),
+        ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens as"),
+        ("int4+residual=9+promoted=3:int8/int4_page", "encoded by itself"),
+        ("int4+residual=9+promoted=3:int8_channel", "without measured constants"),
+        ("int4+residual=9+promoted=3:int4", "4.5 for keys and 4.5 for values, got 4.5 and 4.5"),
+        ("int8+residual=9+promoted=3:int4", "need more bits than the others"),
+        ("int8/int2+residual=9+promoted=3:int4", "need more bits than the others"),
+        ("float32+promoted=3:int8", "stores plain numbers"),
+        ("int4+promoted=3:int8", "there is none; add residual=64"),
+        ("int4+sinks=4+promoted=3:int8", "there is none; add residual=64"),
+        ("int4+promoted=3:int8+promoted=3:int8", "stands twice"),
     ],
 )
 def test_records_that_cannot_be_are_refused(text, reason):
@@ -188,7 +188,7 @@ def test_a_codec_without_records_is_the_same_but_for_them():
 
 def test_an_unknown_codec_of_records_is_named():
     with pytest.raises(UnknownName, match="int9"):
-        read_format("int4+residual=9+important=3:int9")
+        read_format("int4+residual=9+promoted=3:int9")
 
 
 def test_a_window_keeps_no_more_as_it_was_made_than_it_sees():

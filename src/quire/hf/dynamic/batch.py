@@ -8,15 +8,15 @@ from transformers import PreTrainedModel
 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError, SlabFull
+from quire.hf.dynamic.batch_slots import BatchSlots
 from quire.hf.dynamic.checks import check_query, read_params
-from quire.hf.dynamic.choosing import SamplingStep
 from quire.hf.dynamic.filling import Filling
-from quire.hf.dynamic.line import QueryQueues
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
+from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.record import NewToken, StepRecord
-from quire.hf.dynamic.seats import BatchSlots
+from quire.hf.dynamic.sampling_step import SamplingStep
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 
@@ -65,10 +65,20 @@ class DynamicBatch:
         self._batch_slots = BatchSlots(self._model.shape, self.device_meter, limit, holds=holds)
         self._line = QueryQueues()
         self._memory = BatchMemory(
-            self._model, self.options, self._batch_slots, self._line, self.device_meter, self.host_meter
+            self._model,
+            self.options,
+            self._batch_slots,
+            self._line,
+            self.device_meter,
+            self.host_meter,
         )
         self._filling = Filling(
-            self._model, self.options, self._batch_slots, self._line, self._memory, self._choosing.first
+            self._model,
+            self.options,
+            self._batch_slots,
+            self._line,
+            self._memory,
+            self._choosing.first,
         )
         self._rule, self._reader = self._filling.rule, self._filling.reader
         self._count, self._seeds = 0, Random()

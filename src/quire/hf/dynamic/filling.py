@@ -4,15 +4,15 @@ from dataclasses import replace
 from heapq import merge
 from itertools import islice
 
-from quire.hf.dynamic.line import QueryQueues
+from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.query import Query, QueryState
+from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.reader import Accept, Reader
 from quire.hf.dynamic.record import StepRecord
 from quire.hf.dynamic.rules.base import BatchView
 from quire.hf.dynamic.rules.registry import find_rule
-from quire.hf.dynamic.seats import BatchSlots, final_columns
 from quire.hf.dynamic.slab_model import SlabModel
 
 

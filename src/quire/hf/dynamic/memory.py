@@ -3,11 +3,11 @@
 import torch
 
 from quire.errors import HostPoolFull, NeverFits
-from quire.hf.dynamic.line import QueryQueues
+from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
 from quire.hf.dynamic.options import HOST, BatchOptions
+from quire.hf.dynamic.prefill import prefill_bytes
 from quire.hf.dynamic.query import Query
-from quire.hf.dynamic.reading import prefill_bytes
-from quire.hf.dynamic.seats import BatchSlots, final_columns
+from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns
@@ -122,7 +122,9 @@ class BatchMemory:
         What waits with its KV on the device goes to the host before a row does.
         """
         batch_slots = self._batch_slots
-        if batch_slots.slab is None or self.fits(batch_slots.slab.rows, batch_slots.columns + 1, more=False):
+        if batch_slots.slab is None or self.fits(
+            batch_slots.slab.rows, batch_slots.columns + 1, more=False
+        ):
             return
         while not self.fits(self._taken, batch_slots.columns + 1, more=False):
             if self._send_ready_to_host():

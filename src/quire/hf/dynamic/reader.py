@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quire.hf.dynamic.line import QueryQueues
+from quire.hf.dynamic.batch_slots import BatchSlots
 from quire.hf.dynamic.memory import BatchMemory
 from quire.hf.dynamic.options import ASYNC, BatchOptions
+from quire.hf.dynamic.prefill import Prefill, read_apart
 from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.reading import Prefill, read_apart
+from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.record import ReadRecord, StepRecord
 from quire.hf.dynamic.rules.base import BatchRule, BatchView
-from quire.hf.dynamic.seats import BatchSlots
 from quire.hf.dynamic.side_stream import SideStream
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows

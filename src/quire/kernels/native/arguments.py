@@ -7,11 +7,11 @@ from torch import Tensor
 
 from quire.kernels.backend import (
     AttentionMath,
-    LayerPages,
-    StatisticRows,
     AttentionStatistic,
+    LayerPages,
     MovedSlots,
     NewSlots,
+    StatisticRows,
 )
 from quire.kernels.native.coding import DTYPES, CodingArgs, unfit_codes
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kernels.backend import (
     AttentionMath,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    StatisticRows,
-    AttentionStatistic,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention

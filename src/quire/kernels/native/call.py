@@ -8,12 +8,12 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kernels.backend import (
     AttentionMath,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    StatisticRows,
-    AttentionStatistic,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.native.arguments import (
@@ -201,7 +201,9 @@ def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
             raise InvariantError("torch_parallel_for failed inside the C extension")
 
 
-def tally(library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+def tally(
+    library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor
+) -> None:
     """Add what slots got to their numbers; see `AttentionBackend.tally`."""
     _, heads_per_page, page_tokens, _ = target.numbers.shape
     num_rows, num_lanes = rows.slots.shape

@@ -16,13 +16,13 @@ from torch import Tensor
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
+    AttentionMeasure,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    AttentionMeasure,
-    StatisticRows,
-    AttentionStatistic,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
@@ -74,7 +74,9 @@ def _counts_right(library: NativeLibrary) -> bool:
     """Whether what slots get is added to the right numbers, whatever is counted."""
     native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
     return all(
-        torch.allclose(_tally(native, *requested), _tally(ReferenceAttention(), *requested))  # NaN is not
+        torch.allclose(
+            _tally(native, *requested), _tally(ReferenceAttention(), *requested)
+        )  # NaN is not
         for requested in product(AttentionMeasure, REDUCTIONS)
     )
 

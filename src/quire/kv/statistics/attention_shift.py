@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.statistics.places import Records, StatisticPages
+from quire.kv.statistics.pages import Records, StatisticPages
 
 
 class ShiftStep:

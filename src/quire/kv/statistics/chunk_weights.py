@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMath, LayerPages
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
-from quire.kernels.gathered_kept import lane_place
-from quire.kernels.important import decode_records, records_of
-from quire.kernels.kept import LanePlace, made_columns
+from quire.kernels.full_precision import LanePlace, made_columns
+from quire.kernels.gathered_full_precision import lane_place
+from quire.kernels.promoted import decode_records, records_of
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
 

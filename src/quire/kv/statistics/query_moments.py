@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.statistics.places import Queries, Records, StatisticPages
+from quire.kv.statistics.pages import Queries, Records, StatisticPages
 from quire.layout.statistics import QueryMoments
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.statistics.places import Queries, Records, StatisticPages
+from quire.kv.statistics.pages import Queries, Records, StatisticPages
 from quire.layout.statistics import QueryRing
 
 

@@ -12,10 +12,10 @@ from quire.errors import InvariantError
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.attention_shift import ShiftStep
-from quire.kv.statistics.places import Queries, StatisticPages, positions_of
+from quire.kv.statistics.pages import Queries, StatisticPages, positions_of
 from quire.kv.statistics.query_moments import MomentsStep
 from quire.kv.statistics.query_ring import RingStep
-from quire.kv.statistics.slot_looks import AttentionStatisticsStep
+from quire.kv.statistics.slot_attention import AttentionStatisticsStep
 from quire.layout.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
 
 QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
@@ -81,7 +81,7 @@ class GroupWatch:
     ) -> None:
         self._batch, self._most_slots = batch, int(slots.max(initial=0))
         per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
-        self._queries_seen = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
+        self._slot_attention = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
         positions = positions_of(batch, lengths)
         self._queries = [
             QUERY_STEPS[type(place.statistic)](place, batch, positions)
@@ -103,7 +103,7 @@ class GroupWatch:
 
     def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:
         """Where attention is to put column sums; None where nobody needs them."""
-        if self._queries_seen is None or not self._queries_seen.needs_sums:
+        if self._slot_attention is None or not self._slot_attention.needs_sums:
             return None
         return scratch.sums(self._batch, num_heads, self._most_slots)
 
@@ -118,8 +118,8 @@ class GroupWatch:
         rotary: Unrotates | None,
     ) -> None:
         """Write down what a layer did; `layer` is counted inside the group."""
-        if self._queries_seen is not None:
-            self._queries_seen.note(layer, backend, pages, math, query, column_sums)
+        if self._slot_attention is not None:
+            self._slot_attention.note(layer, backend, pages, math, query, column_sums)
         if self._queries:
             seen = Queries(query, self._before_rope(query, rotary))
             for step in self._queries:

@@ -112,7 +112,9 @@ class Contiguous(Placement):
         if places is None:
             requested = sum(int(runs.length.sum()) for runs in longer)
             free = self.arena.total_bytes - sum(pool.used_bytes for pool in self.pools.values())
-            raise OutOfPages(f"runs of {requested} pages in all asked for, {free:,} B free in pieces")
+            raise OutOfPages(
+                f"runs of {requested} pages in all asked for, {free:,} B free in pieces"
+            )
         for runs, starts in zip(longer, places, strict=True):
             self._runs_pools[runs.table.group.page_class].take_runs(starts, runs.length)
         used_bytes = sum(pool.used_bytes for pool in self.pools.values())

@@ -18,7 +18,7 @@ import numpy as np
 from quire.errors import OffloadError
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix_key import Block
-from quire.offload.kv.arriving import InFlightPages
+from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.store import Place, PrefixStore
 
 _SHARE = 4  # of what is wanted, one in so many blocks is a piece: small ones where both sides meet

@@ -19,8 +19,8 @@ from quire.kv.block_records import BlockRecords
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_node import PrefixNode
-from quire.offload.carrier import TierTransferWorker
 from quire.offload.prefix_store.store import PrefixStore, Records
+from quire.offload.tier_transfer import TierTransferWorker
 from quire.plan.estimator import RateEstimator
 
 _QUEUE_BYTES = 64 << 20

@@ -54,7 +54,9 @@ def best_shares(
     corners = sorted({0.0, *_corners(rates)})
     for left, right in pairwise(corners):
         if _covered(rates, right, waits=waits) >= requested:
-            return _at(rates, _between(rates, left, right, requested, waits=waits), requested, waits=waits)
+            return _at(
+                rates, _between(rates, left, right, requested, waits=waits), requested, waits=waits
+            )
     low = corners[-1]
     high = low + 1.0 + requested * rates.kv_s
     return _at(rates, _between(rates, low, high, requested, waits=waits), requested, waits=waits)
@@ -91,7 +93,9 @@ def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, f
     return x_tokens, kv_tokens, (device_s if waits else seconds) / rates.host_s
 
 
-def _between(rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool) -> float:
+def _between(
+    rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool
+) -> float:
     """The time on a straight piece at which so much is covered."""
     low, high = (_covered(rates, at, waits=waits) for at in (left, right))
     if low >= requested:

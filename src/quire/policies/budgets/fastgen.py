@@ -68,6 +68,6 @@ class FastGen(Budget):
         keep = torch.full_like(view.num_slots[:, 0], cap - shape.leaving)
         if bool((view.num_slots[:, 0] <= keep).all()):
             return torch.ones_like(keep, dtype=torch.bool)
-        queries_seen = view.remembered(_LOOKS)
-        kept = (queries_seen * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
-        return kept >= self.share * queries_seen.sum(dim=1)
+        received = view.remembered(_LOOKS)
+        kept = (received * rule.select(view, keep, shape.piece_tokens)).sum(dim=1)
+        return kept >= self.share * received.sum(dim=1)

@@ -62,8 +62,8 @@ class Lazy(Budget):
         del rule
         newest = view.newest(shape.cap - shape.leaving - self.sinks)
         near = view.oldest_positions(self.sinks) | newest
-        queries_seen = column_sums(view, self._ring())
-        mass = (queries_seen * near[:, None]).sum(dim=2) / queries_seen.sum(dim=2)
+        received = column_sums(view, self._ring())
+        mass = (received * near[:, None]).sum(dim=2) / received.sum(dim=2)
         by_layer = view.by_layer(mass.mean(dim=1)).mean(dim=1).tolist()
         return shape.of_layers(
             [shape.cap if mass > self.threshold else UNBOUNDED for mass in by_layer]

@@ -18,7 +18,7 @@ class Reserved(AdmissionRule):
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         """See `AdmissionRule`."""
         owed = self.peaks.owed(running, [other.final_tokens for other in running])
-        promised: Counts = self.new_request(request, request.final_tokens, cached_tokens) + owed.sum(
-            axis=0
-        )
+        promised: Counts = self.new_request(
+            request, request.final_tokens, cached_tokens
+        ) + owed.sum(axis=0)
         return promised

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quire.policies.options import check_at_least
 from quire.scheduler.batchers.base import Batcher, BatcherRule, BatchState
 from quire.scheduler.batchers.phases import Phases
-from quire.scheduler.batchers.reading_order import SimilarLengths
+from quire.scheduler.batchers.prefill_order import SimilarLengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ reads   | ...
 """
 
 from quire.scheduler.batchers.base import Batcher, BatchState, Moves
-from quire.scheduler.batchers.reading_order import PrefillOrder
+from quire.scheduler.batchers.prefill_order import PrefillOrder
 from quire.scheduler.batchers.units import (
     Unit,
     count_rows,

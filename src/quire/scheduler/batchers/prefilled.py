@@ -12,7 +12,7 @@ from math import inf
 
 from quire.scheduler.batchers.base import Batcher, BatchState, Moves
 from quire.scheduler.batchers.insertion import Insertion
-from quire.scheduler.batchers.reading_order import SimilarLengths
+from quire.scheduler.batchers.prefill_order import SimilarLengths
 from quire.scheduler.batchers.units import (
     Unit,
     count_rows,

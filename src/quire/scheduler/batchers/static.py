@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.scheduler.batchers.base import Batcher, BatcherRule, BatchState
 from quire.scheduler.batchers.phases import Phases
-from quire.scheduler.batchers.reading_order import FirstCome
+from quire.scheduler.batchers.prefill_order import FirstCome
 
 
 @dataclass(frozen=True, slots=True)

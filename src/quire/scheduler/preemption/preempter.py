@@ -10,7 +10,7 @@ from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.preemption.victims import choose_victim, may_be_preempted, reclaimable_bytes
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.residency import SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 
 
 class Preempter:
@@ -222,7 +222,9 @@ class Preempter:
     def _tell(self, kind: str, request: Request, swapped: Swapped) -> None:
         assert self.swapper is not None
         seconds = self.swapper.last_copy_s
-        self._sequence_memory.events.emit(kind, request, kv_bytes=swapped.num_bytes, seconds=seconds)
+        self._sequence_memory.events.emit(
+            kind, request, kv_bytes=swapped.num_bytes, seconds=seconds
+        )
 
     def forget(self, request: Request) -> None:
         """A request needs its KV no more: nothing of it stays on the host."""

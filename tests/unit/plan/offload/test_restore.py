@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from offload_shapes import LLAMA_3_8B, OPT_6_7B
 from quire.errors import ConfigError
 from quire.plan.known_costs import assumed_prefill
-from quire.plan.offload.kept import ActivationRange, activation_range
+from quire.plan.offload.activation_range import ActivationRange, activation_range
 from quire.plan.offload.rates import OffloadRates, offload_rates
 from quire.plan.offload.restore import (
     Loading,

@@ -213,7 +213,7 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
     Head 0: the protected got 95 of 100. Head 1: they got 40, the best three others 30 20 5: with
     one more 70, with three more 95. Head 2: all got the same 10, so six give 60.
     """
-    queries_seen = torch.tensor(
+    received = torch.tensor(
         [
             [60.0, 1, 1, 1, 1, 1, 0, 0, 20, 15],
             [20.0, 30, 20, 5, 1, 1, 1, 2, 10, 10],
@@ -224,7 +224,7 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
         torch.arange(10).expand(3, 10),
         next_position=10,
         heads_per_layer=3,
-        statistics={AttentionSum().name: queries_seen},
+        statistics={AttentionSum().name: received},
     )
     rule = ByLooks(sinks=1, recent=2)
 
@@ -239,22 +239,22 @@ def test_each_head_takes_the_cheapest_that_recovers_its_attention() -> None:
     st.integers(4, 12),
     st.integers(0, 1),
 )
-def test_what_a_head_keeps_recovers_the_share(queries_seen, share, cap, leaving) -> None:
-    got = torch.tensor(queries_seen, dtype=torch.float32)
+def test_what_a_head_keeps_recovers_the_share(received, share, cap, leaving) -> None:
+    got = torch.tensor(received, dtype=torch.float32)
     view = KVView(
-        torch.arange(8).expand(len(queries_seen), 8),
+        torch.arange(8).expand(len(received), 8),
         next_position=8,
-        heads_per_layer=len(queries_seen),
+        heads_per_layer=len(received),
         statistics={AttentionSum().name: got},
     )
     rule = ByLooks(sinks=1, recent=1)
-    shape = shape_of(cap, 1, heads=len(queries_seen), least=3 + leaving, leaving=leaving)
+    shape = shape_of(cap, 1, heads=len(received), least=3 + leaving, leaving=leaving)
 
     caps = FastGen(share=share).finalize(view, rule, shape)
 
     assert set(caps) <= {shape.least, shape.cap, UNBOUNDED}
     for lane, lane_cap in enumerate(caps):
-        keep = torch.full((len(queries_seen),), min(8, lane_cap - leaving))
+        keep = torch.full((len(received),), min(8, lane_cap - leaving))
         kept = (got * rule.select(view, keep))[lane].sum()
         assert kept >= share * got[lane].sum()
 

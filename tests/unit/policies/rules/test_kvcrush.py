@@ -23,7 +23,7 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from unit.policies.histories import best, changed, retained_positions, make_history
+from unit.policies.histories import best, changed, make_history, retained_positions
 from unit.policies.plain_kvcrush import (
     history_of,
     of_layers,

@@ -34,8 +34,8 @@ from unit.policies.histories import (
     Slots,
     changed,
     keep_of,
-    retained_positions,
     make_history,
+    retained_positions,
 )
 
 SCORING = sorted(name for name, rule in registered().items() if issubclass(rule, ScorePolicy))

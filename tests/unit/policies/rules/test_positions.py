@@ -10,7 +10,7 @@ from quire.policies.registry import registered
 from quire.policies.sinks import Sinks
 from quire.policies.streaming import Streaming
 from quire.policies.value_norm import ValueNorm
-from unit.policies.histories import best, changed, keep_of, retained_positions, make_history
+from unit.policies.histories import best, changed, keep_of, make_history, retained_positions
 
 WORD = (1 << 64) - 1
 

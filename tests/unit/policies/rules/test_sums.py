@@ -10,7 +10,7 @@ from quire.policies.h2o_sinks import H2OSinks
 from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.view import KVView
-from unit.policies.histories import REDUCE, best, keep_of, retained_positions, make_history
+from unit.policies.histories import REDUCE, best, keep_of, make_history, retained_positions
 
 GROUPS = [1, 3]
 HEADS = ["mean", "max", "sum"]
@@ -159,7 +159,9 @@ def test_scissorhands_counts_low_looks(group, heads, share_of_looks):
         scores = {}
         for token in history.cached[lane]:
             requested = history.requested[lane, token:]
-            low = [w < 1 / n for w, n in zip(rows(history, lane, token, heads), requested, strict=True)]
+            low = [
+                w < 1 / n for w, n in zip(rows(history, lane, token, heads), requested, strict=True)
+            ]
             scores[token] = -np.float32(sum(low)) / (len(low) if share_of_looks else 1)
         return best(scores, ends(history, lane, 0, 10), keep)
 

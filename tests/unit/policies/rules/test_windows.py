@@ -17,8 +17,8 @@ from unit.policies.histories import (
     best,
     changed,
     keep_of,
-    retained_positions,
     make_history,
+    retained_positions,
     softmax,
 )
 

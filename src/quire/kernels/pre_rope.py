@@ -1,0 +1,178 @@
+"""Attention over keys that are stored before RoPE: what stays is numbered at every look.
+
+The slots a query may see are gathered in the order of their positions, holes closed. What stands at
+place i of that order is turned to position i, and the query to its own place. So however long a
+sequence has run, no position is above what its lane holds.
+
+Portable and plain: torch on any device, rows with equally many new tokens side by side.
+
+Source: StreamingLLM (Xiao et al. 2023), section 3.2, "cache index".
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_statistics import accumulate_attention
+from quire.kernels.backend import (
+    AttentionMath,
+    AttentionStatistic,
+    LaneSlots,
+    LayerPages,
+    MovedSlots,
+    NewSlots,
+    StatisticRows,
+    StepShape,
+)
+from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
+from quire.kernels.paging import move_slots, write_slots
+from quire.kernels.pre_rope_plan import Bucket, plan_buckets
+
+BEHIND_ALL = torch.iinfo(torch.int32).max  # sorts slots that hold no token to the end
+COPIES_OF_A_SLOT = 5  # held at once: as stored, in float32, and what is made on the way
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers of a lane group share in one step."""
+
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Slots of a bucket's entries in the order of positions, those without a token cleared.
+
+    Attributes:
+        key: [entries, KV heads, places, head_dim], turned.
+        value: likewise.
+        slot: [entries, places] where they lie.
+    """
+
+    key: Tensor
+    value: Tensor
+    slot: Tensor
+
+
+class PreRopeAttention:
+    """Attention over pages whose keys have not gone through RoPE.
+
+    Args:
+        device: where the pages are.
+        scratch_bytes: bound on what is gathered and turned at a time. One entry alone may exceed
+            it: the longest row costs its own KV of one layer, a few times.
+    """
+
+    name = "unrotated"
+
+    def __init__(self, device: torch.device, *, scratch_bytes: int = DEFAULT_SCRATCH_BYTES) -> None:
+        self._device, self._scratch_bytes = device, scratch_bytes
+        self.peak_scratch_bytes = 0
+
+    def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
+        """Cut the step into buckets of rows with equally many new tokens."""
+        most = max(1, self._scratch_bytes // (COPIES_OF_A_SLOT * slot_bytes))
+        return _Plan(tuple(plan_buckets(step, lanes, most_slots=most, device=self._device)))
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Put keys and values into their slots; see `AttentionBackend.write`."""
+        write_slots(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots onto others; see `AttentionBackend.move`."""
+        move_slots(moves)
+
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+        """Add a step's looks to the numbers of slots; see `AttentionBackend.tally`."""
+        accumulate_attention(tally, rows, column_sums)
+
+    def attend(
+        self,
+        plan: object,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Tensor | None = None,
+    ) -> Tensor:
+        """Attend for all rows of the step; see `AttentionBackend.attend`.
+
+        Queries, too, are given before RoPE; `math.rotary` turns them and the keys.
+        """
+        assert isinstance(plan, _Plan), "a plan comes from this backend"
+        out = torch.empty_like(query)
+        by_lane, out_by_lane = (_by_lane(x, pages.num_lanes) for x in (query, out))
+        for bucket in plan.buckets:
+            token, lane = bucket.token, bucket.lanes[:, None]
+            found = self._gather(bucket, pages, math, query.dtype)
+            q = _turned_queries(by_lane[token, lane], bucket, math)
+            own_math = _math_of(math, pages.num_lanes, bucket.lanes)
+            attended = attend_dense(q, found.key, found.value, math=own_math, seen=bucket.seen)
+            out_by_lane[token, lane] = attended.transpose(1, 2)
+            if column_sums is not None:
+                sums = column_sums_dense(q, found.key, math=own_math, seen=bucket.seen)
+                _put_sums(sums, found.slot, bucket, _by_lane(column_sums, pages.num_lanes))
+        return out
+
+    def _gather(
+        self, bucket: Bucket, pages: LayerPages, math: AttentionMath, dtype: torch.dtype
+    ) -> _Gathered:
+        assert math.rotary is not None, "asked where keys are stored before RoPE"
+        slot, is_live = bucket.slot, bucket.is_live
+        numbers, offset = _places(bucket, pages, slot)
+        if pages.positions is not None:
+            positions = pages.positions[numbers, offset].masked_fill(~is_live, BEHIND_ALL)
+            order = positions.argsort(dim=1)
+            slot, numbers, offset = (x.gather(1, order) for x in (slot, numbers, offset))
+        # slots without a token may hold anything, and 0 * NaN is NaN; they sort to the end
+        dead = ~is_live[:, :, None, None]
+        key, value = (
+            plane[numbers, :, offset].masked_fill_(dead, 0) for plane in (pages.key, pages.value)
+        )
+        entries, places, heads, head_dim = key.shape
+        still = key.transpose(0, 1).reshape(places, entries * heads, head_dim)
+        turned = math.rotary.move(still, torch.arange(places, device=key.device))
+        self._count(key, value, turned)
+        turned = turned.to(dtype).view(places, entries, heads, head_dim)
+        return _Gathered(turned.permute(1, 2, 0, 3), value.transpose(1, 2), slot)
+
+    def _count(self, key: Tensor, value: Tensor, turned: Tensor) -> None:
+        held = key.nbytes + value.nbytes + (COPIES_OF_A_SLOT - 1) * turned.nbytes
+        self.peak_scratch_bytes = max(self.peak_scratch_bytes, held)
+
+
+def _by_lane(flat: Tensor, num_lanes: int) -> Tensor:
+    """[first, num_heads, numbers] as [first, lanes, heads of a lane, numbers], the same memory."""
+    return flat.view(len(flat), num_lanes, -1, flat.shape[2])
+
+
+def _places(bucket: Bucket, pages: LayerPages, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Page numbers and offsets [entries, places] of slots; any page where there is none."""
+    column = (slot // pages.page_tokens).clamp(max=pages.table.shape[2] - 1)
+    row, lane = pages.rows[bucket.rows], pages.first_lane + bucket.lanes
+    numbers = pages.table[row[:, None], lane[:, None], column]
+    return numbers.clamp_min(0).long(), slot % pages.page_tokens
+
+
+def _turned_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tensor:
+    """Queries [entries, tokens, heads, head_dim] at their own places, heads before tokens."""
+    assert math.rotary is not None, "asked where queries are given before RoPE"
+    turned = math.rotary.move(query.flatten(0, 1), bucket.query_place.flatten())
+    return turned.to(query.dtype).view(query.shape).transpose(1, 2)
+
+
+def _math_of(math: AttentionMath, num_lanes: int, lanes: Tensor) -> AttentionMath:
+    """Each entry's own heads' sinks."""
+    if math.sinks is None:
+        return math
+    return replace(math, sinks=math.sinks.view(num_lanes, -1)[lanes])
+
+
+def _put_sums(sums: Tensor, slot: Tensor, bucket: Bucket, target: Tensor) -> None:
+    """Column sums [entries, heads, places] to where the slots lie."""
+    for entry, live in enumerate(bucket.is_live.sum(dim=1).tolist()):
+        heads = target[int(bucket.rows[entry]), int(bucket.lanes[entry])]
+        heads[:, slot[entry, :live]] = sums[entry, :, :live]

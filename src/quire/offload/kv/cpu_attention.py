@@ -1,0 +1,297 @@
+"""Attention to the part of a front that stays where it is: on the host, beside the link.
+
+    host     |        attend to a pages |
+    link     | KV of the others  |
+    device               | attend to them and to the rest | merge by log-sum-exp
+
+Only what comes of it crosses the link: a vector and a number for each head. Rows that decode; those
+of which something is remembered, and codecs that keep tokens as they were made, stay out of it,
+since they take what only whole attention knows.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath, LayerPages
+from quire.kernels.coded import CodedPages, decode_pages
+from quire.kernels.partial import Partial, attend_partial, merge
+from quire.kv.coded_layers import CodedLayers
+from quire.kv.flat_batch import FlatBatch
+from quire.kv.memory import KVMemory
+from quire.kv.step_log import HOST_ATTEND, StepLog
+from quire.kv.store import PageStore, PageViews
+from quire.kv.tables import LaneTable
+from quire.layout.pages import LaneGroup
+from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
+from quire.offload.kv.prefix_shares import Share
+from quire.offload.swap.host_store import DirectCopies, StagedCopies
+
+
+class CPUAttention:
+    """Attends on the host, for the steps of an engine; one thread, one layer after the other.
+
+    Args:
+        memory: of the sequences.
+        store: its bytes.
+        coded: what decodes its pages.
+        fronts: of all sequences.
+        groups: names of those whose lanes can be attended to in parts.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        store: PageStore,
+        coded: CodedLayers,
+        fronts: OffloadedPrefixes,
+        groups: Sequence[str],
+    ) -> None:
+        self.memory, self.store, self.coded, self.fronts = memory, store, coded, fronts
+        self.groups = frozenset(groups)
+        self.num_attended = 0  # tokens on the host so far, each layer counted
+        self.threads = ThreadPoolExecutor(1, thread_name_prefix="quire-host-attention")
+
+    @property
+    def host(self) -> Tensor:
+        """The bytes of fronts."""
+        copies = self.fronts.pool.copies
+        assert isinstance(copies, DirectCopies | StagedCopies), "a pool with bytes"
+        return copies.host
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of the step, part of whose front is attended to on the host.
+
+    Attributes:
+        place: in the step.
+        row: of the tables.
+        host: columns that are.
+    """
+
+    place: int
+    row: int
+    host: range
+
+
+class StepCPUAttention:
+    """What is attended to on the host in one step.
+
+    Args:
+        engine: attends.
+        batch: of the step.
+        shares: what becomes of fronts, by row.
+        log: of the step.
+
+    Attributes:
+        places: of rows in the batch that are served here, and by no backend.
+    """
+
+    def __init__(
+        self, engine: CPUAttention, batch: FlatBatch, shares: Mapping[int, Share], log: StepLog
+    ) -> None:
+        self._engine, self._log = engine, log
+        self._rows = [
+            _Row(place, row, share.host)
+            for place, row in enumerate(batch.rows.tolist())
+            if place < batch.shape.num_decode
+            if (share := shares.get(row)) is not None and share.host
+        ]
+        self.places = np.array([row.place for row in self._rows], dtype=np.int64)
+        self._coming: Future[list[Partial]] | None = None
+
+    def serves(self, group: LaneGroup) -> bool:
+        """Whether rows of the step are attended to here in the layers of a group."""
+        return bool(self._rows) and group.name in self._engine.groups
+
+    def ask(
+        self,
+        group: LaneGroup,
+        index: int,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        math: AttentionMath,
+    ) -> None:
+        """Begin to attend to a layer's part on the host; query as for `merge_into`."""
+        if not self.serves(group):
+            return
+        places = torch.from_numpy(self.places).to(query.device)
+        requested = query[places].to("cpu", non_blocking=query.is_cuda)
+        ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
+        plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the last merge
+
+        def attend() -> list[Partial]:
+            if ready is not None:
+                ready.synchronize()
+            start = time.perf_counter()
+            with torch.inference_mode():
+                found = [
+                    self._on_host(group, index, row, one[None, :, None], plain)
+                    for row, one in zip(self._rows, requested, strict=True)
+                ]
+            tokens = sum(len(row.host) for row in self._rows) * group.page_class.tokens
+            self._engine.num_attended += tokens
+            layer, end = group.layers[index], time.perf_counter()
+            self._log.add(HOST_ATTEND, layer, tokens, 0, start, end)
+            return found
+
+        self._coming = self._engine.threads.submit(attend)
+
+    def merge_into(
+        self,
+        out: Float[Tensor, "num_tokens num_heads head_dim"],
+        group: LaneGroup,
+        pages: LayerPages,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        math: AttentionMath,
+    ) -> None:
+        """Attend to the rest on the device, and put what both come to into the rows' outputs.
+
+        Args:
+            out: of the step.
+            group: of the layer.
+            pages: of the layer, new tokens written and carried ones arrived.
+            query: of the step, after RoPE.
+            math: scale and extras.
+        """
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        table = self._engine.memory.tables[group.name]
+        plain = AttentionMath(math.scale, math.softcap)
+        here = [
+            self._on_device(table, pages, row, query[row.place][None, :, None], plain)
+            for row in self._rows
+        ]
+        sinks = math.sinks
+        for row, device, host in zip(self._rows, here, coming.result(), strict=True):
+            there = Partial(host.out.to(out.device), host.lse.to(out.device))
+            whole = merge([device, there], sinks)
+            out[row.place] = whole.out[0, :, 0].to(out.dtype)
+
+    def finalize(self) -> None:
+        """Return when nothing is read on the host, also where a step has ended early."""
+        if self._coming is not None:
+            self._coming.exception()
+
+    # ---- where the pages are -------------------------------------------------------------------
+
+    def _on_host(
+        self, group: LaneGroup, index: int, row: _Row, query: Tensor, math: AttentionMath
+    ) -> Partial:
+        """What a layer's part of a front on the host comes to."""
+        by_lane = query.chunk(group.lanes_per_layer, dim=1)
+        lanes: list[Partial] = []
+        for lane, own in enumerate(by_lane):
+            parts = [
+                self._attend(views, group, index, lane, own, math)
+                for views in self._host_views(group, index, lane, row)
+            ]
+            lanes.append(parts[0] if len(parts) == 1 else merge(parts))
+        return _side_by_side(lanes)
+
+    def _host_views(
+        self, group: LaneGroup, index: int, lane: int, row: _Row
+    ) -> Iterator[PageViews]:
+        """Pages of a lane that are attended to on the host, piece by piece."""
+        engine = self._engine
+        for piece in engine.fronts.pieces(row.row):
+            if piece.group == group.name:
+                columns = _overlap(piece, row.host)
+                if columns:
+                    first = lane * piece.columns + columns.start - piece.first
+                    space = piece.layers[index]
+                    for start, count in engine.fronts.pool.places(
+                        space, group.page_class, first, len(columns)
+                    ):
+                        num_bytes = count * group.page_class.page_bytes
+                        some = engine.host[start : start + num_bytes]
+                        yield engine.store.views_of(some, group.page_class)
+
+    def _attend(
+        self,
+        views: PageViews,
+        group: LaneGroup,
+        index: int,
+        lane: int,
+        query: Tensor,
+        math: AttentionMath,
+    ) -> Partial:
+        """Attend to whole pages of one lane."""
+        numbers = torch.arange(len(views.whole))
+        coded = self._engine.coded.of(group.page_class, group.layers[index])
+        own = None
+        if coded is not None and views.coded is not None:
+            own = CodedPages(
+                replace(coded.key, planes=views.coded.key.planes),
+                replace(coded.value, planes=views.coded.value.planes),
+            )
+        assert views.value is not None, "lanes that attend have a value plane"
+        key, value = _read(views.key, views.value, own, numbers, lane)
+        return attend_partial(query, key, value, math=math, seen=None)
+
+    def _on_device(
+        self,
+        table: LaneTable,
+        pages: LayerPages,
+        row: _Row,
+        query: Tensor,
+        math: AttentionMath,
+    ) -> Partial:
+        """What all other tokens of a row come to."""
+        lanes: list[Partial] = []
+        tokens = pages.page_tokens
+        for lane, own in enumerate(query.chunk(pages.num_lanes, dim=1)):
+            of_table = pages.first_lane + lane
+            held = int(table.num_pages[row.row, of_table])
+            columns = [c for c in range(held) if c not in row.host]
+            numbers = torch.from_numpy(table.pages[row.row, of_table, columns]).long()
+            live = int(table.num_slots[row.row, of_table]) - len(row.host) * tokens
+            key, value = _read(pages.key, pages.value, pages.coded, numbers.to(query.device), lane)
+            lanes.append(
+                attend_partial(own, key[:, :, :live], value[:, :, :live], math=math, seen=None)
+            )
+        return _side_by_side(lanes)
+
+
+def can_attend_in_parts(group: LaneGroup) -> bool:
+    """Whether attention to a lane can be the sum of two."""
+    return group.window is None and group.page_class.rotated and group.page_class.value is not None
+
+
+def _read(
+    key: Tensor, value: Tensor, coded: CodedPages | None, numbers: Tensor, lane: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of pages, [1, head, slot, head_dim]."""
+    if coded is None:
+        return tuple(_joined(plane[numbers]) for plane in (key, value))  # type: ignore[return-value]
+    lanes = torch.tensor([lane], device=numbers.device)
+    found = []
+    for side in (coded.key, coded.value):
+        heads, head_dim = side.planes[0].shape[1], side.codec.head_dim
+        slots = len(numbers) * key.shape[2]
+        out = torch.empty(heads * slots * head_dim, device=numbers.device)
+        found.append(decode_pages(side, numbers[None], out, lanes))
+    return found[0], found[1]
+
+
+def _joined(pages: Float[Tensor, "page head token head_dim"]) -> Tensor:
+    """Pages side by side."""
+    return pages.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _overlap(piece: OffloadedPageGroup, columns: range) -> range:
+    return range(max(piece.first, columns.start), min(piece.first + piece.columns, columns.stop))
+
+
+def _side_by_side(lanes: Sequence[Partial]) -> Partial:
+    """Heads of all lanes in order."""
+    if len(lanes) == 1:
+        return lanes[0]
+    return Partial(torch.cat([p.out for p in lanes], 1), torch.cat([p.lse for p in lanes], 1))

@@ -1,0 +1,298 @@
+"""What of offloaded KV is recomputed or attended to on the host, and what is refused.
+
+asked for     can be done    cannot be done
+auto          rates decide   all KV is transferred; said once, at info level
+a fraction    done           refused, with the reason and what to use instead
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError, UnsoundCombination
+from quire.kv.coded_layers import CodedLayers
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore
+from quire.kv.tables import SLOTS
+from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.statistics import Statistic
+from quire.models.adapter import TransformersDecoder
+from quire.models.loader import LoadedModel
+from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
+from quire.offload.kv.cuda_transfer import StreamTransferWorker
+from quire.offload.kv.measured_speeds import measure_offload_speeds
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
+from quire.offload.kv.row_requests import RowRequests
+from quire.offload.kv.staging import can_be_offloaded
+from quire.offload.profiler import OffloadProfiler
+from quire.offload.recompute.activation_allocator import ActivationAllocator
+from quire.offload.recompute.activation_codec import ActivationCodec
+from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
+from quire.offload.schedule.work import Sizes
+from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
+from quire.plan.offload.activation_range import activation_range
+from quire.plan.offload.gate import activation_gate
+from quire.plan.sizes import parse_size
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 256 << 10  # of a layer's inputs that lie together
+_LEAST_BLOCKS = 64
+_LEAST_PART = 0.02  # of tokens made again, below which nothing is gained
+
+
+@dataclass(frozen=True, slots=True)
+class Hindrance:
+    """Why something cannot be done with offloaded KV.
+
+    Attributes:
+        reason: what stands against it.
+        instead: what to use.
+    """
+
+    reason: str
+    instead: str
+
+
+class OffloadChoice:
+    """What of fronts is made again and what is attended to on the host, at most.
+
+    Args:
+        model: computes and makes again.
+        config: what the user said.
+        layout: of the KV memory.
+    """
+
+    def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
+        self._model, self._config, self.layout = model, config, layout
+        self._staged = [g for g in layout.groups if can_be_offloaded(g)]
+        kept = {group.kept.of for group in layout.groups if group.kept is not None}
+        alone = [g for g in self._staged if g.name not in kept]
+        self.groups = [g for g in alone if can_recompute(g)]
+        self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]
+        self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
+        kv_bytes = max(map(_layer_bytes, self._staged))
+        self._codec = ActivationCodec(
+            config.input_codec, model.spec.hidden_size, model.decoder.dtype
+        )
+        self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
+        self._profiler: OffloadProfiler | None = None
+        self._makes = False
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a token's inputs, all layers together."""
+        return int(self._sizes.x_bytes) * len(self._layers)
+
+    # ---- what cannot be ------------------------------------------------------------------------
+
+    def refuse_without_effect(self, stream_bytes: int, statistics: Collection[Statistic]) -> None:
+        """Refuse what was asked for explicitly and would do nothing; before memory is allocated.
+
+        Args:
+            stream_bytes: of the host.
+            statistics: of attention that the default eviction rule needs.
+
+        Raises:
+            UnsoundCombination: with the reason and what to use instead.
+            ConfigError: too few bytes for a page.
+        """
+        page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
+        if stream_bytes < page_bytes:
+            raise ConfigError(
+                f"expected --stream-kv-memory of {page_bytes:,} B or more (a page of every lane), "
+                f"got {stream_bytes:,} B, in which no KV can be offloaded: raise it or leave it out"
+            )
+        self._refuse_recompute(stream_bytes)
+        self._refuse_input_codec()
+        part, why_not = self._config.cpu_attention_fraction, self._no_host_attention(statistics)
+        if part and why_not is not None:
+            raise UnsoundCombination(
+                f"--stream-host-attention {part:g} cannot attend to any KV on the host: "
+                f"{why_not.reason}; {why_not.instead}, or use --stream-host-attention auto or off"
+            )
+
+    def _refuse_recompute(self, stream_bytes: int) -> None:
+        part = self._config.recompute_fraction
+        if not part:
+            return
+        why_not = self._no_recompute()
+        if why_not is not None:
+            raise UnsoundCombination(
+                f"--stream-recompute {part:g} cannot recompute any KV: {why_not.reason}; "
+                f"{why_not.instead}, or use --stream-recompute auto or off"
+            )
+        if self.book(self.input_bytes(part, stream_bytes)) is None:
+            raise ConfigError(
+                f"--stream-recompute {part:g} cannot recompute any KV: of --stream-kv-memory "
+                f"{stream_bytes:,} B its share holds no page of activations; raise "
+                "--stream-kv-memory"
+            )
+        if self._room_tokens < self._config.page_tokens:
+            raise ConfigError(
+                f"--stream-recompute {part:g} cannot recompute any KV: --scratch "
+                f"{self._config.scratch} holds activations of {self._room_tokens} tokens, expected "
+                f"a page of {self._config.page_tokens} or more; raise --scratch"
+            )
+
+    def _refuse_input_codec(self) -> None:
+        codec, part = self._config.stream_input_codec, self._config.recompute_fraction
+        why_not = self._no_recompute() if self._config.input_codec and part is None else None
+        if self._config.input_codec and (part == 0 or why_not is not None):
+            reason = "--stream-recompute is off" if why_not is None else why_not.reason
+            raise UnsoundCombination(
+                f"--stream-input-codec {codec} stores activations that KV is recomputed from, and "
+                f"none is: {reason}; leave out --stream-input-codec"
+            )
+
+    def _no_recompute(self) -> Hindrance | None:
+        return self._no_recompute_here() or self._no_recompute_by_model()
+
+    def _no_recompute_here(self) -> Hindrance | None:
+        """Why KV of this layout cannot be recomputed."""
+        if any(group.lanes_per_layer > 1 for group in self._staged):
+            return Hindrance(
+                "each KV head keeps tokens of its own",
+                "use eviction rules that keep the same tokens for all heads of a layer, such as "
+                "tova or recent",
+            )
+        if not self.groups:
+            return Hindrance(
+                "slots of this codec are not written one by one", "use a codec such as int8 or none"
+            )
+        return None
+
+    def _no_recompute_by_model(self) -> Hindrance | None:
+        """Why this model cannot recompute KV; gets it ready where it can."""
+        if self._model.weights is not None:
+            return Hindrance(
+                "weights are brought too (--weights-memory)", "leave out --weights-memory"
+            )
+        decoder, other = self._model.decoder, "use another model"
+        if not isinstance(decoder, TransformersDecoder):
+            return Hindrance("this decoder makes none again", other)
+        why_not = decoder.prepare_recomputation()
+        return None if why_not is None else Hindrance(why_not, other)
+
+    def _no_host_attention(self, statistics: Collection[Statistic]) -> Hindrance | None:
+        if not self._in_parts:
+            return Hindrance(
+                "attention to this codec's pages, or to keys stored before RoPE, has no parts",
+                "use a codec without +sinks and +residual and a rule other than streaming",
+            )
+        if statistics:
+            return Hindrance(
+                "the eviction rule needs statistics of the attention to every token",
+                "use a rule without them, such as recent",
+            )
+        return None
+
+    # ---- what is done --------------------------------------------------------------------------
+
+    def part_and_why(self) -> tuple[float, str]:
+        """Part of a sequence's tokens whose inputs are kept; 0 for none."""
+        requested = self._config.recompute_fraction
+        if requested == 0:
+            return 0.0, "KV alone is transferred: --stream-recompute off"
+        gate = activation_gate(
+            self._model.spec,
+            kv_value_bytes=self._sizes.kv_bytes / self._model.spec.kv_values_per_layer_token,
+            x_value_bytes=self._codec.row_bytes / self._codec.hidden,
+        )
+        why_not = self._no_recompute_here()
+        if why_not is None and requested is None and not gate.pays:
+            return 0.0, gate.reason
+        why_not = why_not or self._no_recompute_by_model()
+        if why_not is not None:
+            return 0.0, f"KV alone is transferred: {why_not.reason}"
+        self._makes = True
+        if requested is not None:
+            return requested, f"{requested:.2g} of it is made again from activations, as asked"
+        rates = self._rates().speeds.rates(self._sizes, rows=1, tokens=0)
+        tokens = self._model.spec.max_positions
+        part = activation_range(rates, tokens, tokens).x_until / tokens
+        said = f"making KV again takes {rates.recompute_ratio:.2g}x what carrying it does"
+        if part < _LEAST_PART:
+            return 0.0, f"{said}: KV alone is transferred"
+        return part, f"{gate.reason}; {said}: at most {part:.2g} of it is"
+
+    def say_fallbacks(self, why: str, *, recomputes: bool, attends: bool) -> None:
+        """Say once what `auto` has left out.
+
+        Args:
+            why: of `part_and_why`.
+            recomputes: whether the engine recomputes any KV.
+            attends: whether it attends on the host.
+        """
+        if self._config.recompute_fraction is None and not recomputes:
+            logger.info("--stream-recompute auto recomputes no KV: %s", why)
+        if self._config.cpu_attention_fraction is None and not attends:
+            why_not = self._no_host_attention(())
+            reason = "the device is the CPU" if why_not is None else why_not.reason
+            logger.info("--stream-host-attention auto attends on the device alone: %s", reason)
+
+    def input_bytes(self, part: float, stream_bytes: int) -> int:
+        """Bytes of the host for inputs, so that they end with those for KV."""
+        kv_bytes = sum(_layer_bytes(g) * len(g.layers) for g in self._staged)
+        return int(stream_bytes * part * self.x_bytes / (part * self.x_bytes + kv_bytes))
+
+    def book(self, input_bytes: int) -> ActivationAllocator | None:
+        """Blocks of inputs; None where not one is held."""
+        page, tokens = self._config.page_tokens, input_bytes // max(1, self.x_bytes)
+        wanted = min(_BLOCK_BYTES // int(self._sizes.x_bytes), tokens // _LEAST_BLOCKS)
+        block = max(page, wanted // page * page)
+        return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
+
+    def kv_recompute(self, book: ActivationAllocator, rows: RowRequests) -> KVRecompute:
+        """What makes keys and values again."""
+        decoder = self._model.decoder
+        assert isinstance(decoder, TransformersDecoder), "asked before"
+        inputs = ActivationStore(book, self._layers, self._codec, decoder.device)
+        return KVRecompute(decoder, inputs, rows, decoder.device)
+
+    def attention(
+        self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: OffloadedPrefixes
+    ) -> CPUAttention | None:
+        """What attends on the host; None for nothing. A device that is the host gains nothing."""
+        part = self._config.cpu_attention_fraction
+        here = self._model.decoder.device.type == "cpu"
+        if not self._in_parts or part == 0 or (part is None and here):
+            return None
+        return CPUAttention(memory, store, coded, fronts, self._in_parts)
+
+    @property
+    def _room_tokens(self) -> int:
+        """Tokens of one layer whose inputs there is room for on the device."""
+        token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
+        return parse_size(self._config.scratch) // token_bytes
+
+    def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
+        """What divides fronts."""
+        requested = SplitLimits(
+            made=self._config.recompute_fraction if makes else 0.0,
+            most_made=self._room_tokens if makes else 0,
+            host=self._config.cpu_attention_fraction if attends else 0.0,
+        )
+        page_tokens = self._config.page_tokens
+        return PrefixSplits(
+            self._rates(), self._sizes, page_tokens=page_tokens, requested=requested
+        )
+
+    def transfer_worker(self) -> TransferWorker:
+        """Who copies."""
+        device = self._model.decoder.device
+        return StreamTransferWorker(device) if device.type == "cuda" else ThreadTransferWorker()
+
+    def _rates(self) -> OffloadProfiler:
+        if self._profiler is None:
+            decoder, layer = self._model.decoder, self._staged[0].layers[-1]
+            speeds = measure_offload_speeds(decoder, layer, makes=self._makes)
+            self._profiler = OffloadProfiler(speeds)
+        return self._profiler
+
+
+def _layer_bytes(group: LaneGroup) -> int:
+    return group.page_class.slot_bytes * group.lanes_per_layer

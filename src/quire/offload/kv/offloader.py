@@ -1,0 +1,149 @@
+"""Makes room in the KV memory by moving the first pages of running requests to the host.
+
+Asked when cached prefixes are gone and pages are still short, before anybody gives way. A request
+that has moved runs on: its first pages are brought layer by layer (see
+`quire.offload.kv.offloaded_prefixes`). Which request: the one that frees most; of its pages a
+quarter at a time, so that little more is moved than is needed and copies stay large.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from quire.errors import HostPoolFull, OutOfPages
+from quire.kv.memory import KVMemory
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.staging import can_be_offloaded, offloaded_token_bytes
+from quire.scheduler.admission.need import may_stream
+from quire.scheduler.events import EventLog
+from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.request import Request, RequestState
+
+_PART = 4  # of what a request could still move, one in so many at a time
+_LEAST_PAGES = 4  # of a lane, where there are as many
+
+
+class PrefixOffloader:
+    """Fronts of those who run.
+
+    Args:
+        memory: the arena.
+        fronts: of its sequences.
+        events: told of what moves.
+        sharing: cached prefixes, which may name the same pages.
+        running: requests that hold KV; the scheduler's own list.
+        offload_bytes: of offload memory; larger than what KV has where activations share it.
+
+    Attributes:
+        offload_bytes: see above.
+        num_returned: times all pages of a request came back, for it to evict.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        fronts: OffloadedPrefixes,
+        events: EventLog,
+        *,
+        sharing: PrefixSharing,
+        running: Sequence[Request],
+        offload_bytes: int,
+    ) -> None:
+        self._memory, self._fronts, self._events = memory, fronts, events
+        self._sharing, self._running = sharing, running
+        self._holders = 1 if sharing.prefix is None else 2
+        groups = [group for group in memory.layout.groups if can_be_offloaded(group)]
+        self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
+        self._token_bytes = offloaded_token_bytes(memory.layout)
+        self.offload_bytes = offload_bytes
+        self.num_returned = 0
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """Of one sequence that the host holds when nobody else has anything there."""
+        return self._fronts.pool.total_bytes // max(1, self._token_bytes)
+
+    def is_staged(self, request: Request) -> bool:
+        """Whether a running request has its first pages on the host."""
+        return request.row in self._fronts.rows
+
+    def stops_evicting(self, request: Request) -> bool:
+        """Whether a running request could lose tokens if its first pages were back."""
+        return request.eviction.cap is not None and self.is_staged(request)
+
+    def move_some(self, but: Request | None = None) -> bool:
+        """Move pages of somebody; False where nobody has any that would free memory.
+
+        Args:
+            but: not of this one.
+        """
+        movable = [request for request in self._movable() if request is not but]
+        found = [(self._gain_bytes(request), request) for request in movable]
+        for gain_bytes, request in sorted(found, key=lambda pair: -pair[0]):
+            if gain_bytes <= 0:
+                return False
+            if self._move(request):
+                return True
+        return False
+
+    def bring_back(self, request: Request) -> None:
+        """Let a request have all its pages in the memory again, in the room of others' if need be.
+
+        Raises:
+            OutOfPages: nobody else has pages that could move; nothing was changed.
+        """
+        if not self.is_staged(request):
+            return
+        self._sharing.drop_cached()
+        while self.is_staged(request):
+            try:
+                self._fronts.bring_back(request.row)
+            except OutOfPages:
+                if not self.move_some(but=request):
+                    raise
+        self.num_returned += 1
+
+    def halve_staging(self, request: Request) -> None:
+        """Leave a request one staging slot for its offloaded pages; offload all that can be.
+
+        Its pages are packed then, staging included, for pages of all classes to fill slabs.
+        """
+        self._fronts.halve_staging(request.row)
+        while may_stream(request) and self._move(request):
+            self._fronts.halve_staging(request.row)
+        self._fronts.repack(request.row)
+
+    def _movable(self) -> list[Request]:
+        return [
+            request
+            for request in self._running
+            if request.state is RequestState.RUNNING and request.row >= 0 and may_stream(request)
+        ]
+
+    def _gain_bytes(self, request: Request) -> int:
+        return self._fronts.gain_bytes(request.row, self._slots(request), self._holders)
+
+    def _slots(self, request: Request) -> int:
+        """In every lane that could have a front; without those that the next step will write."""
+        tables = self._memory.tables.values()
+        held = min(int(t.num_slots[request.row].min()) for t in tables if can_be_offloaded(t.group))
+        return held - (int(self._memory.lengths[request.row]) - request.num_computed)
+
+    def _move(self, request: Request) -> bool:
+        """Offload the next pages of a request; False where neither side has room for one of each.
+
+        Where offload memory or staging has no room for so many, fewer are offloaded.
+        """
+        tokens, slots = self._page_tokens, self._slots(request)
+        held = max(int(t.staged[request.row]) for t in self._memory.tables.values())
+        left = slots // tokens - held
+        pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
+        self._sharing.withdraw_from_cache(request)
+        before = self._fronts.pool.used_bytes
+        while pages > 0 and self._fronts.pool.used_bytes == before:
+            with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so
+                self._fronts.host(request.row, (held + pages) * tokens)
+            pages //= 2
+        moved = self._fronts.pool.used_bytes - before
+        if moved:
+            self._events.emit("offloaded", request, kv_bytes=moved)
+        return moved > 0

@@ -1,0 +1,120 @@
+"""How much of fronts is made again or attended to on the host: what rates say, or what was asked.
+
+Rates are measured at the start and followed on every copy and product of every step (see
+`quire.offload.profiler`); the split moves where that gains (`quire.offload.control`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quire.kv.step_log import Timed
+from quire.offload.control import SplitController
+from quire.offload.kv.prefix_shares import OffloadedPrefix, Share, divide_prefixes
+from quire.offload.profiler import OffloadProfiler
+from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
+from quire.offload.schedule.work import Sizes
+from quire.offload.timeline import Span, Timeline
+from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.shares import best_shares
+
+_LEAST_MOVE = 0.1  # of all tokens, by which the host's share moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLimits:
+    """What the user or the model decides.
+
+    Attributes:
+        made: part of all tokens to make again; None: what rates say.
+        most_made: tokens of one layer, for which there is room on the device.
+        host: part to attend to on the host; None: what rates say.
+    """
+
+    made: float | None = None
+    most_made: int = 0
+    host: float | None = 0.0
+
+
+class PrefixSplits:
+    """Divides the fronts of steps.
+
+    Args:
+        profiler: knows and learns the rates.
+        sizes: bytes of what crosses the link.
+        page_tokens: of a page.
+        requested: what is not left to rates.
+
+    Attributes:
+        made_tokens, host_tokens, tokens: of the last step that had fronts, of one layer.
+        controller: keeps the split steady.
+    """
+
+    def __init__(
+        self, profiler: OffloadProfiler, sizes: Sizes, *, page_tokens: int, requested: SplitLimits
+    ) -> None:
+        self.profiler = profiler
+        self.controller = SplitController(unit=page_tokens)
+        self.made_tokens = self.host_tokens = self.tokens = 0
+        self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
+        self._host_part: float | None = None
+        self._rows = 0
+
+    def divide(self, fronts: Mapping[int, OffloadedPrefix], rows: int) -> dict[int, Share]:
+        """See `quire.offload.kv.step_offload.Splits`."""
+        tokens = self.tokens = sum(f.columns for f in fronts.values()) * self._page_tokens
+        self._rows = rows
+        rates = self._rates()
+        host = self._host_tokens(rates, tokens)
+        made = min(self._made_tokens(rates, tokens - host), self._requested.most_made)
+        shares = divide_prefixes(fronts, made, host, self._page_tokens)
+        self.made_tokens = sum(len(s.made) for s in shares.values()) * self._page_tokens
+        self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
+        return shares
+
+    def learn(self, timed: Sequence[Timed]) -> None:
+        """See `quire.offload.kv.step_offload.Splits`."""
+        timeline = timeline_of(timed)
+        self.profiler.observe(timeline)
+        if self._requested.made is None:
+            rates = self._rates()  # with what was just learned
+            self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
+
+    def _rates(self) -> OffloadRates:
+        return self.profiler.speeds.rates(self._sizes, rows=self._rows, tokens=self.tokens)
+
+    def _made_tokens(self, rates: OffloadRates, tokens: int) -> int:
+        if self._requested.made is None:
+            return self.controller.split(rates, tokens)
+        return round(self._requested.made * self.tokens)
+
+    def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:
+        """Held where the best share is near the last one."""
+        if self._requested.host is not None:
+            return round(self._requested.host * tokens)
+        if not self._requested.most_made:
+            rates = replace(rates, x_s=rates.kv_s)  # nothing can be made again
+        best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
+        if self._host_part is None or abs(best - self._host_part) > _LEAST_MOVE:
+            self._host_part = best
+        return round(self._host_part * tokens)
+
+
+def timeline_of(timed: Sequence[Timed]) -> Timeline:
+    """What a step did as a timeline of the schedule that it was."""
+    ordered = sorted(timed, key=lambda item: item.start_s)
+    operations = tuple(
+        Operation(
+            index=index,
+            kind=(kind := Kind(item.kind)),
+            lane=LANES[kind],
+            layer=item.layer,
+            tokens=item.tokens,
+            num_bytes=item.num_bytes,
+        )
+        for index, item in enumerate(ordered)
+    )
+    spans = tuple(
+        Span(operation, item.start_s, max(item.start_s, item.end_s))
+        for operation, item in zip(operations, ordered, strict=True)
+    )
+    return Timeline(Schedule(operations), spans)

@@ -1,0 +1,292 @@
+"""Prefixes come back from a tier: the front is read again while the back is loaded.
+
+    memory | read again, chunk by chunk -> | <- loaded, piece by piece, from the end | rest: read
+    0      m                              meet                                       n
+
+Where they should meet says the root of a quadratic (`plan.offload.restore`), asked anew before each
+chunk with what copies and prefills have taken so far: a link that becomes slow or stalls is read
+past, one that is faster loads more. A request that waits for its pages waits alone.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from quire.errors import OutOfPages
+from quire.kv.prefix_key import Block
+from quire.kv.prefix_node import PrefixLease
+from quire.layout.pages import PageClass
+from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
+from quire.offload.prefix_store.prefix_load import PrefixLoad
+from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
+from quire.offload.prefix_store.store import Place
+from quire.plan.learned_costs import LearnedCosts
+from quire.plan.offload.restore import restore_split
+from quire.plan.rates import PrefillRates
+from quire.scheduler.events import EventLog
+from quire.scheduler.group import readable_tokens
+from quire.scheduler.load_rate import LoadRate
+from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.request import Request
+
+WAIT_S = 0.02
+"""A step with nothing else to do waits so long for pages, then returns: its caller may want in."""
+_GRACE_S = 0.05  # that a piece may be late before the link counts as stalled
+_LATE = 2  # times what a piece should take, likewise
+
+
+@dataclass(slots=True, eq=False)
+class RequestPrefixLoad:
+    """The prefix of one request on its way.
+
+    Attributes:
+        load: brings its back.
+        began_at: tokens the request had when it began.
+        started_s: clock reading then.
+        busy: the carrier has it in its queue.
+    """
+
+    load: PrefixLoad
+    began_at: int
+    started_s: float
+    busy: bool = False
+
+
+class PrefixLoader:
+    """Restores prefixes of requests that have just entered.
+
+    Args:
+        tier: where prefixes are.
+        costs: what reading takes.
+        sharing: the prefix cache that loaded prefixes go to.
+        events: told of what has come back.
+        clock: seconds.
+
+    Attributes:
+        waits: somebody could not be planned since `begin_plan` because its pages are on their way.
+    """
+
+    def __init__(
+        self,
+        tier: PrefixTier,
+        costs: LearnedCosts,
+        sharing: PrefixSharing,
+        events: EventLog,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tier = tier
+        self.waits = False
+        self._sharing = sharing
+        self._costs, self._events, self._clock = costs, events, clock
+        assert sharing.prefix is not None, "prefixes are loaded for requests to share them"
+        self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
+        self._token_bytes = tier.records.record_bytes / self._block_tokens
+        self._rate = LoadRate(tier, self._token_bytes, clock)
+        self._open: dict[Request, RequestPrefixLoad] = {}
+        self._arrived = threading.Condition()
+        self._num_arrived = self._num_seen = 0
+        self._num_restores = self._num_declined = self._restored_tokens = 0
+
+    @property
+    def stats(self) -> TierStats:
+        """What the tier holds and has done."""
+        store = self.tier.store
+        return TierStats(
+            stored_bytes=store.num_bytes,
+            found_blocks=store.num_found,
+            stored_blocks=store.num_stored,
+            skipped_blocks=self.tier.num_skipped,
+            restored_tokens=self._restored_tokens,
+            num_restores=self._num_restores,
+            num_declined=self._num_declined,
+            num_discarded=store.num_discarded,
+            num_failed=store.num_failed,
+            loading_bytes=self.loading_bytes,
+        )
+
+    @property
+    def loading_bytes(self) -> int:
+        """Pages of the KV memory that are being filled now."""
+        return sum(found.load.pages.num_bytes for found in self._open.values())
+
+    def pages_in_flight(self, request: Request) -> dict[PageClass, int]:
+        """Pages that are kept for a request already, beside those its row names."""
+        found = self._open.get(request)
+        if found is None:
+            return {}
+        return pages_needed(self._memory, found.load.end - found.load.pages.first)
+
+    # ---- a request -----------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Begin to load what the tier has of a request behind what it shares, where that pays."""
+        found = self._find(request)
+        if not found:
+            self._rate.refresh()
+            return
+        self._rate.learn()
+        at, end = request.num_computed, found[-1][0].end
+        first = at + self._front(at, end - at, self._rate.token_s)
+        if first >= end:
+            self._num_declined += 1
+            self._rate.look_again(*found[-1])
+            return
+        if not self._sharing.make_room(pages_needed(self._memory, end - at)):
+            return
+        try:
+            pages = InFlightPages(self._memory, first, end, self._block_tokens)
+        except OutOfPages:
+            return
+        load = PrefixLoad(self.tier.store, self.tier.records, pages, found, self._clock)
+        self._open[request] = found_one = RequestPrefixLoad(load, at, self._clock())
+        self._ask(found_one)
+
+    def _find(self, request: Request) -> list[tuple[Block, Place]]:
+        lease, chain = request.lease, request.chain
+        if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
+            return []
+        if request.statistics or request.swapped is not None or self.tier.is_closed:
+            return []  # what is remembered of tokens is not stored; a tail is on the host
+        at = request.num_computed
+        most = min(at + readable_tokens(request), request.exact_tokens + 1) - 1
+        return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
+
+    def forget(self, request: Request) -> None:
+        """A request leaves, or needs the room more: what was loaded for it goes."""
+        found = self._open.pop(request, None)
+        if found is not None:
+            found.load.stop()
+            found.load.pages.release()
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def begin_plan(self) -> None:
+        """A step is being planned."""
+        self.waits = False
+        while self.tier.written:
+            blocks, num_bytes = self.tier.written.popleft()
+            self._events.emit("stored", None, blocks=blocks, kv_bytes=num_bytes)
+
+    def wait(self) -> bool:
+        """Wait a moment for pages that somebody needs; whether some have come."""
+        with self._arrived:
+            came = self._arrived.wait_for(lambda: self._num_arrived > self._num_seen, WAIT_S)
+            self._num_seen = self._num_arrived
+        return came
+
+    def is_waiting(self, request: Request) -> bool:
+        """Whether a request can do nothing but wait for its pages."""
+        return self.waits and request in self._open
+
+    def may_read(self, request: Request, budget: int) -> int:
+        """Tokens a request may read now, of so many: none while its pages are on their way."""
+        found = self._open.get(request)
+        if found is None or not budget:
+            return budget
+        self._rate.learn(found.load.pieces)
+        at, load = request.num_computed, found.load
+        into_block = at % self._block_tokens
+        if into_block:
+            return min(budget, self._block_tokens - into_block)
+        if at >= load.end:
+            self.forget(request)
+            return budget
+        if load.loaded_from <= at:
+            self._meet(request, found)
+            return budget
+        tokens = self._to_read(found, at)
+        if tokens >= load.end - at:  # nothing has come, and it is not waited for
+            self._num_declined += not load.failed
+            self.forget(request)
+            return budget
+        self.waits |= not tokens
+        return min(budget, tokens)
+
+    def _to_read(self, found: RequestPrefixLoad, at: int) -> int:
+        """Tokens to read before the next look, and tell the carrier where to stop."""
+        load = found.load
+        gap = load.loaded_from - at
+        if load.failed:
+            return gap
+        token_s = self._rate.token_s * len(self._open)
+        in_flight = max(load.loaded_from - load.claimed_from, self._block_tokens)
+        late_s = self._clock() - load.moved_s
+        stalled = found.busy and late_s > _LATE * in_flight * token_s + _GRACE_S
+        if stalled:
+            token_s = max(token_s, late_s / in_flight)
+        front = self._front(at, gap, token_s)
+        try:
+            load.reach_down(at + front)
+        except OutOfPages:
+            front = max(front, load.pages.first - at)
+        self._ask(found)
+        return min(front, gap if stalled else load.claimed_from - at)
+
+    def _meet(self, request: Request, found: RequestPrefixLoad) -> None:
+        """The front is there, and so is the back: from now on the request has both."""
+        load, at = found.load, request.num_computed
+        load.stop()
+        if load.pages.attach(request.row):
+            tokens = load.end - at
+            request.num_computed = load.end
+            request.count_cached(at, load.end)
+            self._num_restores += 1
+            self._restored_tokens += tokens
+            self._sharing.publish(request, load.end)
+            self._events.emit(
+                "restored",
+                request,
+                tokens=tokens,
+                read_tokens=at - found.began_at,
+                kv_bytes=round(tokens * self._token_bytes),
+                seconds=self._clock() - found.started_s,
+            )
+        self.forget(request)
+
+    # ---- rates ---------------------------------------------------------------------------------
+
+    def _front(self, at: int, tokens: int, token_s: float) -> int:
+        """Of so many tokens behind the first `at`, those to read while the others are loaded."""
+        prefill = self._costs.costs.prefill
+        behind = PrefillRates(
+            call_s=prefill.call_s,
+            token_s=prefill.token_s + 2 * at * prefill.square_s,
+            square_s=prefill.square_s,
+        )
+        return restore_split(behind, self._rate.loading(token_s), tokens, self._block_tokens)
+
+    # ---- the carrier ---------------------------------------------------------------------------
+
+    def _ask(self, found: RequestPrefixLoad) -> None:
+        if not found.busy and found.load.is_wanted:
+            found.busy = True
+            found.load.moved_s = self._clock()
+            self.tier.transfer_worker.urgent(partial(self._carry, found))
+
+    def _carry(self, found: RequestPrefixLoad) -> None:
+        """On the carrier's thread: a piece, then it is the others' turn."""
+        more = False
+        try:
+            more = found.load.carry()
+        finally:
+            found.busy = more
+            if more:
+                self.tier.transfer_worker.urgent(partial(self._carry, found))
+            with self._arrived:
+                self._num_arrived += 1
+                self._arrived.notify_all()
+
+
+def closing(owner: object, restoring: PrefixLoader | None) -> Callable[[], None]:
+    """What ends a tier: when it is called, when its owner is gone, or with the process."""
+    if restoring is None:
+        return lambda: None
+    return weakref.finalize(owner, restoring.tier.close)
+
+
+def in_flight_bytes(restoring: PrefixLoader | None) -> Callable[[], int]:
+    """Says how many bytes of pages are being filled; none where nothing is restored."""
+    return int if restoring is None else lambda: restoring.loading_bytes

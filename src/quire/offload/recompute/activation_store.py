@@ -1,0 +1,212 @@
+"""What attention is given (X), kept on the host while tokens are computed.
+
+    blocks   [block, layer, slot of the block, row_bytes]      numbers as computed, or their codes
+
+On a CPU they are written as they are shown. From a device they come by a stream of their own, in
+pinned memory: those of a prompt straight into their place, those of rows that decode one behind the
+other, from where they are put in place before the next step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.kv.slot_moves import SlotMoves
+from quire.kv.store import zero_bytes
+from quire.offload.recompute.activation_allocator import ActivationAllocator, Segment
+from quire.offload.recompute.activation_codec import ActivationCodec
+from quire.offload.swap.pinned import pin_memory
+
+_SHORT = 8  # tokens of a row that are put in place one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """New tokens of a batch whose inputs are kept.
+
+    Attributes:
+        long: where tokens of the batch, from one on, go together.
+        short: tokens of the batch that go one by one, int64 [n].
+        places: of these, as rows of the first layer, int64 [n].
+    """
+
+    long: tuple[tuple[int, Segment], ...]
+    short: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(
+        cls, starts: Sequence[tuple[int, int, list[Segment]]], store: "ActivationStore"
+    ) -> "Written":
+        """From each row's first token in the batch, its first new slot, and where they go."""
+        long: list[tuple[int, Segment]] = []
+        tokens: list[int] = []
+        places: list[int] = []
+        for token, slot, segments in starts:
+            for segment in segments:
+                first = token + segment.start - slot
+                if segment.tokens > _SHORT:
+                    long.append((first, segment))
+                    continue
+                place = store.place(0, segment)
+                tokens += range(first, first + segment.tokens)
+                places += range(place, place + segment.tokens)
+        return cls(
+            tuple(long),
+            torch.tensor(tokens, dtype=torch.int64),
+            torch.tensor(places, dtype=torch.int64),
+        )
+
+
+class ActivationStore:
+    """Inputs of all sequences of an engine.
+
+    Args:
+        book: says what lies where.
+        layers: of the model, whose inputs are kept.
+        codec: how an input is kept.
+        device: that computes them.
+
+    Raises:
+        ConfigError: the system does not pin as much.
+    """
+
+    def __init__(
+        self,
+        book: ActivationAllocator,
+        layers: Sequence[int],
+        codec: ActivationCodec,
+        device: torch.device,
+    ) -> None:
+        self.book, self.codec = book, codec
+        self.index = {layer: index for index, layer in enumerate(layers)}
+        self._device = device
+        self.block_bytes = codec.row_bytes * book.block_tokens * len(layers)
+        host = zero_bytes(book.num_blocks * self.block_bytes, torch.device("cpu"))
+        if device.type == "cuda":
+            pin_memory(host, self)
+        with torch.inference_mode(mode=False):
+            self._slots = host.view(-1, codec.row_bytes)  # rows of the first layer, then others
+        self._written: Written | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._short = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks."""
+        return self.book.num_blocks * self.block_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of blocks that sequences have."""
+        return self.book.used_blocks * self.block_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token, in all layers."""
+        return self.block_bytes // self.book.block_tokens
+
+    def place(self, index: int, segment: Segment) -> int:
+        """Row of a segment's first slot in a layer, counted among those kept."""
+        block = segment.block * len(self.index) + index
+        return block * self.book.block_tokens + segment.offset
+
+    # ---- as tokens are computed ----------------------------------------------------------------
+
+    def begin(self, written: Written) -> None:
+        """A step begins whose batch has such new tokens. Ends the one before."""
+        self.finish()
+        self._written = written
+        if self._stream is not None:
+            self._short = written.short.to(self._device)
+            needed = len(self.index) * len(written.short) * self.codec.row_bytes
+            if self._landing.numel() < needed:
+                with torch.inference_mode(mode=False):
+                    self._landing = torch.empty(2 * needed, dtype=torch.uint8, pin_memory=True)
+
+    def note(self, layer: int, inputs: Float[Tensor, "num_tokens hidden"]) -> None:
+        """Keep what a layer's attention is given for the batch of the step."""
+        index, written = self.index.get(layer), self._written
+        if index is None or written is None:
+            return
+        if self._stream is None:
+            self._put(index, self.codec.encode(inputs), written)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            inputs.record_stream(self._stream)
+            rows = self.codec.encode(inputs)
+            self._put_long(index, rows, written)
+            if len(written.short):
+                short = rows[self._short]
+                self._landed(index, written).copy_(short, non_blocking=True)
+
+    def finish(self) -> None:
+        """The step is over: return when its inputs are in their places."""
+        written, self._written = self._written, None
+        if written is None or self._stream is None:
+            return
+        self._stream.synchronize()
+        for index in range(len(self.index)) if len(written.short) else ():
+            self._slots[self._places(index, written)] = self._landed(index, written)
+
+    def _put(self, index: int, rows: Tensor, written: Written) -> None:
+        self._put_long(index, rows, written)
+        if len(written.short):
+            self._slots[self._places(index, written)] = rows[written.short]
+
+    def _put_long(self, index: int, rows: Tensor, written: Written) -> None:
+        for token, segment in written.long:
+            place = self.place(index, segment)
+            source = rows[token : token + segment.tokens]
+            self._slots[place : place + segment.tokens].copy_(source, non_blocking=True)
+
+    def _places(self, index: int, written: Written) -> Tensor:
+        return written.places + index * self.book.block_tokens
+
+    def _landed(self, index: int, written: Written) -> Tensor:
+        size = len(written.short) * self.codec.row_bytes
+        return self._landing[index * size : (index + 1) * size].view(-1, self.codec.row_bytes)
+
+    # ---- as they are read ----------------------------------------------------------------------
+
+    def load(self, layer: int, segments: Sequence[Segment], out: Tensor) -> None:
+        """Begin to copy inputs of slots into a tensor [slots, row_bytes], one after the other."""
+        done = 0
+        for segment in segments:
+            place = self.place(self.index[layer], segment)
+            source = self._slots[place : place + segment.tokens]
+            out[done : done + segment.tokens].copy_(source, non_blocking=True)
+            done += segment.tokens
+
+    def move(self, row: int, moves: SlotMoves, layers: Sequence[int]) -> None:
+        """Let inputs follow their slots, each lane being a layer.
+
+        Args:
+            row: whose inputs are all known.
+            moves: of a group.
+            layers: of that group.
+        """
+        self.finish()
+        known = self.book.known(row)
+        of_layer = np.array([self.index.get(layer, -1) for layer in layers])
+        followed = of_layer[moves.lane] >= 0  # of the model's first layer nothing is kept
+        places = np.concatenate(
+            [
+                np.arange(s.tokens) + self.place(0, s)
+                for s in self.book.segments(row, known.start, known.stop)
+            ]
+        )
+        first = of_layer[moves.lane[followed]] * self.book.block_tokens
+        source, target = (
+            torch.from_numpy(places[slot[followed] - known.start] + first)
+            for slot in (moves.source, moves.target)
+        )
+        self._slots[target] = self._slots[source]

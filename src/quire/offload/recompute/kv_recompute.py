@@ -1,0 +1,299 @@
+"""Keys and values of a front once more in a step, from the inputs (X) of its tokens.
+
+    link      | X 0 | X 1 | KV of the others |
+    device          | make 0 | make 1 |  attend
+
+X comes in pieces, so that making begins with the first, into memory beside the arena: two slots of
+it, for the layer that runs and the next. Keys and values go where those of the host would have
+gone. The model's first layer needs no X: its token ids are enough.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kv.step_log import PROJECT, X_IN, StepLog
+from quire.kv.tables import SLOTS, LaneTable
+from quire.layout.pages import LaneGroup
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.prefix_shares import Share
+from quire.offload.recompute.activation_allocator import Segment
+from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.swap.transfer import Transfer
+
+PIECE_TOKENS = 256  # of X that arrive together, at least
+_MOST_PIECES = 8
+
+
+@runtime_checkable  # for the shape checks in tests
+class RecomputesKV(Protocol):
+    """Makes keys and values of a layer again; see `quire.offload.recompute.layer_kv`."""
+
+    def keys_and_values(
+        self,
+        layer: int,
+        inputs: Float[Tensor, "token hidden"],
+        positions: Int[Tensor, " token"],
+        *,
+        rope_variant: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """From what its attention was given."""
+        ...
+
+    def first_layer(
+        self,
+        token_ids: Int[Tensor, " token"],
+        positions: Int[Tensor, " token"],
+        *,
+        rope_variant: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Those of layer 0, from token ids."""
+        ...
+
+
+@runtime_checkable
+class Tokens(Protocol):
+    """What sequences are, by their row."""
+
+    def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
+        """Tokens at some positions."""
+        ...
+
+    def rope_variant(self, row: int) -> int:
+        """Of the sequence."""
+        ...
+
+    def inputs_until(self, row: int) -> int:
+        """Slots from this one on are never made again; 0: none is."""
+        ...
+
+
+Submit = Callable[[str, int, int, int, Callable[[], None]], Transfer]
+"""Begins a copy: kind, layer of the model, tokens, bytes, and what does it."""
+
+Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Puts keys and values into slots: pages, offsets [token, lane], positions, keys, values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Slots of one group whose keys and values are made together.
+
+    Attributes:
+        first, tokens: among all of the step.
+        segments: where their inputs are.
+        pages: for each slot of the staging, of each token and lane.
+        offsets: of each token and lane.
+    """
+
+    first: int
+    tokens: int
+    segments: tuple[Segment, ...]
+    pages: tuple[Tensor, ...]
+    offsets: Tensor
+
+
+class KVRecompute:
+    """Makes keys and values of fronts again, for the steps of an engine.
+
+    Args:
+        model: makes them.
+        store: the inputs.
+        tokens: of sequences.
+        device: of the model.
+
+    Attributes:
+        piece_tokens: of X that arrive together, at least.
+        num_made: tokens made again so far, each layer counted.
+    """
+
+    def __init__(
+        self, model: RecomputesKV, store: ActivationStore, tokens: Tokens, device: torch.device
+    ) -> None:
+        self.model, self.store, self.tokens, self.device = model, store, tokens, device
+        self.piece_tokens = PIECE_TOKENS
+        self.num_made = 0
+        self._staging: dict[str, Tensor] = {}
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of X on the device."""
+        return sum(staging.numel() for staging in self._staging.values())
+
+    def staging(self, group: str, tokens: int) -> UInt8[Tensor, "slot token row_bytes"]:
+        """Room for X of two layers of a group, as it is carried: others' comes at the same time."""
+        row_bytes = self.store.codec.row_bytes
+        needed = SLOTS * tokens * row_bytes
+        if group not in self._staging or self._staging[group].numel() < needed:
+            with torch.inference_mode(mode=False):
+                fresh = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            self._staging[group] = fresh
+        return self._staging[group][:needed].view(SLOTS, tokens, row_bytes)
+
+
+class StepKVRecompute:
+    """What one group makes again in a step.
+
+    Args:
+        kv_recompute: of the engine.
+        fronts: of all sequences.
+        table: of the group.
+        shares: of the sequences of the step.
+        log: of the step.
+    """
+
+    def __init__(
+        self,
+        kv_recompute: KVRecompute,
+        fronts: OffloadedPrefixes,
+        table: LaneTable,
+        shares: Mapping[int, Share],
+        log: StepLog,
+    ) -> None:
+        self._engine, self._log, self._group = kv_recompute, log, table.group
+        self._fronts = fronts
+        slots = _slots(table, shares)
+        self.rows = {row: slots for row, slots in slots.items() if len(slots)}
+        self.tokens = sum(map(len, self.rows.values()))
+        self._pieces = self._cut(table)
+        self._staging = kv_recompute.staging(self._group.name, self.tokens)
+        self._coming: dict[tuple[int, int], Transfer] = {}
+        self._positions: dict[int, Tensor] = {}
+        variants = {kv_recompute.tokens.rope_variant(row) for row in self.rows}
+        self._rope_variant = variants.pop() if variants else 0
+        self._first = self._make_first() if self.tokens and self._group.layers[0] == 0 else None
+
+    def bring(self, index: int, submit: Submit) -> None:
+        """Begin to carry a layer's X into its slot of the staging."""
+        layer = self._group.layers[index]
+        if layer == 0:
+            return
+        staging, store = self._staging[index % SLOTS], self._engine.store
+        for number, piece in enumerate(self._pieces):
+            out = staging[piece.first : piece.first + piece.tokens]
+
+            def copy(piece: _Piece = piece, out: Tensor = out) -> None:
+                store.load(layer, piece.segments, out)
+
+            self._coming[index, number] = submit(X_IN, layer, piece.tokens, out.numel(), copy)
+
+    def make(self, index: int, write: Write) -> None:
+        """Make a layer's keys and values as their X arrives, and put them into their slots."""
+        layer, positions = self._group.layers[index], self._positions_of(index)
+        model, marks = self._engine.model, self._log.marks
+        for number, piece in enumerate(self._pieces):
+            some = slice(piece.first, piece.first + piece.tokens)
+            if layer == 0:
+                assert self._first is not None, "made when the step began"
+                key, value = (part[some] for part in self._first)
+            else:
+                self._coming.pop((index, number)).result()
+                start = marks.now()
+                key, value = model.keys_and_values(
+                    layer,
+                    self._engine.store.codec.decode(self._staging[index % SLOTS, some]),
+                    positions[some],
+                    rope_variant=self._rope_variant,
+                )
+            write(piece.pages[index % SLOTS], piece.offsets, positions[some], key, value)
+            if layer:
+                self._log.add(PROJECT, layer, piece.tokens, 0, start, marks.now())
+        self._engine.num_made += self.tokens
+
+    def unfinished(self) -> Sequence[Transfer]:
+        """Copies that nobody has waited for."""
+        return tuple(self._coming.values())
+
+    # ---- what goes where -----------------------------------------------------------------------
+
+    def _make_first(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of layer 0, before the model's own forward begins."""
+        ids = [
+            token
+            for row in self.rows
+            for token in self._engine.tokens.token_ids(row, self._logical(row, 0))
+        ]
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self._engine.device)
+        positions = self._positions_of(0)
+        return self._engine.model.first_layer(tokens, positions, rope_variant=self._rope_variant)
+
+    def _logical(self, row: int, index: int) -> NDArray[np.int64]:
+        return self._fronts.positions(row, self._group.name, index, self.rows[row])
+
+    def _positions_of(self, index: int) -> Tensor:
+        """Logical positions of all tokens, in a layer."""
+        place = 0 if self._group.ordered else index
+        if place not in self._positions:
+            found = [self._logical(row, index) for row in self.rows]
+            numbers = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+            self._positions[place] = torch.from_numpy(numbers).to(self._engine.device)
+        return self._positions[place]
+
+    def _cut(self, table: LaneTable) -> list[_Piece]:
+        """Pieces of X, and the slots of the staging that their keys and values go to."""
+        most = max(self._engine.piece_tokens, -(-self.tokens // _MOST_PIECES))
+        pages, offsets = _places(table, self.rows)
+        pieces: list[_Piece] = []
+        parts = list(self._segments(most))
+        for first in range(0, self.tokens, most):
+            tokens = min(most, self.tokens - first)
+            some = slice(first, first + tokens)
+            inside = tuple(s for start, s in parts if first <= start < first + tokens)
+            by_slot = tuple(self._tensor(pages[slot, some]) for slot in range(SLOTS))
+            pieces.append(_Piece(first, tokens, inside, by_slot, self._tensor(offsets[some])))
+        return pieces
+
+    def _segments(self, most: int) -> list[tuple[int, Segment]]:
+        """Where inputs are, cut where pieces end: each with its first token among all."""
+        found, done = [], 0
+        for row, slots in self.rows.items():
+            start = slots.start
+            while start < slots.stop:
+                room = most - done % most
+                stop = min(slots.stop, start + room)
+                for segment in self._engine.store.book.segments(row, start, stop):
+                    found.append((done, segment))
+                    done += segment.tokens
+                start = stop
+        return found
+
+    def _tensor(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._engine.device)
+
+
+def _slots(table: LaneTable, shares: Mapping[int, Share]) -> dict[int, range]:
+    """Slots of each sequence that are made again."""
+    tokens, found = table.group.page_class.tokens, {}
+    for row, share in shares.items():
+        stop = min(share.made.stop, int(table.staged[row]))
+        found[row] = range(share.made.start * tokens, max(share.made.start, stop) * tokens)
+    return found
+
+
+def _places(
+    table: LaneTable, rows: Mapping[int, range]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pages [slot of the staging, token, lane of a layer] and offsets [token, lane] of slots."""
+    group = table.group
+    lanes = np.arange(SLOTS * group.lanes_per_layer).reshape(SLOTS, 1, -1)
+    pages, offsets = [], []
+    for row, slots in rows.items():
+        column, offset = np.divmod(np.array(slots, dtype=np.int64), group.page_class.tokens)
+        pages.append(table.pages[row, lanes, column[None, :, None]].astype(np.int64))
+        offsets.append(np.repeat(offset[:, None], group.lanes_per_layer, axis=1))
+    if not pages:
+        empty = np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)
+        return empty, empty[0]
+    return np.concatenate(pages, axis=1), np.concatenate(offsets)
+
+
+def can_recompute(group: LaneGroup) -> bool:
+    """Whether slots of a group can be written again, one by one, as they were."""
+    page_class = group.page_class
+    return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated

@@ -1,0 +1,138 @@
+"""What is made of a step's logits: scores of prompts, next tokens, ends of answers."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.engine.runner import StepLogits
+from quire.errors import RequestError
+from quire.sampling.output_processor import OutputProcessor
+from quire.sampling.outputs import OutputDelta
+from quire.sampling.sampler import Sampler, prompt_logprobs
+from quire.sampling.searching import Branch, advance_beams
+from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
+
+
+class SamplingStep:
+    """Turns logits into deltas.
+
+    Args:
+        sampler: chooses tokens.
+        replies: what has been answered so far.
+        branch: lets the members of a group become others; see `Scheduler.branch`.
+        clock: seconds.
+
+    Attributes:
+        num_generated_tokens: chosen since the start.
+    """
+
+    def __init__(
+        self, sampler: Sampler, replies: OutputProcessor, branch: Branch, clock: Callable[[], float]
+    ) -> None:
+        self.sampler = sampler
+        self._replies, self._branch, self._clock = replies, branch, clock
+        self.num_generated_tokens = 0
+
+    def deltas(
+        self,
+        results: Sequence[StepLogits],
+        requests: Sequence[Request],
+        copies: Sequence[PlannedFork],
+    ) -> Iterator[OutputDelta]:
+        """Give what a step adds to the answers, as it is found out.
+
+        Args:
+            results: logits of the step.
+            requests: of the step.
+            copies: sequences that were copied from some of them after it.
+        """
+        yield from self._score_prompts(results)
+        ready = [r for r in (*results, *_twins(results, copies)) if _is_ready(r.request)]
+        yield from self._sample([result for result in ready if not _is_beam(result.request)])
+        yield from self._end_without_tokens([*requests, *(planned.child for planned in copies)])
+        yield from self._search_on([result for result in ready if _is_beam(result.request)])
+
+    def fail(self, request: Request, error: str) -> list[OutputDelta]:
+        """End a sequence with an error."""
+        return self._replies.end(request, "error", self._clock(), error)
+
+    def _score_prompts(self, results: Iterable[StepLogits]) -> Iterator[OutputDelta]:
+        for result in results:
+            request, num_top = result.request, result.request.params.prompt_logprobs
+            first = result.first_position + 1  # the row of token i scores token i + 1
+            if num_top is None or first > len(request.prompt_token_ids):
+                continue
+            following = request.prompt_token_ids[first : first + len(result.logits)]
+            try:
+                scored = prompt_logprobs(
+                    result.logits[: len(following)],
+                    following,
+                    num_top,
+                    one_by_one=self.sampler.one_by_one,
+                )
+            except RequestError as error:
+                yield from self.fail(request, str(error))
+                continue
+            self._replies.add_scores(request, first, scored)
+
+    def _sample(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
+        if not ready:
+            return
+        tokens = self.sampler.sample(_last_rows(ready), [result.request for result in ready])
+        now_s = self._clock()
+        for result, token in zip(ready, tokens, strict=True):
+            self.num_generated_tokens += token.error is None
+            yield from self._replies.add_token(result.request, token, now_s)
+
+    def _search_on(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
+        """Last of all: where beams find no pages to branch, others may be preempted."""
+        groups = {id(r.request.group): r.request.group for r in ready}
+        for group in groups.values():
+            if group is not None and all(map(_is_ready, group.members)):  # else one has failed
+                yield from self._search(group, [r for r in ready if r.request.group is group])
+
+    def _search(self, group: RequestGroup, results: list[StepLogits]) -> Iterator[OutputDelta]:
+        by_member = {id(result.request): result for result in results}
+        rows = [by_member[id(member)] for member in group.members]
+        first, search = group.members[0], self._replies.search_of(group.members[0])
+        try:
+            advance_beams(search, group, _last_rows(rows), self.sampler, self._branch)
+        except RequestError as error:
+            yield from self.fail(first, str(error))
+            return
+        self.num_generated_tokens += len(rows)
+        if search.is_done:
+            yield from self._replies.end_search(first, self._clock())
+
+    def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
+        """Requests that only wanted their prompt scored."""
+        for request in requests:
+            running = request.state is RequestState.RUNNING
+            if running and request.num_uncomputed == 0 and not request.params.max_tokens:
+                yield from self._replies.end(request, "length", self._clock())
+
+
+def _is_ready(request: Request) -> bool:
+    """Whether a request that was in the step gets a token."""
+    running = request.state is RequestState.RUNNING
+    return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
+
+
+def _is_beam(request: Request) -> bool:
+    return request.group is not None and request.group.atomic
+
+
+def _last_rows(results: list[StepLogits]) -> Tensor:
+    rows = [result.logits[-1:] for result in results]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _twins(results: Iterable[StepLogits], copies: Iterable[PlannedFork]) -> Iterator[StepLogits]:
+    """Logits of those copied from a sequence that had read all they know: the same as its own."""
+    by_parent = {id(result.request): result for result in results}
+    for planned in copies:
+        result = by_parent.get(id(planned.parent))
+        if result is not None and planned.child.num_uncomputed == 0:
+            yield replace(result, request=planned.child)

@@ -1,0 +1,311 @@
+"""Keeps lanes at or under their cap: asks for evictions before the next tokens are processed."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from quire.errors import InvariantError, OutOfPages, PolicyError
+from quire.layout.eviction import PRESSURE
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.lane_slots import (
+    Slots,
+    evicting_table,
+    held_slots,
+    lookahead,
+    over_cap,
+    slots_to_keep,
+    wants_page,
+)
+from quire.scheduler.request import Request, RequestState
+from quire.scheduler.sequence_memory import SequenceMemory
+
+CAP, REPLAY = "cap", "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction did.
+
+    Attributes:
+        slots: that left, over all lanes.
+        lanes: of the table.
+        entry: which tokens they were; None where nobody knows (a simulation).
+    """
+
+    slots: int
+    lanes: int
+    entry: EvictionEntry | None = None
+
+
+@runtime_checkable
+class Evictor(Protocol):
+    """Chooses the slots that leave, and moves the others; which leave depends on tensors."""
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Bring the lanes of a request down to so many slots.
+
+        Args:
+            request: runs.
+            keep: [lanes] slots that stay.
+            least_gain: bytes that must come free at least, else nothing is done; None: whatever.
+
+        Returns:
+            None where nothing was done.
+
+        Raises:
+            PolicyError: the policy broke its contract.
+            OutOfPages: no room for private copies of shared pages; nothing was changed.
+        """
+        ...
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Let the tokens of an entry leave, as they did before.
+
+        Raises:
+            OutOfPages: see `evict`.
+        """
+        ...
+
+    def finalize(self, request: Request) -> None:
+        """Divide the cap of a request whose whole prompt has been read.
+
+        Raises:
+            PolicyError: the policy broke its contract.
+        """
+        ...
+
+
+class _NoEvictor:
+    """Of a pool whose lanes lose nothing."""
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
+
+    def finalize(self, request: Request) -> None:
+        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
+
+
+class LaneCapacities:
+    """Evicts from lanes that are full.
+
+    Args:
+        sequence_memory: requests' rows.
+        evictor: chooses and moves; None where no request evicts.
+        fail: called with a request whose policy broke its contract.
+
+    Attributes:
+        num_evictions, evicted_tokens: so far, repeated ones not counted.
+    """
+
+    def __init__(
+        self,
+        sequence_memory: SequenceMemory,
+        evictor: Evictor | None,
+        fail: Callable[[Request, PolicyError], None],
+    ) -> None:
+        self._sequence_memory, self._fail = sequence_memory, fail
+        self._evictor = _NoEvictor() if evictor is None else evictor
+        self._table = evicting_table(sequence_memory.memory)
+        self.num_evictions = 0
+        self.evicted_tokens = 0.0
+
+    def bring_down(self, requests: list[Request]) -> list[Request]:
+        """Evict from those whose lanes are full; return the requests that can go on."""
+        if self._table is None:
+            return requests
+        stuck = [r for r in requests if r.eviction.cap is not None and not self._try(r)]
+        if not stuck:
+            return requests
+        # others of a group leave with the member they were to be copied from
+        return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
+
+    def relieve_while(
+        self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
+    ) -> None:
+        """While room is short let those that may go down to their caps, before anybody gives way.
+
+        Args:
+            lacks_free_pages: asked only where somebody may.
+            requests: see `relieve`; those that fail leave it.
+        """
+        requested = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
+        while requested and lacks_free_pages() and self.relieve(requests):
+            pass
+
+    def relieve(self, requests: Iterable[Request]) -> bool:
+        """Room is short: let the longest of those that are over their cap go down to it.
+
+        Args:
+            requests: running ones, of which none is in the step that is being planned.
+
+        Returns:
+            Whether pages came free.
+        """
+        return any(map(self._relieve, self._patient(requests)))
+
+    def give_up_slots(self, requests: Iterable[Request]) -> bool:
+        """No page is left: let the longest that is full go on in the pages that it has.
+
+        Its lanes are at their cap and end with a page: what leaves frees slots, perhaps no page.
+
+        Args:
+            requests: those that lack a page for their next token, as for `relieve`.
+
+        Returns:
+            Whether one has slots now.
+        """
+        return any(map(self._give_up_slots, self._patient(requests)))
+
+    def _patient(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Those that lose tokens only where room is short, the longest first."""
+        if self._table is None:
+            return
+        requested = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
+        for request in sorted(requested, key=lambda r: (-self._held(r), r.order)):
+            if request.state is RequestState.RUNNING:
+                yield request
+
+    def _held(self, request: Request) -> int:
+        assert self._table is not None
+        return int(held_slots(self._table, request).sum())
+
+    def _relieve(self, request: Request) -> bool:
+        assert self._table is not None
+        return self._lose(request, over_cap(request, self._table), least_gain=1)
+
+    def _give_up_slots(self, request: Request) -> bool:
+        assert self._table is not None
+        if not wants_page(request, self._table):
+            return False
+        return self._lose(request, over_cap(request, self._table, tokens=1), least_gain=None)
+
+    def _lose(self, request: Request, keep: Slots | None, *, least_gain: int | None) -> bool:
+        if keep is None or self._sequence_memory.sharing.borrows_unwritten(request):
+            return False
+        if self._shares_with_group(request):
+            return False
+        # what others may find of it goes first: a page that a cached prefix names is not freed
+        self._sequence_memory.sharing.stop_sharing(request)
+        self._sequence_memory.sharing.drop_cached()
+        try:
+            return self._evict(request, keep, PRESSURE, least_gain=least_gain)
+        except OutOfPages:
+            return False
+        except PolicyError as error:
+            self._fail(request, error)
+            return True
+
+    def _shares_with_group(self, request: Request) -> bool:
+        """Whether other members of its group name pages of a request.
+
+        They were admitted as sharing these to the end: with copies of their own all of them could
+        come to hold more than the memory has.
+        """
+        if self._table is None or request.group is None:
+            return False
+        others = [m.row for m in request.group.members if m.row >= 0 and m is not request]
+        theirs = self._table.pages[np.array(others, dtype=np.int64)]
+        return bool(np.isin(self._table.row_pages(request.row), theirs).any())
+
+    def _try(self, request: Request) -> bool:
+        """Evict; False where the policy failed, or private copies of shared pages found no room."""
+        try:
+            return self._bring_down(request)
+        except OutOfPages:
+            return False
+        except PolicyError as error:
+            self._fail(request, error)
+            return False
+
+    def _bring_down(self, request: Request) -> bool:
+        """Make room for the next tokens; False where what is held has yet to be written."""
+        assert self._table is not None
+        if self._sequence_memory.sharing.borrows_unwritten(request):
+            return not self._is_due(request)
+        while (entry := request.next_replay) is not None:
+            if entry.num_computed != request.num_computed:
+                return True
+            self._repeat(request, entry)
+        if request.pending and request.num_computed >= len(request.prompt_token_ids):
+            self._evictor.finalize(request)
+            request.pending = False
+        keep = slots_to_keep(request, self._table, lookahead(request))
+        if keep is not None and np.any(keep < held_slots(self._table, request)):
+            self._evict(request, keep, CAP)
+        return True
+
+    def _is_due(self, request: Request) -> bool:
+        entry = request.next_replay
+        if entry is not None:
+            return entry.num_computed == request.num_computed
+        assert self._table is not None
+        return slots_to_keep(request, self._table, lookahead(request)) is not None
+
+    def _evict(
+        self, request: Request, keep: Slots, reason: str, *, least_gain: int | None = None
+    ) -> bool:
+        memory = self._sequence_memory.memory
+        free_bytes = memory.free_bytes
+        done: list[Evicted | None] = []
+        self._changing(
+            request, lambda: done.append(self._evictor.evict(request, keep, least_gain=least_gain))
+        )
+        evicted = done[-1]
+        if evicted is None:
+            return False
+        if evicted.entry is not None:
+            request.trace.append(evicted.entry)
+            request.replayed = len(request.trace)
+        tokens = evicted.slots / evicted.lanes
+        request.exact = False
+        request.num_evictions += 1
+        request.evicted_tokens += tokens
+        self.num_evictions += 1
+        self.evicted_tokens += tokens
+        self._tell(request, tokens, memory.free_bytes - free_bytes, reason)
+        return True
+
+    def _repeat(self, request: Request, entry: EvictionEntry) -> None:
+        memory = self._sequence_memory.memory
+        free_bytes = memory.free_bytes
+        self._changing(request, lambda: self._evictor.repeat(request, entry))
+        request.exact = False
+        request.replayed += 1
+        tokens = entry.num_slots / len(entry.counts)
+        self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
+
+    def _changing(self, request: Request, change: Callable[[], None]) -> None:
+        """Change lanes; where copies of shared pages find no room, after cached prefixes went."""
+        self._sequence_memory.sharing.stop_sharing(request)
+        copied_bytes = self._sequence_memory.memory.copied_bytes
+        try:
+            change()
+        except OutOfPages:
+            self._sequence_memory.sharing.drop_cached()
+            change()
+        copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
+        if copied_bytes:
+            self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
+
+    def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
+        last = request.trace[request.replayed - 1] if request.replayed else None
+        wanted = request.records_evictions and last is not None
+        extra = {"digest": last.digest} if wanted and last is not None else {}
+        self._sequence_memory.events.emit(
+            "evicted",
+            request,
+            tokens=round(tokens, 3),
+            freed_bytes=freed_bytes,
+            reason=reason,
+            length=request.num_computed,
+            **extra,
+        )

@@ -1,0 +1,91 @@
+"""Counts whose pages are whose: each page once, shared prefixes on nobody's account."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
+from quire.layout.pages import PageClass
+from quire.tenancy.tenants import PUBLIC
+
+NOBODY = -1
+
+
+def bytes_by_tenant(
+    memory: KVMemory,
+    rows: Mapping[str, Sequence[int]],
+    referenced: Mapping[str, Sequence[Mapping[str, PageNumbers]]] | None = None,
+    public_tokens: Mapping[int, int] | None = None,
+) -> dict[str, int]:
+    """Bytes of the pages each tenant refers to, every page counted once.
+
+    A page of a shared prefix is nobody's, also while requests read it. Where the pages of two
+    tenants meet otherwise, which private salts rule out, the one named first is charged.
+
+    Args:
+        memory: the pool.
+        rows: rows of each tenant's requests.
+        referenced: pages kept without a request (`KVMemory.cached_references`), by tenant; shared
+            prefixes under `PUBLIC`.
+        public_tokens: how many first tokens of a row are a shared prefix, for rows that have one.
+
+    Returns:
+        Bytes by tenant, and by `PUBLIC`; together the bytes of these pages.
+    """
+    referenced = referenced or {}
+    public_tokens = public_tokens or {}
+    names = [PUBLIC, *sorted((rows.keys() | referenced.keys()) - {PUBLIC})]
+    if not referenced and not any(pool.num_shared for pool in memory.pools.values()):
+        return {name: _unshared_bytes(memory, rows.get(name, ())) for name in names}
+    owners = {c: np.full(len(p.ref_counts), NOBODY, np.int32) for c, p in memory.pools.items()}
+    held = dict.fromkeys(names, 0)
+    for row, tokens in public_tokens.items():
+        for page_class, pages in _first_pages(memory, row, tokens):
+            held[PUBLIC] += _claim(owners, page_class, pages, 0)
+    for index, name in enumerate(names):
+        for cached_reference in referenced.get(name, ()):
+            for group, pages in cached_reference.items():
+                page_class = memory.tables[group].group.page_class
+                held[name] += _claim(owners, page_class, pages, index)
+        for table in memory.tables.values():
+            pages = table.pages[np.asarray(rows.get(name, ()), dtype=np.int64)]
+            held[name] += _claim(owners, table.group.page_class, pages[pages >= 0], index)
+    return held
+
+
+def _unshared_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
+    if memory.placement.reserves:
+        return sum(map(memory.row_bytes, rows))
+    index = np.asarray(rows, dtype=np.int64)
+    return sum(
+        int(table.num_pages[index].sum()) * table.group.page_class.page_bytes
+        for table in memory.tables.values()
+    )
+
+
+def _first_pages(
+    memory: KVMemory, row: int, tokens: int
+) -> Iterator[tuple[PageClass, PageNumbers]]:
+    """The shared whole pages of a row's first tokens, in lanes without a window."""
+    for table in memory.tables.values():
+        group = table.group
+        if group.window is None and not group.private:
+            pages = table.pages[row][:, : tokens // group.page_class.tokens]
+            counts = memory.pools[group.page_class].ref_counts
+            held = pages[pages >= 0]
+            yield group.page_class, held[counts[held] > 1]
+
+
+def _claim(
+    owners: Mapping[PageClass, NDArray[np.int32]],
+    page_class: PageClass,
+    pages: PageNumbers,
+    owner: int,
+) -> int:
+    """Note an owner for pages that have none; return their bytes."""
+    owned = owners[page_class]
+    free = np.unique(pages[owned[pages] == NOBODY])
+    owned[free] = owner
+    return len(free) * page_class.page_bytes
