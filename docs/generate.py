@@ -19,21 +19,10 @@ REFERENCE = Path("docs/reference")
 HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
 HELP_COLUMNS = "100"
 FLOORS = (
-    "cli",
-    "serve",
-    "evals",
-    "hf",
-    "profile",
-    "sim",
-    "engine",
-    "offload",
-    "models",
-    "policies",
-    "kv",
-    "kernels",
-    "codecs",
+    *("cli", "serve", "hf", "evals", "profile", "api", "sim", "engine", "offload", "eviction"),
+    *("sampling", "scheduler", "tenancy", "kv", "models", "kernels", "policies", "codecs", "plan"),
+    *("config", "layout"),
 )
-FLOORS += ("plan", "spec")
 
 
 def main(arguments: list[str]) -> int:
@@ -284,7 +273,7 @@ def policies() -> str:
             _named(row.options),
             row.summary,
             _listed(row.statistics),
-            row.granularity,
+            row.scope,
             row.cost,
             row.source,
         )
@@ -296,7 +285,7 @@ def policies() -> str:
             _named(row.options),
             row.summary,
             _listed(row.statistics),
-            row.queries_seen,
+            row.needs,
             "kept" if row.keeps_total else "not kept",
             row.source,
         )

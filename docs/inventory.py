@@ -6,6 +6,7 @@ RENAMES maps old names to new ones: whatever is lost and not in the mapping is p
 
 import dataclasses
 import json
+import re
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -282,23 +283,34 @@ def names(found: object, path: str = "") -> Iterator[str]:
         yield f"{path}: {found}"
 
 
-def lost(old: object, new: object, renames: Mapping[str, str]) -> list[str]:
+def lost(old: object, new: object, renames: Mapping[str, str | None]) -> list[str]:
     """Names of the old inventory that the new one lacks and the mapping does not explain.
 
     Args:
         old: inventory before.
         new: inventory now.
-        renames: how a name began to how it begins now; the first that fits is taken.
+        renames: a path that begins with "/" to how it begins now, the first that fits, or to None
+            where it was removed on purpose; any other word to the word in its place, wherever it
+            stands alone.
     """
     now = set(names(new))
+    words = {before: after for before, after in renames.items() if before[0] != "/"}
+    paths = {before: after for before, after in renames.items() if before[0] == "/"}
 
-    def renamed(name: str) -> str:
-        for before, after in renames.items():
-            if name.startswith(before):
-                return after + name.removeprefix(before)
+    def in_words(name: str) -> str:
+        for before, after in words.items():
+            name = re.sub(rf"(?<![\w-]){re.escape(before)}(?![\w-])", str(after), name)
         return name
 
-    return [name for name in names(old) if name not in now and renamed(name) not in now]
+    def is_explained(name: str) -> bool:
+        fits = next((before for before in paths if name.startswith(before)), None)
+        if fits is None:
+            return in_words(name) in now
+        after = paths[fits]
+        moved = set() if after is None else {in_words(after + name.removeprefix(fits))}
+        return after is None or bool(({in_words(name)} | moved) & now)
+
+    return [name for name in names(old) if name not in now and not is_explained(name)]
 
 
 def main(arguments: list[str]) -> int:

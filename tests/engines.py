@@ -91,11 +91,11 @@ def engine_for(
     longest: int,
     page_tokens: int,
     chunk_tokens: int = 2048,
-    max_running: int = 64,
+    max_num_seqs: int = 64,
     **kv: object,
 ) -> Engine:
     """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
-    schedule = ScheduleConfig(max_running=max_running, chunk_tokens=chunk_tokens)
+    schedule = ScheduleConfig(max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens)
     probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
     need = Need(longest, eviction=probe.pool.eviction.spec)
     peak_bytes = probe.scheduler.peaks.peak_bytes(need)

@@ -73,12 +73,15 @@ def engine_under(
 ) -> Engine:
     """An engine whose arena holds `room` of the largest request, its host pool `host_room`."""
     config = ScheduleConfig(
-        max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, chunk_tokens=CHUNK_TOKENS, **schedule
+        max_num_seqs=MAX_RUNNING,
+        max_num_batched_tokens=STEP_TOKENS,
+        chunk_tokens=CHUNK_TOKENS,
+        **schedule,
     )
     smallest = _smallest_memory(model)
     kv = KVConfig(
         memory=int(room * smallest),
-        host_memory=int(host_room * smallest),
+        swap_space=int(host_room * smallest),
         page_tokens=PAGE_TOKENS,
     )
     return Engine(model, kv, config)
@@ -97,7 +100,7 @@ _SMALLEST: dict[str, int] = {}  # by architecture
 
 def _takes_all(model: LoadedModel, size: int) -> bool:
     config = ScheduleConfig(
-        max_running=MAX_RUNNING, step_tokens=STEP_TOKENS, chunk_tokens=CHUNK_TOKENS
+        max_num_seqs=MAX_RUNNING, max_num_batched_tokens=STEP_TOKENS, chunk_tokens=CHUNK_TOKENS
     )
     try:
         engine = Engine(model, KVConfig(memory=size, page_tokens=PAGE_TOKENS), config)

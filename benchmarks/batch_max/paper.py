@@ -168,7 +168,7 @@ class PaperProtocol:
         return batch
 
     def _memory(self, arm: EvictionArm) -> KVConfig:
-        return replace(self._kv, evict=arm.evict, prefix_cache=False)
+        return replace(self._kv, evict=arm.evict, enable_prefix_caching=False)
 
     def _note(self, row: PaperRow) -> None:
         self.rows.append(row)

@@ -43,7 +43,9 @@ def measure_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -
     """Yield every arm's answers to every task."""
     prompts = {task: _encoded(model, config, asking, task) for task in config.tasks}
     for arm in config.arms():
-        kv = KVConfig(memory=pool_bytes(model, config), evict=arm.evict, prefix_cache=False)
+        kv = KVConfig(
+            memory=pool_bytes(model, config), evict=arm.evict, enable_prefix_caching=False
+        )
         rows = rows_that_fit(model, kv, config.tokens, config.new_tokens, most=config.samples)
         batch = largest_of(batch_sizes(config.samples), rows)
         if not batch:

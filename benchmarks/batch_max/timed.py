@@ -125,7 +125,7 @@ class ArmTimer:
         return self._batches[key]
 
     def _kv(self, arm: EvictionArm, pool: int) -> KVConfig:
-        return KVConfig(memory=self.pool_bytes(pool), evict=arm.evict, prefix_cache=False)
+        return KVConfig(memory=self.pool_bytes(pool), evict=arm.evict, enable_prefix_caching=False)
 
     def _engine(self, arm: EvictionArm, pool: int, schedule: ScheduleConfig) -> Engine:
         return Engine(self._model, self._kv(arm, pool), schedule)

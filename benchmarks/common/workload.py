@@ -61,7 +61,9 @@ class Workload:
 
     def kv_config(self, spec: ModelSpec, *, attention: str = "auto") -> KVConfig:
         """That memory, without a prefix cache: a prompt is read anew in each round."""
-        return KVConfig(memory=self.kv_bytes(spec), attention=attention, prefix_cache=False)
+        return KVConfig(
+            memory=self.kv_bytes(spec), attention=attention, enable_prefix_caching=False
+        )
 
 
 QUICK_WORKLOAD = Workload(model="tiny", prompts=4, prompt_tokens=40, new_tokens=8)

@@ -88,8 +88,8 @@ class TimedArm:
         # a row decodes while the others' prompts are read, and in a round that is not counted
         most = (config.repeats + 1) * config.every + config.rows + 2
         memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
-        kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
-        self._engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
+        kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+        self._engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.rows))
         options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for row in range(config.rows):
             self._engine.submit(GenerationRequest(random_prompt(model, config.cap, row), options))

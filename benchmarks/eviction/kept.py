@@ -44,7 +44,7 @@ def retained_positions(
     """
     evict = rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
     memory = 2 * model.spec.kv_bytes(config.tokens, model.decoder.dtype.itemsize) + (8 << 20)
-    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False, record_evictions=True)
+    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False, record_evictions=True)
     engine = Engine(model, kv)
     return np.stack([_kept_of(engine, text) for text in texts])
 

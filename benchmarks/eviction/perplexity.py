@@ -77,8 +77,8 @@ def read_texts(
     number_bytes = model.decoder.dtype.itemsize
     memory = 2 * config.rows * model.spec.kv_bytes(config.tokens, number_bytes) + (8 << 20)
     evict = FULL if rule is None else rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
-    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
-    llm = LLM(model, kv=kv, schedule=ScheduleConfig(max_running=config.rows))
+    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+    llm = LLM(model, kv=kv, schedule=ScheduleConfig(max_num_seqs=config.rows))
     options = SamplingParams(max_tokens=0, prompt_logprobs=0)
     answers = llm.generate(list(texts), options)
     return RuleTexts(

@@ -54,12 +54,12 @@ class Judge:
         rows, spec = self._config.rows, self._model.spec
         row_bytes = spec.kv_bytes_per_token(self._model.decoder.dtype.itemsize) * 2 * key.tokens
         kv = self.kv_config(key, rows * row_bytes + (8 << 20))
-        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
+        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_num_seqs=rows))
 
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
         """What a cell is asked in."""
         return KVConfig(
-            memory=memory, page_tokens=key.page_tokens, evict=key.evict, prefix_cache=False
+            memory=memory, page_tokens=key.page_tokens, evict=key.evict, enable_prefix_caching=False
         )
 
 

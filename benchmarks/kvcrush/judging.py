@@ -89,4 +89,4 @@ class ManyRules:
             evict=FULL,
             evict_allow=self._allow,
         )
-        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_running=rows))
+        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_num_seqs=rows))

@@ -95,8 +95,8 @@ def measure(config: OverheadConfig, clock: Callable[[], float] = perf_counter) -
 def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable[[], float]) -> Run:
     length = config.prompt_tokens + config.new_tokens
     memory = 2 * config.rows * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
-    kv = KVConfig(memory=memory, evict=evict, prefix_cache=False)
-    engine = Engine(model, kv, ScheduleConfig(max_running=config.rows))
+    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+    engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.rows))
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     for row in range(config.rows):
         engine.submit(GenerationRequest(random_prompt(model, config.prompt_tokens, row), options))

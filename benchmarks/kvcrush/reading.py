@@ -78,7 +78,7 @@ class Reader:
         memory = 2 * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
         evict = FULL if arm is None else arm.rule.evict(arm.cap, config.every, arm.when)
         kv = KVConfig(
-            memory=memory, page_tokens=config.page_tokens, evict=evict, prefix_cache=False
+            memory=memory, page_tokens=config.page_tokens, evict=evict, enable_prefix_caching=False
         )
         self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
 

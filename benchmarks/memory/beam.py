@@ -136,7 +136,7 @@ def _search_with_engine(config: BeamConfig) -> BeamRun:
     for beams in (config.beams, 1):
         engine = Engine(
             random_model(shape, dtype=torch.float32),
-            KVConfig(memory="64MiB", page_tokens=CLAIMED_PAGE_TOKENS, prefix_cache=False),
+            KVConfig(memory="64MiB", page_tokens=CLAIMED_PAGE_TOKENS, enable_prefix_caching=False),
             ScheduleConfig(),
         )
         engine.submit(

@@ -46,7 +46,7 @@ QUICK_MEMORY = MemoryBenchConfig(
     ),
     watermarks=WatermarkConfig(memory="2GiB"),
     swap=SwappingConfig(
-        model="small", swap=SwapConfig(lengths=(64, 256), repeats=2, step_tokens=128)
+        model="small", swap=SwapConfig(lengths=(64, 256), repeats=2, max_num_batched_tokens=128)
     ),
     prefix=PrefixConfig(sharers=8, system_tokens=400, new_tokens=4, repeats=1),
     cache=GenerationConfig(model="small", steps=4, repeats=1),

@@ -78,7 +78,7 @@ def measure_fairness(config: FairnessConfig, simulated: SimulatedConfig) -> Fair
         alone=simulate(replace(paced, requests=small), on),
         flood=simulate(paced, on),
         drain=simulate(at_once, on),
-        step_s=_prefill_s(on, on.schedule.step_tokens),
+        step_s=_prefill_s(on, on.schedule.max_num_batched_tokens),
         prefill_s=_prefill_s(on, prompt),
     )
 

@@ -63,8 +63,10 @@ def measure_generation(config: GenerationConfig) -> list[TokenTime]:
     longest = max(config.lengths)
     engine = Engine(
         model,
-        KVConfig(memory=kv_memory_for(model, longest + config.steps + 1), prefix_cache=False),
-        ScheduleConfig(step_tokens=longest, chunk_tokens=longest),
+        KVConfig(
+            memory=kv_memory_for(model, longest + config.steps + 1), enable_prefix_caching=False
+        ),
+        ScheduleConfig(max_num_batched_tokens=longest, chunk_tokens=longest),
     )
     times = []
     for i in range(config.repeats + 1):

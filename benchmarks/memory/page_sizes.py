@@ -130,8 +130,8 @@ def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: i
     memory = model.spec.kv_bytes_per_token(4) * length * config.rows + (16 << 20)
     engine = Engine(
         model,
-        KVConfig(memory=memory, page_tokens=page_tokens, prefix_cache=False),
-        ScheduleConfig(max_running=config.rows),
+        KVConfig(memory=memory, page_tokens=page_tokens, enable_prefix_caching=False),
+        ScheduleConfig(max_num_seqs=config.rows),
     )
     rng = random.Random(0)
     options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -98,8 +98,8 @@ def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> Prefi
     memory = model.spec.kv_bytes_per_token(4) * length * config.sharers + (32 << 20)
     engine = Engine(
         model,
-        KVConfig(memory=memory, prefix_cache=shares),
-        ScheduleConfig(max_running=config.sharers),
+        KVConfig(memory=memory, enable_prefix_caching=shares),
+        ScheduleConfig(max_num_seqs=config.sharers),
     )
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     prompts = config.prompts(model.spec.vocab_size)

@@ -32,17 +32,17 @@ class SwapConfig:
     Attributes:
         lengths: tokens of the prompts.
         repeats: measured rounds of all lengths, after one that is not.
-        step_tokens: of the engine.
+        max_num_batched_tokens: of the engine.
         attention: its backend.
     """
 
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = 5
-    step_tokens: int = 512
+    max_num_batched_tokens: int = 512
     attention: str = "auto"
 
 
-QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, step_tokens=64)
+QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,10 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
             f"{model.spec.max_positions}: measure shorter ones"
         )
     size = kv_memory_for(model, longest + 2)
-    kv = KVConfig(memory=size, host_memory=size, attention=config.attention, prefix_cache=False)
-    engine = Engine(model, kv, ScheduleConfig(step_tokens=config.step_tokens))
+    kv = KVConfig(
+        memory=size, swap_space=size, attention=config.attention, enable_prefix_caching=False
+    )
+    engine = Engine(model, kv, ScheduleConfig(max_num_batched_tokens=config.max_num_batched_tokens))
     seeds = itertools.count()
     for round_number in range(config.repeats + 1):
         for tokens in config.lengths:

@@ -109,7 +109,7 @@ def _run(
     piece_tokens: int | None = None,
 ) -> StoreRun:
     kept = tuple(r for r in trace.requests if piece_tokens is None or r.tokens <= piece_tokens)
-    kv = replace(on.kv, store=store, store_tokens=piece_tokens, prefix_cache=False)
+    kv = replace(on.kv, store=store, store_tokens=piece_tokens, enable_prefix_caching=False)
     simulator = make_simulator(replace(trace, requests=kept), replace(on, kv=kv))
     result = simulator.run()
     fixed = {"paged": kv.page_tokens, STORE: piece_tokens}.get(store)

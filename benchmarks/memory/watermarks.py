@@ -30,14 +30,14 @@ class WatermarkConfig:
         per_cents: low watermarks; COMPARED must be among them.
         time_scale: factor on the times between arrivals: requests must wait for memory.
         memory: KV bytes.
-        max_running: sequences at once; so many that memory is what bounds them.
+        max_num_seqs: sequences at once; so many that memory is what bounds them.
         requests: of the trace, at most.
     """
 
     per_cents: tuple[int, ...] = (70, 85, 90, 95, 98)
     time_scale: float = 0.5
     memory: str = "12GiB"
-    max_running: int = 1_024
+    max_num_seqs: int = 1_024
     requests: int = 8_000
 
 
@@ -75,16 +75,16 @@ def measure_watermarks(
     on = replace(on, kv=replace(on.kv, memory=config.memory))
     for gives_way in (False, True):
         for per_cent in config.per_cents:
-            yield _run(trace, on, config.max_running, per_cent=per_cent, gives_way=gives_way)
+            yield _run(trace, on, config.max_num_seqs, per_cent=per_cent, gives_way=gives_way)
 
 
 def _run(
-    trace: Trace, on: SimConfig, max_running: int, *, per_cent: int, gives_way: bool
+    trace: Trace, on: SimConfig, max_num_seqs: int, *, per_cent: int, gives_way: bool
 ) -> WatermarkRun:
     low = per_cent / 100
     schedule = replace(
         on.schedule,
-        max_running=max_running,
+        max_num_seqs=max_num_seqs,
         low_watermark=low,
         high_watermark=min(1.0, round(low + _ABOVE, 4)) if gives_way else 1.0,
     )

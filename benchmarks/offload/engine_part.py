@@ -27,10 +27,10 @@ from quire.profile.prefill_rates import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS: Mapping[str, Mapping[str, str]] = {
-    "off": {"stream_recompute": "off", "stream_host_attention": "off"},
+    "off": {"offload_recompute": "off", "offload_cpu_attention": "off"},
     "auto": {},
-    "half": {"stream_recompute": "0.5", "stream_host_attention": "off"},
-    "host": {"stream_recompute": "off", "stream_host_attention": "0.5"},
+    "half": {"offload_recompute": "0.5", "offload_cpu_attention": "off"},
+    "host": {"offload_recompute": "off", "offload_cpu_attention": "0.5"},
 }
 _LAYERS, _CHUNK = 6, 64
 _ROOM = 0.75  # of the sequence's KV, in the memory
@@ -83,10 +83,10 @@ def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> En
         model,
         KVConfig(
             memory=memory,
-            stream_memory="1GiB",
-            prefix_cache=False,
-            stream_recompute=arm.get("stream_recompute", "auto"),
-            stream_host_attention=arm.get("stream_host_attention", "auto"),
+            offload_memory="1GiB",
+            enable_prefix_caching=False,
+            offload_recompute=arm.get("offload_recompute", "auto"),
+            offload_cpu_attention=arm.get("offload_cpu_attention", "auto"),
         ),
         ScheduleConfig(chunk_tokens=_CHUNK),
     )
@@ -106,7 +106,7 @@ def _readings(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[fl
 
 def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
     """CPU seconds of reading a prompt that fits, in memory that was used before."""
-    engine = _engine(model, "1GiB", {"stream_recompute": part, "stream_host_attention": "off"})
+    engine = _engine(model, "1GiB", {"offload_recompute": part, "offload_cpu_attention": "off"})
     taken_s = 0.0
     for seed in (1, 2):
         engine.submit(

@@ -63,7 +63,7 @@ def _filled_engine(config: OverheadConfig) -> Engine:
     engine = Engine(
         model,
         KVConfig(memory=kv_bytes),
-        ScheduleConfig(max_running=config.rows),
+        ScheduleConfig(max_num_seqs=config.rows),
     )
     rng = random.Random(0)
     for _ in range(config.rows):

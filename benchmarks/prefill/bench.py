@@ -46,7 +46,9 @@ def measure_prefill(config: PrefillConfig) -> Iterator[dict[int, float]]:
     """Yield, round by round, the seconds that reading all prompts takes with each budget."""
     model = random_model(config.workload.shape(), dtype=torch.bfloat16)
     arms = {
-        budget: QuireArm(model, config.workload, attention=config.attention, step_tokens=budget)
+        budget: QuireArm(
+            model, config.workload, attention=config.attention, max_num_batched_tokens=budget
+        )
         for budget in config.budgets
     }
     for i in range(config.repeats + 1):

@@ -32,8 +32,8 @@ class DecodeSteps:
         self._model, self.batch = model, batch
         longest = tokens + steps + 16  # a page at most that is not full
         plain_bytes = model.spec.kv_bytes(longest, model.decoder.dtype.itemsize) * batch
-        kv = KVConfig(memory=plain_bytes + _SPARE_BYTES, codec=codec, prefix_cache=False)
-        self._pool: KVPool = build_pool(model, kv, ScheduleConfig(max_running=batch))
+        kv = KVConfig(memory=plain_bytes + _SPARE_BYTES, codec=codec, enable_prefix_caching=False)
+        self._pool: KVPool = build_pool(model, kv, ScheduleConfig(max_num_seqs=batch))
         memory = self._pool.kv.memory
         self._rows = np.array([memory.start() for _ in range(batch)], dtype=np.int64)
         memory.grow(self._rows, np.full(batch, tokens, dtype=np.int32))

@@ -25,7 +25,7 @@ class CodecJudge(Judge):
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
         """See `Judge`."""
         return KVConfig(
-            memory=memory, page_tokens=key.page_tokens, codec=key.rule, prefix_cache=False
+            memory=memory, page_tokens=key.page_tokens, codec=key.rule, enable_prefix_caching=False
         )
 
 

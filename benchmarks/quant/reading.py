@@ -77,7 +77,7 @@ class Reader:
             page_tokens=config.page_tokens,
             codec=codec,
             evict=evict,
-            prefix_cache=False,
+            enable_prefix_caching=False,
         )
         self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
 

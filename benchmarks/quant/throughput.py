@@ -112,8 +112,10 @@ def _reading(
 ) -> Engine:
     """An engine with all its rows submitted."""
     # slabs have borders: one more row than fits by bytes alone is never needed
-    kv = KVConfig(memory=memory + row_bytes(config, model, codec), codec=codec, prefix_cache=False)
-    engine = Engine(model, kv, ScheduleConfig(max_running=rows))
+    kv = KVConfig(
+        memory=memory + row_bytes(config, model, codec), codec=codec, enable_prefix_caching=False
+    )
+    engine = Engine(model, kv, ScheduleConfig(max_num_seqs=rows))
     rng = random.Random(0)
     options = SamplingParams(max_tokens=_new_tokens(config), temperature=0.0, ignore_eos=True)
     for _ in range(rows):
@@ -124,7 +126,7 @@ def _reading(
 
 def _read_all(engine: Engine) -> None:
     """Step until every row decodes, and once more."""
-    rows = engine.schedule_config.max_running
+    rows = engine.schedule_config.max_num_seqs
     running = engine.scheduler.running
     while len(running) < rows or any(request.num_uncomputed > 1 for request in running):
         engine.step()

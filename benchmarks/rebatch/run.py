@@ -242,8 +242,8 @@ def run_paged(
         memory_bytes: of KV.
     """
     clock = SkippingClock(seconds)
-    kv = KVConfig(memory=memory_bytes, host_memory=memory_bytes, prefix_cache=False)
-    engine = Engine(model, kv, ScheduleConfig(max_running=batch_size, low_watermark=1.0))
+    kv = KVConfig(memory=memory_bytes, swap_space=memory_bytes, enable_prefix_caching=False)
+    engine = Engine(model, kv, ScheduleConfig(max_num_seqs=batch_size, low_watermark=1.0))
     coming = list(zip(prompt_ids(load, model.spec.vocab_size), load, strict=True))
     run = RebatchRun(CONTINUOUS, batch_size, len(load))
     numbers: dict[str, int] = {}

@@ -36,14 +36,14 @@ class SoakConfig:
 
     Attributes:
         tokens: to generate, in both arms together.
-        max_running: requests that run at the same time.
+        max_num_seqs: requests that run at the same time.
         prompt_tokens, new_tokens: most of a request; each has 1 to so many.
         cancelled: share of the requests that are cancelled on their way.
         seed: of arrivals and lengths.
     """
 
     tokens: int = 100_000
-    max_running: int = 64
+    max_num_seqs: int = 64
     prompt_tokens: int = 96
     new_tokens: int = 128
     cancelled: float = 0.02
@@ -97,7 +97,7 @@ class Soak:
     """
 
     def __init__(self, model: LoadedModel, kv: KVConfig, config: SoakConfig) -> None:
-        self.engine = Engine(model, kv, ScheduleConfig(max_running=config.max_running))
+        self.engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.max_num_seqs))
         self.generated_tokens = 0
         self.requests = 0
         self._config = config
@@ -107,7 +107,7 @@ class Soak:
         """Run until so many more tokens have been generated."""
         goal = self.generated_tokens + tokens
         while self.generated_tokens < goal:
-            if self.engine.scheduler.num_waiting < self._config.max_running // 8:
+            if self.engine.scheduler.num_waiting < self._config.max_num_seqs // 8:
                 self._arrive()
             self.generated_tokens += sum(len(delta.token_ids) for delta in self.engine.step())
 

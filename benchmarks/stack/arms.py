@@ -24,23 +24,23 @@ class StackArm:
         name: what it adds to the arm before it.
         store: how lanes lie in memory.
         codec: how keys and values are stored.
-        prefix_cache: whether what prompts begin with is shared.
+        enable_prefix_caching: whether what prompts begin with is shared.
     """
 
     name: str
     store: str = "paged"
     codec: str = "none"
-    prefix_cache: bool = False
+    enable_prefix_caching: bool = False
 
     def kv_config(self, load: StackLoad, memory_bytes: int) -> KVConfig:
         """The arm's memory, with room on the host for what is preempted."""
         return KVConfig(
             memory=memory_bytes,
-            host_memory=memory_bytes,
+            swap_space=memory_bytes,
             store=self.store,
             store_tokens=None if self.store == "paged" else load.longest_tokens,
             codec=self.codec,
-            prefix_cache=self.prefix_cache,
+            enable_prefix_caching=self.enable_prefix_caching,
         )
 
 
@@ -49,8 +49,8 @@ ARMS = (
     StackArm(name=CONTIGUOUS, store="contiguous_max"),
     StackArm(name=PAGED),
     StackArm(name=INT8, codec="int8"),
-    StackArm(name=INT8_PREFIX, codec="int8", prefix_cache=True),
-    StackArm(name=INT4_PREFIX, codec="int4", prefix_cache=True),
+    StackArm(name=INT8_PREFIX, codec="int8", enable_prefix_caching=True),
+    StackArm(name=INT4_PREFIX, codec="int4", enable_prefix_caching=True),
 )
 """In the article's order."""
 

@@ -197,7 +197,7 @@ def _row(arms: Sequence[StackArm], found: StackFound, arm: int) -> tuple[Cell, .
 
 def _label(arm: StackArm) -> str:
     codec = "bfloat16" if arm.codec == "none" else arm.codec
-    return f"{arm.store}, {codec}" + (", prefix cache" if arm.prefix_cache else "")
+    return f"{arm.store}, {codec}" + (", prefix cache" if arm.enable_prefix_caching else "")
 
 
 def _chart(found: StackFound) -> Chart:

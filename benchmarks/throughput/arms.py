@@ -62,7 +62,7 @@ class QuireArm:
         model: random weights.
         workload: the prompts.
         attention: the backend, as in `KVConfig`.
-        step_tokens: the budget of a step; None for the default.
+        max_num_batched_tokens: the budget of a step; None for the default.
         batch_invariant: as in `ScheduleConfig`.
     """
 
@@ -74,14 +74,16 @@ class QuireArm:
         workload: Workload,
         *,
         attention: str = "auto",
-        step_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self._workload, self._prompts = workload, workload.prompt_ids()
         schedule = ScheduleConfig(low_watermark=1.0, batch_invariant=batch_invariant)
-        if step_tokens is not None:
+        if max_num_batched_tokens is not None:
             schedule = ScheduleConfig(
-                step_tokens=step_tokens, chunk_tokens=step_tokens, low_watermark=1.0
+                max_num_batched_tokens=max_num_batched_tokens,
+                chunk_tokens=max_num_batched_tokens,
+                low_watermark=1.0,
             )
         self.engine = Engine(model, workload.kv_config(model.spec, attention=attention), schedule)
 

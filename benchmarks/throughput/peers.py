@@ -28,18 +28,18 @@ class ContinuousSettings:
 
     Attributes:
         page_tokens: slots in a page.
-        step_tokens: tokens in a step at most; None: as it likes.
+        max_num_batched_tokens: tokens in a step at most; None: as it likes.
         requests: requests in a step at most; None: as it likes.
     """
 
     page_tokens: int
-    step_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     requests: int | None = None
 
 
 # Its attention multiplies every query of a step with every key of the step, whoever they belong to,
 # so on a CPU few requests at a time serve it best: of 2, 4, 8 and all, 4 in steps of 512 tokens.
-BEST = ContinuousSettings(page_tokens=64, step_tokens=512, requests=4)
+BEST = ContinuousSettings(page_tokens=64, max_num_batched_tokens=512, requests=4)
 DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
 
 
@@ -120,7 +120,7 @@ class ContinuousArm:
         config = ContinuousBatchingConfig(
             num_blocks=self._blocks,
             page_size=self._settings.page_tokens,
-            max_batch_tokens=self._settings.step_tokens,
+            max_batch_tokens=self._settings.max_num_batched_tokens,
             max_requests_per_batch=self._settings.requests,
             allow_block_sharing=False,  # no two prompts begin alike
         )

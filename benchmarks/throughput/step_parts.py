@@ -180,7 +180,9 @@ def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, l
         new = [row.new for row in step.rows]
         if new == [1] * workload.prompts:
             found["decode"].append(step)
-        elif sum(new) == engine.schedule_config.step_tokens or len(found["prefill"]) == 0:
+        elif (
+            sum(new) == engine.schedule_config.max_num_batched_tokens or len(found["prefill"]) == 0
+        ):
             found["prefill"].append(step)
     return found
 

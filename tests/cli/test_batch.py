@@ -41,7 +41,7 @@ def batch(quire, zoo_folder: Path, tmp_path: Path):
 
 
 def test_every_line_is_answered_once(batch):
-    result, target = batch(prompts(20), "--max-running", "2")
+    result, target = batch(prompts(20), "--max-num-seqs", "2")
 
     records = read_records(target)
     assert result.exit_code == 0, result.output
@@ -221,7 +221,7 @@ def test_options_that_change_no_answer_may_change(batch):
     _, target = batch(prompts(3))
     target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
 
-    result, _ = batch(None, "--kv-memory", "512KiB", "--max-running", "3")
+    result, _ = batch(None, "--kv-memory", "512KiB", "--max-num-seqs", "3")
 
     assert result.exit_code == 0
     assert len(read_records(target)) == 3
@@ -272,7 +272,7 @@ def test_lines_share_kv_with_those_of_their_salt(batch, tmp_path: Path):
     lines = [{"prompt": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
 
     events = tmp_path / "events.jsonl"
-    batch(lines, "--max-running", "1", "--kv-memory", "1MiB", "--kv-events", events)
+    batch(lines, "--max-num-seqs", "1", "--kv-memory", "1MiB", "--kv-events", events)
 
     found = [e["cached_tokens"] for e in read_records(events) if e["kind"] == "admitted"]
     assert found[:2] == [0, 0]
@@ -344,7 +344,7 @@ def test_few_lines_are_submitted_at_a_time(batch, monkeypatch):
 
     monkeypatch.setattr(batch_run.BatchRun, "_after_step", watch)
 
-    result, target = batch(prompts(40), "--max-running", "3")
+    result, target = batch(prompts(40), "--max-num-seqs", "3")
 
     assert result.exit_code == 0
     assert len(read_records(target)) == 40
@@ -371,7 +371,7 @@ def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkey
             raise KeyboardInterrupt
 
     monkeypatch.setattr(batch_run.BatchRun, "_after_step", interrupt)
-    result, target = batch(prompts(12), "--max-running", "1")
+    result, target = batch(prompts(12), "--max-num-seqs", "1")
     monkeypatch.undo()
 
     assert result.exit_code == 130
@@ -379,7 +379,7 @@ def test_an_interrupt_keeps_what_is_answered_and_says_how_to_go_on(batch, monkey
     done = len(read_records(target))
     assert 3 <= done < 12
 
-    batch(None, "--max-running", "1")
+    batch(None, "--max-num-seqs", "1")
     assert len(read_records(target)) == 12
 
 

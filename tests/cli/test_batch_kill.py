@@ -111,7 +111,7 @@ def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp
         model,
         "--kv-memory",
         "32KiB",
-        "--max-running",
+        "--max-num-seqs",
         "4",
         "--seed",
         "11",
@@ -146,7 +146,7 @@ def test_the_installed_program_survives_a_kill(tmp_path: Path):
     model = zoo.save("llama", tmp_path / "model")
     source, target = write_lines(tmp_path / "in.jsonl", requests()), tmp_path / "out.jsonl"
     command = [program, "batch", source, target, "--model", model, "--kv-memory", "32KiB"]
-    command += ["--max-running", "2", "--threads", "1"]
+    command += ["--max-num-seqs", "2", "--threads", "1"]
 
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (target.exists() and target.stat().st_size) and first.poll() is None:

@@ -292,7 +292,9 @@ def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
     contiguous = ("--kv-store", "contiguous_growing", *QUICK)
 
     assert quire("generate", "-p", PROMPT, *contiguous).exit_code == 0
-    result = quire("generate", "-p", PROMPT, "--prefix-cache", *contiguous)
+    result = quire("generate", "-p", PROMPT, "--enable-prefix-caching", *contiguous)
 
     assert result.exit_code == 2
-    assert "--prefix-cache has no effect: a page of a contiguous run has one" in result.stderr
+    assert (
+        "--enable-prefix-caching has no effect: a page of a contiguous run has one" in result.stderr
+    )

@@ -74,16 +74,16 @@ def test_all_absurd_values_end_in_one_line(name, tmp_path, monkeypatch, stop_at_
 @pytest.mark.parametrize(
     "given",
     [
-        f"--max-running={HUGE}",
-        f"--step-tokens={HUGE}",
+        f"--max-num-seqs={HUGE}",
+        f"--max-num-batched-tokens={HUGE}",
         f"--chunk-tokens={HUGE}",
-        f"--page-tokens={HUGE}",
+        f"--block-size={HUGE}",
         f"--max-tokens={HUGE}",
         f"--threads={HUGE}",
         f"--kv-memory={HUGE}TiB",
-        f"--host-kv-memory={HUGE}TiB",
+        f"--swap-space={HUGE}TiB",
         f"--batcher=baton_pd:queue={HUGE}",
-        "--max-running=1000000000",
+        "--max-num-seqs=1000000000",
     ],
 )
 def test_a_huge_number_ends_in_one_line(given, zoo_folder, tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def ample_engine(case: Case, **schedule: object) -> Engine:
     kv = {name: case.kv[name] for name in same if name in case.kv}
     config = KVConfig(
         memory=ample_bytes(case),
-        prefix_cache=False,
+        enable_prefix_caching=False,
         evict_allow=_allowed(case),
         record_evictions=True,
         **kv,
@@ -114,7 +114,7 @@ def _start(case: Case, memory: int, host: int, stream: int) -> Engine:
     if not stream:
         kv = {name: value for name, value in kv.items() if not name.startswith("stream_")}
     config = KVConfig(
-        memory=memory, host_memory=host, stream_memory=stream, record_evictions=True, **kv
+        memory=memory, swap_space=host, offload_memory=stream, record_evictions=True, **kv
     )
     return Engine(model_of(case.model), config, ScheduleConfig(**case.schedule))
 

@@ -78,8 +78,8 @@ class Case:
         Activations in codes lose precision. CPU attention rounds its sums differently, and codes
         of later tokens amplify that.
         """
-        input_codec = self.kv.get("stream_input_codec", "none") != "none"
-        host = self.kv.get("stream_host_attention", "off") != "off"
+        input_codec = self.kv.get("offload_activation_codec", "none") != "none"
+        host = self.kv.get("offload_cpu_attention", "off") != "off"
         return input_codec or (host and self.lossy)
 
     def to_json(self) -> str:

@@ -80,14 +80,14 @@ def _draw_kv(
 
 def _draw_stream(rng: random.Random, *, recomputes: bool) -> dict[str, object]:
     parts = ("off", "0.5", "1") if recomputes else ("off",)
-    options: dict[str, object] = {"stream_recompute": rng.choice(parts), "scratch": "64MiB"}
-    if recomputes and rng.random() < 0.2 and options["stream_recompute"] != "1":
-        most = "1" if options["stream_recompute"] == "off" else "0.5"  # together 1 at most
-        options["stream_host_attention"] = rng.choice(("0.5", most))
+    options: dict[str, object] = {"offload_recompute": rng.choice(parts), "scratch": "64MiB"}
+    if recomputes and rng.random() < 0.2 and options["offload_recompute"] != "1":
+        most = "1" if options["offload_recompute"] == "off" else "0.5"  # together 1 at most
+        options["offload_cpu_attention"] = rng.choice(("0.5", most))
     else:
-        options["stream_host_attention"] = "off"
-    if options["stream_recompute"] != "off" and rng.random() < 0.1:
-        options["stream_input_codec"] = "int8"
+        options["offload_cpu_attention"] = "off"
+    if options["offload_recompute"] != "off" and rng.random() < 0.1:
+        options["offload_activation_codec"] = "int8"
     return options
 
 
@@ -104,8 +104,8 @@ def _draw_store(rng: random.Random, model: str) -> dict[str, object]:
 
 def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
     schedule: dict[str, object] = {
-        "max_running": rng.choice((4, 5, 8, 16)),
-        "step_tokens": rng.choice((24, 40, 64, 256)),
+        "max_num_seqs": rng.choice((4, 5, 8, 16)),
+        "max_num_batched_tokens": rng.choice((24, 40, 64, 256)),
         "chunk_tokens": rng.choice((5, 8, 16, 64)),
         "admission": rng.choice(("optimistic", "optimistic", "reserved", "estimated")),
         "preempt": rng.choice(("auto", "swap", "hybrid") if swaps else ("auto", "recompute")),
@@ -147,7 +147,7 @@ def _draw_requests(
     beginnings = [[], *([rng.randrange(2, vocab) for _ in range(n)] for n in (9, 17, 32))]
     reserved = "store_tokens" in kv  # lanes of one length, whose pages are not shared
     rules = [None] if "store" in kv or evict == "full" else [None, None, _other_numbers(rng, evict)]
-    alone = "stream_recompute" in kv and rng.random() < 0.6  # only these have offloaded pages
+    alone = "offload_recompute" in kv and rng.random() < 0.6  # only these have offloaded pages
     kinds = ALONE if alone else (*ALONE, GROUP) if reserved else (*ALONE, GROUP, GROUP, BEAMS)
     made = []
     for number in range(rng.randint(2, 6)):

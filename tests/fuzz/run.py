@@ -254,7 +254,7 @@ def _explain(case: Case, ample: Watched, differs: str) -> str:
         )
         if again.outcome == OK and not again.near_tie:
             return f"with exact products nothing differs; {differs}"
-    for schedule in ({"chunk_tokens": 7, "step_tokens": 40}, {"max_running": 1}):
+    for schedule in ({"chunk_tokens": 7, "max_num_batched_tokens": 40}, {"max_num_seqs": 1}):
         other = Watched(ample_engine(case, **schedule))
         _answer_all(case, other)
         if first_difference(case, other, ample) is not None:

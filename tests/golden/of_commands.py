@@ -119,7 +119,7 @@ def simulate(workshop: Workshop) -> object:
     trace = workshop.folder / "trace.jsonl"
     line = '{{"timestamp": {}, "input_length": 600, "output_length": 30, "hash_ids": [1, {}]}}\n'
     trace.write_text("".join(line.format(2 * i, i // 2 + 2) for i in range(8)), encoding="utf-8")
-    sizes = ("--kv-memory=4MiB", "--host-kv-memory=8MiB", "--preempt=swap", "--tenants=a; b")
+    sizes = ("--kv-memory=4MiB", "--swap-space=8MiB", "--preempt=swap", "--tenants=a; b")
     tenants = "--trace-tenants=round_robin:a,b"
     return workshop.run("simulate", "--model=quire-tiny", "--trace", trace, *sizes, tenants)
 

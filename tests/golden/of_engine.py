@@ -65,11 +65,11 @@ def crowd(workshop: Workshop, *, preempt: str = "auto", **options: object) -> Wa
 
 
 def swapped(workshop: Workshop) -> Watched:
-    return crowd(workshop, host_memory="4MiB", preempt="swap")
+    return crowd(workshop, swap_space="4MiB", preempt="swap")
 
 
 def offloaded(workshop: Workshop) -> Watched:
-    return crowd(workshop, stream_memory="4MiB", stream_recompute="off")
+    return crowd(workshop, offload_memory="4MiB", offload_recompute="off")
 
 
 class _SlowPrefill:
@@ -180,7 +180,7 @@ def events_of_simulation(workshop: Workshop) -> object:
     trace = workshop.folder / "simulated.jsonl"
     line = '{{"timestamp": {}, "input_length": 600, "output_length": 60, "hash_ids": [1, {}]}}\n'
     trace.write_text("".join(line.format(i, i + 2) for i in range(6)), encoding="utf-8")
-    kv = KVConfig(memory="4MiB", host_memory="2MiB")
+    kv = KVConfig(memory="4MiB", swap_space="2MiB")
     rates = MachineConfig().rates()
     config = SimConfig(model=model_shape("quire-tiny"), rates=rates, kv=kv)
     simulator = make_simulator(load_trace(trace, TraceOptions()), config)

@@ -168,7 +168,7 @@ def test_what_a_swap_of_llama_3_70b_moves(tokens: int, gigabytes: float):
 def on(total_bytes: int, model: ModelSpec) -> MemoryLayout:
     """A device with this model, a tenth left alone, steps of 2,048 tokens."""
     peak_bytes = estimate_activation_peak(
-        model, step_tokens=2048, sampled_rows=64, bytes_per_value=FP16
+        model, max_num_batched_tokens=2048, sampled_rows=64, bytes_per_value=FP16
     )
     weights_bytes = model.weight_bytes(FP16)
     headroom_bytes = total_bytes // 10

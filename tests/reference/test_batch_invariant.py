@@ -120,13 +120,13 @@ def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tup
     largest = numbers * model.decoder.dtype.itemsize * (max(LENGTHS) + NEW_TOKENS + 32)
     memory = 1 << 24 if rng.random() < 0.3 else int(largest * rng.choice((1.1, 1.4, 2)))
     preempt = rng.choice(("recompute", "recompute", "swap", "auto"))
-    requested = {"memory": memory, "host_memory": 0 if preempt == "recompute" else "1MiB"}
+    requested = {"memory": memory, "swap_space": 0 if preempt == "recompute" else "1MiB"}
     requested["prefix_cache"] = rng.random() < 0.5
     schedule = {
         "kv": {**requested, **(kv or {})},
         "chunk_tokens": rng.choice((2, 7, 16, 40, 2048)),
-        "step_tokens": rng.choice((16, 50, 2048)),
-        "max_running": rng.choice((3, 8, 16)),
+        "max_num_batched_tokens": rng.choice((16, 50, 2048)),
+        "max_num_seqs": rng.choice((3, 8, 16)),
         "preempt": preempt,
     }
     return schedule, rng.sample(range(len(PROMPTS)), rng.randint(5, len(PROMPTS)))
@@ -219,7 +219,7 @@ def test_without_the_option_bits_do_change():
         ({"evict": "streaming:cap=48"}, "needs native attention, got unrotated"),
         ({"codec": "int8+residual=16"}, "encodes tokens behind a window; use --kv-codec none"),
         ({"attention": "gathered"}, "--attention gathered"),
-        ({"stream_memory": "1MiB"}, "KV offload"),
+        ({"offload_memory": "1MiB"}, "KV offload"),
     ],
 )
 def test_what_depends_on_the_batch_is_refused(kv, says):

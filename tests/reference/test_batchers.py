@@ -84,7 +84,7 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
     found = {}
     for number, prompt in enumerate(prompts()):
         kv = KVConfig(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
-        engine = Engine(model_of(architecture), kv, ScheduleConfig(max_running=1))
+        engine = Engine(model_of(architecture), kv, ScheduleConfig(max_num_seqs=1))
         engine.submit(GenerationRequest(prompt, params_of(number), request_id=f"r{number}"))
         deltas = [
             delta for _ in iter(lambda e=engine: e.has_work, False) for delta in engine.step()
@@ -96,15 +96,15 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
 def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Engine:
     """One whose memory holds `rooms` of the largest query."""
     schedule = ScheduleConfig(
-        max_running=ROWS,
-        step_tokens=32,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=32,
         chunk_tokens=16,
         batcher=batcher,
         urgent=-1,
         scale_down_at=0.4,
         preempt="swap",
     )
-    kv = {"page_tokens": PAGE_TOKENS, "host_memory": "4MiB", **STORED[stored]}
+    kv = {"page_tokens": PAGE_TOKENS, "swap_space": "4MiB", **STORED[stored]}
     size = 1 << 14
     while True:
         try:

@@ -115,7 +115,7 @@ def test_beams_equal_transformers(architecture, ends):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_beams_that_are_thrown_out_and_read_again_are_the_same(architecture):
     engine = engines.engine_for(
-        engines.load(architecture), room=3.4, longest=30, page_tokens=4, prefix_cache=False
+        engines.load(architecture), room=3.4, longest=30, page_tokens=4, enable_prefix_caching=False
     )
     requested = [(prompt, case) for prompt in prompts() for case in CASES[::5]]
 

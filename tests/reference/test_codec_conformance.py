@@ -118,7 +118,7 @@ def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
     kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
     kv |= {"constants": constants_of(codec, store)}
-    return run(jobs, model=model_for(store), kv=kv, max_running=1)
+    return run(jobs, model=model_for(store), kv=kv, max_num_seqs=1)
 
 
 # ---- allowed or refused --------------------------------------------------------------------------
@@ -141,10 +141,10 @@ def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
         wanted = goes(codec, policy, granularity, store)
         found[wanted] += 1
         if wanted:
-            Engine(loaded(model_for(store)), config, ScheduleConfig(max_running=4))
+            Engine(loaded(model_for(store)), config, ScheduleConfig(max_num_seqs=4))
             continue
         with pytest.raises(UnsoundCombination, match="; use "):
-            Engine(loaded(model_for(store)), config, ScheduleConfig(max_running=4))
+            Engine(loaded(model_for(store)), config, ScheduleConfig(max_num_seqs=4))
     assert found[True]
     assert found[False]
 
@@ -170,7 +170,12 @@ def test_no_disturbance_changes_an_answer_whatever_the_store(codec, policy, gran
             continue
         preempt = ("swap", "recompute")[number % 2]
         host = "4MiB" if preempt == "swap" else 0
-        options = {"chunk_tokens": 7, "step_tokens": 20, "preempt": preempt, "preempts": 1}
+        options = {
+            "chunk_tokens": 7,
+            "max_num_batched_tokens": 20,
+            "preempt": preempt,
+            "preempts": 1,
+        }
 
         other = answer(codec, rule, store, host=host, **options)
 
@@ -285,7 +290,7 @@ def test_what_a_prefix_lends_and_a_fork_shares_is_not_encoded_again(codec, monke
     kv = {"codec": codec, "evict_allow": ""}
     jobs = {f"r{i}": ([*PROMPTS["b"][:40], 5 + i], "full") for i in range(3)}
 
-    done = run(jobs, model="qwen3", kv=kv | {"prefix_cache": True}, max_running=1)
+    done = run(jobs, model="qwen3", kv=kv | {"prefix_cache": True}, max_num_seqs=1)
 
     assert sum(usage.cached_tokens for usage in done.usages.values()) == 2 * 40
     tokens = done.engine.stats().num_processed_tokens

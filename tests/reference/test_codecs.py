@@ -71,7 +71,7 @@ def answer(codec: str, rule: str, model: str = MODEL, **options) -> Run:
 
 @cache
 def undisturbed(codec: str, rule: str, model: str = MODEL) -> Run:
-    return answer(codec, rule, model, max_running=1)
+    return answer(codec, rule, model, max_num_seqs=1)
 
 
 def assert_undisturbed(codec: str, rule: str, other: Run) -> None:
@@ -83,7 +83,7 @@ def assert_undisturbed(codec: str, rule: str, other: Run) -> None:
 @pytest.mark.parametrize(("codec", "rule"), covering())
 def test_companions_and_chunks_change_nothing(codec, rule):
     """A prompt attends to what was stored, however it is cut."""
-    assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, step_tokens=20))
+    assert_undisturbed(codec, rule, answer(codec, rule, chunk_tokens=7, max_num_batched_tokens=20))
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
@@ -118,7 +118,7 @@ def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
     jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
     kv = {"codec": codec, "evict_allow": ""}
     alone = run(jobs, model=MODEL, kv=kv | {"prefix_cache": False})
-    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True}, max_running=1)
+    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True}, max_num_seqs=1)
 
     assert sum(usage.cached_tokens for usage in shared.usages.values()) == 2 * 40
     assert largest_difference(shared.logits, alone.logits) <= 1e-4
@@ -131,7 +131,7 @@ def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
 )
 def test_a_window_and_logit_caps_read_codes(codec):
     """Four layers that take turns, as in Gemma 2."""
-    chunked = answer(codec, "full", "gemma2", chunk_tokens=7, step_tokens=20)
+    chunked = answer(codec, "full", "gemma2", chunk_tokens=7, max_num_batched_tokens=20)
 
     expected = undisturbed(codec, "full", "gemma2")
     assert largest_difference(chunked.logits, expected.logits) <= 1e-4
@@ -140,8 +140,8 @@ def test_a_window_and_logit_caps_read_codes(codec):
 def test_answers_to_one_prompt_share_codes():
     """Forks: each answer has the tokens of a request of its own with the same seed."""
     params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=4, ignore_eos=True)
-    together = answers_to(PROMPTS[-1], params, prefix_cache=False)
-    with_prefix = answers_to(PROMPTS[-1], params, prefix_cache=True)
+    together = answers_to(PROMPTS[-1], params, enable_prefix_caching=False)
+    with_prefix = answers_to(PROMPTS[-1], params, enable_prefix_caching=True)
 
     assert together == with_prefix
     assert len(set(map(tuple, together.values()))) > 1

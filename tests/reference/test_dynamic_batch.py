@@ -21,7 +21,7 @@ HOW = {
     "plain": {},
     "background": {"prefill": "async", "prefill_tokens": 7},
     "host": {"queue": "host", "prefill": "async"},
-    "small_host": {"queue": "host", "host_memory": 4_000},
+    "small_host": {"queue": "host", "swap_space": 4_000},
     "tight": {"scale_at": 0.6},
 }
 PAIRWISE = [  # every rule, every architecture and every way at least twice

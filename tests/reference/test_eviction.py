@@ -151,8 +151,8 @@ def test_answers_do_not_depend_on_the_page_size(model, prompts, expected, page_t
 
 
 def test_answers_do_not_depend_on_companions_or_chunks(model, prompts, expected):
-    _, alone, _ = run(model, prompts[:4], max_running=1)
-    _, chunked, _ = run(model, prompts, chunk_tokens=7, step_tokens=40)
+    _, alone, _ = run(model, prompts[:4], max_num_seqs=1)
+    _, chunked, _ = run(model, prompts, chunk_tokens=7, max_num_batched_tokens=40)
 
     assert largest_difference({key: expected[key] for key in alone}, alone) <= 1e-4
     assert largest_difference(expected, chunked) <= 1e-4
@@ -216,7 +216,11 @@ def test_what_a_policy_text_gets_wrong_is_said(model):
         "full:cap=3": "no options",
     }.items():
         with pytest.raises(ConfigError, match=hint):
-            Engine(model, KVConfig(memory="1MiB", evict=text), ScheduleConfig(step_tokens=64))
+            Engine(
+                model,
+                KVConfig(memory="1MiB", evict=text),
+                ScheduleConfig(max_num_batched_tokens=64),
+            )
 
 
 def test_a_policy_with_nothing_to_evict_is_refused():

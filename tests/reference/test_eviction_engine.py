@@ -90,7 +90,7 @@ def run(
         options = {"evict_allow": ALLOW, "prefix_cache": False} | (kv or {})
         config = KVConfig(
             memory=memory,
-            host_memory=host,
+            swap_space=host,
             page_tokens=page_tokens,
             record_evictions=True,
             **options,
@@ -133,13 +133,15 @@ def jobs_of(policies: dict[str, str], count: int = 1, longest: int = 90) -> dict
 @pytest.fixture(scope="module")
 def apart() -> Run:
     """Every rule, each request alone in the memory."""
-    return run(jobs_of(RULES), max_running=1)
+    return run(jobs_of(RULES), max_num_seqs=1)
 
 
 @pytest.fixture(scope="module")
 def everything() -> Engine:
     """An engine for all rules, which leave each other's bits alone."""
-    return Engine(loaded("llama"), KVConfig(memory="8MiB", evict_allow="all", prefix_cache=False))
+    return Engine(
+        loaded("llama"), KVConfig(memory="8MiB", evict_allow="all", enable_prefix_caching=False)
+    )
 
 
 def test_a_cap_that_is_never_reached_changes_no_bit_and_takes_no_byte(everything):
@@ -203,7 +205,7 @@ def test_whole_pages_leave_also_where_lanes_have_no_holes(store):
 
 
 def test_what_stays_does_not_depend_on_chunks(apart):
-    chunked = run(jobs_of(RULES), chunk_tokens=5, step_tokens=40)
+    chunked = run(jobs_of(RULES), chunk_tokens=5, max_num_batched_tokens=40)
 
     assert chunked.traces() == apart.traces()
 
@@ -232,7 +234,7 @@ def test_several_answers_lose_what_each_would_lose_alone():
     for preempted in (False, True):
         engine = Engine(
             loaded("llama"),
-            KVConfig(memory="8MiB", page_tokens=4, evict=RULES["h2o"], prefix_cache=False),
+            KVConfig(memory="8MiB", page_tokens=4, evict=RULES["h2o"], enable_prefix_caching=False),
             ScheduleConfig(preempt="recompute"),
         )
         engine.submit(GenerationRequest(prompt, drawn, request_id="drawn"))
@@ -379,7 +381,7 @@ def test_who_needs_statistics_begins_where_they_were_kept():
         ({"evict": RULES["recent"]}, "tova:cap=90", "serves full, recent, got 'tova:cap=90'"),
         ({"evict_allow": "recent"}, "h2o:cap=90", "serves full, recent"),
         ({"evict_allow": "snapkv"}, "snapkv:cap=90,window=9", "--evict-allow 'snapkv:window=9'"),
-        ({"evict_allow": "tova"}, "tova:cap=90,grain=lane", "needs one-head pages"),
+        ({"evict_allow": "tova"}, "tova:cap=90,scope=lane", "needs one-head pages"),
         ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may name no rule"),
         ({"evict_allow": "all"}, "h2o:cap=9,every=9", "expected 1 <= every < cap"),
         ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),

@@ -293,7 +293,7 @@ def test_a_budget_of_all_tokens_gives_the_answers_of_no_eviction(case):
 
 @cases
 def test_what_stays_does_not_depend_on_pages_companions_or_chunks(case):
-    others = [{"max_running": 1}, {"chunk_tokens": 7, "step_tokens": 40}]
+    others = [{"max_num_seqs": 1}, {"chunk_tokens": 7, "max_num_batched_tokens": 40}]
     if case.granularity != PAGE and case.when != PRESSURE:  # which asks for room in whole pages
         others += [{"page_tokens": 1}, {"page_tokens": 16}]
 

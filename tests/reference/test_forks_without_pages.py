@@ -42,13 +42,13 @@ def model() -> LoadedModel:
 def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object) -> Engine:
     kv = KVConfig(
         memory=memory,
-        host_memory=options.pop("host_memory", 0),
+        swap_space=options.pop("swap_space", 0),
         page_tokens=4,
         codec=codec,
         evict=f"{rule}:cap={cap},every=4,when=pressure",
-        prefix_cache=options.pop("prefix_cache", True),
+        enable_prefix_caching=options.pop("prefix_cache", True),
     )
-    return Engine(model(), kv, ScheduleConfig(max_running=8, chunk_tokens=16, **options))
+    return Engine(model(), kv, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **options))
 
 
 def peak_bytes(rule: str, codec: str) -> int:
@@ -102,7 +102,7 @@ def _is_failed(event: object) -> bool:
 @pytest.mark.parametrize(("rule", "codec", "kind", "prefix_cache", "room"), CASES)
 def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room):
     size = int(room * peak_bytes(rule, codec))
-    engine = make_engine(size, rule, codec, 16, prefix_cache=prefix_cache)
+    engine = make_engine(size, rule, codec, 16, enable_prefix_caching=prefix_cache)
 
     tokens, failed = answer(engine, kind)
 
@@ -124,7 +124,7 @@ def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
 
     monkeypatch.setattr(SequenceMemory, "copy", fail_often)
     size = int(2.5 * peak_bytes(rule, "none"))
-    options = {"preempt": preempt, "host_memory": 4 * size if preempt == "swap" else 0}
+    options = {"preempt": preempt, "swap_space": 4 * size if preempt == "swap" else 0}
 
     tokens, failed = answer(make_engine(size, rule, "none", NO_LOSS, **options), kind)
 

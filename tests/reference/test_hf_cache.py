@@ -104,7 +104,7 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
     if ":" not in evict:
         evict = evict.replace(",", ":", 1)
     model = load(name)
-    engine = Engine(model, KVConfig(memory="16MiB", evict=evict, prefix_cache=False))
+    engine = Engine(model, KVConfig(memory="16MiB", evict=evict, enable_prefix_caching=False))
     for i, prompt in enumerate(prompts):
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS + 1), request_id=str(i)))
     kept: dict[str, object] = {}

@@ -73,14 +73,14 @@ def rules() -> list:
 def test_whatever_happens_to_a_request_the_same_tokens_are_raised(rule, store, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}")
-    expected = answer(rule, codec, max_running=1)
+    expected = answer(rule, codec, max_num_seqs=1)
 
     other = answer(
         rule,
         codec,
         kv=stored_in(store, 96),
         chunk_tokens=7,
-        step_tokens=20,
+        max_num_batched_tokens=20,
         host="4MiB" if preempt == "swap" else 0,
         preempt=preempt,
         preempts=1,
@@ -226,8 +226,8 @@ def test_a_prefix_that_is_lent_brings_no_records_along():
     jobs = {f"r{i}": (prompt + [9 + i] * 20, RULE) for i in range(3)}
     config = {"codec": CODEC, "evict": RULE, "evict_allow": ""}
 
-    shared = run(jobs, model="qwen3", kv=config | kv, max_running=1)
-    alone = run(jobs, model="qwen3", kv=config, max_running=1)
+    shared = run(jobs, model="qwen3", kv=config | kv, max_num_seqs=1)
+    alone = run(jobs, model="qwen3", kv=config, max_num_seqs=1)
 
     assert shared.traces() == alone.traces()
     assert largest_difference(shared.logits, alone.logits) <= 1e-4

@@ -81,9 +81,14 @@ def answer(codec: str, rule: str, folder, model: str = MODEL, **options) -> Run:
     [(codec, list(RULES)[(i + j) % 6]) for i, codec in enumerate(HERE) for j in (0, 2)],
 )
 def test_no_disturbance_changes_an_answer(codec, rule, folder):
-    expected = answer(codec, rule, folder, max_running=1)
+    expected = answer(codec, rule, folder, max_num_seqs=1)
 
-    options = {"chunk_tokens": 7, "step_tokens": 20, "preempts": 1, "preempt": "recompute"}
+    options = {
+        "chunk_tokens": 7,
+        "max_num_batched_tokens": 20,
+        "preempts": 1,
+        "preempt": "recompute",
+    }
     other = answer(codec, rule, folder, **options)
 
     assert other.traces() == expected.traces()

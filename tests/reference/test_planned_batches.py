@@ -22,5 +22,5 @@ def test_batches_are_those_that_an_engine_lets_in(evict):
     report = batch_report(model.spec, question, lambda rule: NotUsable("not asked"))
 
     for arm in report.arms:
-        kv = KVConfig(memory="256KiB", evict=arm.evict, prefix_cache=False)
+        kv = KVConfig(memory="256KiB", evict=arm.evict, enable_prefix_caching=False)
         assert arm.rows == rows_that_fit(model, kv, 100, 20)

@@ -80,7 +80,9 @@ def model_of(name):
 
 def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
     options = {"memory": 4 * MIB, "page_tokens": 4} | options
-    config = ScheduleConfig(**({"chunk_tokens": 16, "step_tokens": 40} | (schedule or {})))
+    config = ScheduleConfig(
+        **({"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {}))
+    )
     engine = Engine(model_of(name), KVConfig(**options), config)
     restoring = engine.scheduler.sequence_memory.restoring
     if restoring is not None and prefill is not None:
@@ -520,7 +522,7 @@ def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeyp
         ({"disk_memory": "8MiB", "disk_path": "x", "remote": "a:1"}, ConfigError, "not in both"),
         ({"remote": "nowhere"}, ConfigError, "HOST:PORT"),
         ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store"),
-        ({"remote": "a:1", "prefix_cache": False}, ConfigError, "--no-prefix-cache"),
+        ({"remote": "a:1", "prefix_cache": False}, ConfigError, "--no-enable-prefix-caching"),
         (
             {"remote": "a:1", "store": "contiguous_growing"},
             UnsoundCombination,

@@ -30,7 +30,7 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(20)] + [8, 8, 4] * 3,
     "d": [11, 4],
 }
-STEPS = {"step_tokens": 16, "chunk_tokens": 12}
+STEPS = {"max_num_batched_tokens": 16, "chunk_tokens": 12}
 
 
 def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
@@ -123,8 +123,8 @@ def test_batches_of_a_step_share_each_layer(name, objective):
     row, column = load_streamed(name), load_streamed(name)
     column.weights.link.copied_s = 1e6  # auto takes it that copies are slow
     largest = Largest(column)
-    by_row, expected = run(row, prefix_cache=False)
-    by_column, logits = run(column, objective=objective, prefix_cache=False)
+    by_row, expected = run(row, enable_prefix_caching=False)
+    by_column, logits = run(column, objective=objective, enable_prefix_caching=False)
 
     assert_close(logits, expected)
     assert by_column.num_steps < by_row.num_steps
@@ -134,14 +134,14 @@ def test_batches_of_a_step_share_each_layer(name, objective):
         for engine in (by_row, by_column)
     ]
     assert per_token[1] < 0.9 * per_token[0]
-    assert 0 < largest.tokens <= STEPS["step_tokens"]
+    assert 0 < largest.tokens <= STEPS["max_num_batched_tokens"]
 
 
 def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_them():
     """Of a step's batches too: a row of one token may need what a long chunk before it writes."""
     begin = [3 + i * i % 60 for i in range(24)]
     prompts = {"long": begin, "one": [*begin[:12], 7], "two": [*begin[:12], 9]}
-    steps = {"step_tokens": 24, "chunk_tokens": 24}
+    steps = {"max_num_batched_tokens": 24, "chunk_tokens": 24}
     engine, logits = run(
         load_streamed("qwen3"), objective="throughput", steps=steps, prompts=prompts
     )
@@ -156,7 +156,7 @@ def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_the
         {"codec": "int8"},
         {"evict": "average:cap=12,every=4"},
         {"memory": "100KiB"},
-        {"memory": "64KiB", "stream_memory": "1MiB"},
+        {"memory": "64KiB", "offload_memory": "1MiB"},
         {"prefix_cache": False, "attention": "gathered"},
     ],
     ids=["int8", "average", "preempted", "fronts_on_the_host", "gathered"],
@@ -164,7 +164,7 @@ def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_the
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_together_with_what_else_an_engine_does(options, objective):
     """Logits of an engine with all weights on the device that does the same."""
-    if "stream_memory" in options and objective == "throughput":
+    if "offload_memory" in options and objective == "throughput":
         objective = "auto"  # steps are one batch
     engine, logits = run(load_streamed("qwen3", stay=1), objective=objective, **options)
 
@@ -172,7 +172,7 @@ def test_together_with_what_else_an_engine_does(options, objective):
     assert_close(logits, expected)
     stats = engine.stats()
     assert stats.num_evictions or "evict" not in options
-    if "stream_memory" in options:
+    if "offload_memory" in options:
         assert engine.events.newest(["offloaded"])
     elif "memory" in options:
         assert stats.num_preemptions
@@ -259,7 +259,7 @@ def test_throughput_is_refused_where_nothing_is_brought():
 
 
 def test_throughput_is_refused_where_pages_are_brought_too():
-    config = KVConfig(memory="1MiB", stream_memory="1MiB")
+    config = KVConfig(memory="1MiB", offload_memory="1MiB")
     with pytest.raises(UnsoundCombination, match="use --objective latency or auto"):
         Engine(load_streamed("qwen3"), config, ScheduleConfig(objective="throughput"))
 
@@ -281,8 +281,8 @@ def test_throughput_is_refused_where_the_memory_holds_all_weights():
 
 def test_recomputing_keys_is_refused_with_the_reason():
     assert "--weights-memory" in load_streamed("opt").decoder.prepare_recomputation()
-    options = {"memory": "1MiB", "stream_memory": "1MiB"}
-    for requested in ({"stream_recompute": "0.5"}, {"stream_input_codec": "int8"}):
+    options = {"memory": "1MiB", "offload_memory": "1MiB"}
+    for requested in ({"offload_recompute": "0.5"}, {"offload_activation_codec": "int8"}):
         with pytest.raises(UnsoundCombination, match="--weights-memory"):
             Engine(load_streamed("opt"), KVConfig(**options, **requested))
     assert Engine(load_streamed("opt"), KVConfig(**options)).pool.fronts.splits is None

@@ -174,8 +174,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_engine_that_keeps_all(lla
     [
         {"page_tokens": 1},
         {"page_tokens": 16},
-        {"max_running": 1},
-        {"chunk_tokens": 7, "step_tokens": 40},
+        {"max_num_seqs": 1},
+        {"chunk_tokens": 7, "max_num_batched_tokens": 40},
         {"kv": {"scratch": 2048}},
         {"kv": {"store": "contiguous_growing"}},
         {"kv": {"store": "contiguous_max"}},
@@ -236,16 +236,16 @@ def test_pieces_that_leave_whole_are_closed_up_too(llama, granularity):
     assert largest_difference(expected, got) <= TOLERANCE
 
 
-@pytest.mark.parametrize("host_memory", ["0", "1MiB"])
-def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, host_memory):
+@pytest.mark.parametrize("swap_space", ["0", "1MiB"])
+def test_a_preempted_stream_goes_on_as_if_nothing_had_happened(llama, swap_space):
     growing = make_prompts(12, 12, seed=2)
     expected = run(engine_of(llama), growing)
     engine = engine_of(
         llama,
         memory=4 * 24 * 2 * 2 * 2 * 8 * 4,
-        kv={"host_memory": host_memory},
+        kv={"swap_space": swap_space},
         low_watermark=1.0,
-        preempt="recompute" if host_memory == "0" else "swap",
+        preempt="recompute" if swap_space == "0" else "swap",
     )
     got = run(engine, growing)
 

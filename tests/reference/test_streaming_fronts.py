@@ -78,12 +78,12 @@ def run(
 ):
     """Answer all prompts in the bytes of so many long sequences; the engine, logits, usages."""
     new_tokens = options.pop("new_tokens", NEW_TOKENS)
-    schedule = {"chunk_tokens": 16, "step_tokens": 40} | options.pop("schedule", {})
+    schedule = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | options.pop("schedule", {})
     config = KVConfig(
         memory=int(rows * row_bytes(name, codec)),
         page_tokens=4,
         codec=codec,
-        stream_memory=stream,
+        offload_memory=stream,
         **options,
     )
     engine = Engine(model_of(name), config, ScheduleConfig(**schedule))
@@ -152,7 +152,7 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, rows):
     ],
 )
 def test_keys_and_values_made_again_answer_alike(name, part):
-    engine, logits, _ = run(name, 0.8, stream_recompute=part)
+    engine, logits, _ = run(name, 0.8, offload_recompute=part)
 
     assert offloaded(engine)
     assert bool(engine.stats().recomputed_tokens) == (part != "0")
@@ -171,7 +171,7 @@ def test_keys_and_values_made_again_answer_alike(name, part):
     ],
 )
 def test_attention_on_the_host_answers_alike(name, part):
-    engine, logits, _ = run(name, 0.8, stream_recompute="off", stream_host_attention=part)
+    engine, logits, _ = run(name, 0.8, offload_recompute="off", offload_cpu_attention=part)
 
     assert offloaded(engine)
     assert engine.stats().cpu_attended_tokens
@@ -181,8 +181,8 @@ def test_attention_on_the_host_answers_alike(name, part):
 @pytest.mark.parametrize(
     ("parts", "tolerance"),
     [
-        ({"stream_recompute": "1"}, 1e-4),
-        pytest.param({"stream_host_attention": "0.5"}, 2e-2, marks=pytest.mark.slow),
+        ({"offload_recompute": "1"}, 1e-4),
+        pytest.param({"offload_cpu_attention": "0.5"}, 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_codes_are_made_again_and_attended_to_on_the_host(parts, tolerance):
@@ -203,7 +203,7 @@ def test_codes_are_made_again_and_attended_to_on_the_host(parts, tolerance):
 def test_inputs_in_codes_cost_their_bytes_and_little_else():
     """int8 of 64 numbers, or all of a narrower model's, with a float16 scale: about a quarter."""
     runs = {
-        codec: run("llama_mha", 0.8, stream_recompute="1", stream_input_codec=codec)
+        codec: run("llama_mha", 0.8, offload_recompute="1", offload_activation_codec=codec)
         for codec in ("none", "int8")
     }
 
@@ -225,7 +225,7 @@ def until_they_part(logits, expected):
     return max(differences)
 
 
-@pytest.mark.parametrize("parts", [{"stream_recompute": "0.5"}, {"stream_host_attention": "1"}])
+@pytest.mark.parametrize("parts", [{"offload_recompute": "0.5"}, {"offload_cpu_attention": "1"}])
 def test_layers_that_are_stored_otherwise_have_fronts_of_their_own(parts, monkeypatch):
     """X of both kinds comes at once; of one kind less is on the host, as where that fills up."""
     use_exact_products(monkeypatch)
@@ -282,7 +282,7 @@ def test_a_request_that_never_fits_runs_with_its_front_on_the_host():
     """A prompt of more than the whole memory; without the host it is refused with the way out."""
     memory = int(0.6 * row_bytes("qwen3"))
     small = Engine(model_of("qwen3"), KVConfig(memory=memory, page_tokens=4))
-    with pytest.raises(NeverFits, match="--stream-kv-memory"):
+    with pytest.raises(NeverFits, match="--kv-offload-memory"):
         small.submit(PROMPTS["b"], greedy(NEW_TOKENS))
 
     engine, logits, _ = run("qwen3", 0.6)
@@ -295,14 +295,14 @@ def test_a_request_that_never_fits_runs_with_its_front_on_the_host():
     ("name", "rows", "parts"),
     [
         ("qwen3", 0.6, {}),
-        ("llama_mha", 0.3, {"stream_recompute": "0.5"}),
+        ("llama_mha", 0.3, {"offload_recompute": "0.5"}),
         ("gemma2", 0.75, {}),
-        pytest.param("llama", 0.3, {"stream_host_attention": "0.5"}, marks=pytest.mark.slow),
+        pytest.param("llama", 0.3, {"offload_cpu_attention": "0.5"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_prefill_chunk_shrinks_to_what_the_memory_holds(name, rows, parts):
     """By default a chunk is longer than these prompts; 0.3 has no room for two staging slots."""
-    schedule = {"chunk_tokens": 2048, "step_tokens": 2048}
+    schedule = {"chunk_tokens": 2048, "max_num_batched_tokens": 2048}
     engine, logits, _ = run(name, rows, schedule=schedule, **parts)
 
     assert offloaded(engine)
@@ -317,7 +317,7 @@ def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
     prompt = [3 + i * i % 200 for i in range(1500)]
     answers = []
     for memory, offload in (("32MiB", "0"), ("2MiB", "64MiB")):
-        llm = LLM(model, kv=KVConfig(memory=memory, stream_memory=offload))
+        llm = LLM(model, kv=KVConfig(memory=memory, offload_memory=offload))
         answers.append(llm.generate([prompt], greedy(8))[0].token_ids)
         llm.engine.check()
 
@@ -326,7 +326,7 @@ def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
 
 def test_a_host_too_small_refuses_what_it_could_not_hold():
     memory = int(0.6 * row_bytes("qwen3"))
-    kv = KVConfig(memory=memory, page_tokens=4, stream_memory="24KiB")
+    kv = KVConfig(memory=memory, page_tokens=4, offload_memory="24KiB")
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
 
     with pytest.raises(NeverFits):
@@ -339,8 +339,8 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
 def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tokens, stream_bytes):
     """Its last pages are offloaded too, in parts as small as offload memory has room for."""
     memory = {"memory": int(rows * row_bytes("qwen3")), "page_tokens": page_tokens}
-    kv = KVConfig(stream_memory=stream_bytes, stream_recompute="off", **memory)
-    less = KVConfig(stream_memory=stream_bytes - 512, stream_recompute="off", **memory)
+    kv = KVConfig(offload_memory=stream_bytes, offload_recompute="off", **memory)
+    less = KVConfig(offload_memory=stream_bytes - 512, offload_recompute="off", **memory)
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(8)))
     deltas = []
@@ -357,8 +357,8 @@ def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tok
 
 def test_staging_leaves_its_slabs_to_pages_of_other_sizes():
     """Of 10 slabs staging alone would keep parts of so many that plain layers found none."""
-    kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "stream_recompute": "off"}
-    config = KVConfig(memory=40960, stream_memory="1MiB", prefix_cache=False, **kv)
+    kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "offload_recompute": "off"}
+    config = KVConfig(memory=40960, offload_memory="1MiB", enable_prefix_caching=False, **kv)
     engine = Engine(model_of("llama_mha"), config, ScheduleConfig(chunk_tokens=5))
     engine.submit(GenerationRequest(PROMPTS["b"][:51], greedy(7)))
     deltas = []
@@ -376,7 +376,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     There is no X of the cached tokens; of what comes behind them there is.
     """
     memory = int(0.8 * row_bytes("qwen3"))
-    config = KVConfig(memory=memory, page_tokens=4, stream_memory="1MiB", stream_recompute=part)
+    config = KVConfig(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     usages = {}
@@ -393,7 +393,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
 
 
 def test_engines_without_a_prefix_cache_stream_too():
-    engine, logits, _ = run("qwen3", 0.8, prefix_cache=False)
+    engine, logits, _ = run("qwen3", 0.8, enable_prefix_caching=False)
 
     assert offloaded(engine)
     assert largest_difference(logits, whole("qwen3")) <= 1e-4
@@ -407,7 +407,7 @@ def test_one_whose_front_is_on_the_host_can_give_way(preempt):
         "qwen3",
         0.9,
         stream="48KiB",
-        host_memory=host,
+        swap_space=host,
         schedule={"admission": "optimistic", "preempt": preempt},
     )
 
@@ -426,7 +426,7 @@ def test_cancelled_ones_leave_nothing_behind():
 
 
 def test_those_that_search_stay_in_the_memory():
-    config = KVConfig(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, stream_memory="1MiB")
+    config = KVConfig(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, offload_memory="1MiB")
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(40), request_id="long"))
     engine.submit(
@@ -460,9 +460,9 @@ def test_those_that_evict_have_fronts_between_evictions(
     if codec != "none":  # another company rounds otherwise, and codes make more of that
         use_exact_products(monkeypatch)
     options = {"codec": codec, "evict": f"{rule}:cap=40,every=8", "cancel": [("c", 9)]}
-    host = {"host_memory": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
+    host = {"swap_space": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
     recompute = "1" if makes else "auto"
-    engine, logits, _ = run(name, rows, stream_recompute=recompute, **options, **host)
+    engine, logits, _ = run(name, rows, offload_recompute=recompute, **options, **host)
     expected = run(name, 16, stream=0, **options)[1]
 
     prefix_offloader = engine.scheduler.sequence_memory.prefix_offloader
@@ -477,24 +477,24 @@ def test_those_that_evict_have_fronts_between_evictions(
     ("options", "error", "says"),
     [
         ({"store": "contiguous_growing"}, UnsoundCombination, "use --kv-store paged"),
-        ({"stream_memory": "900TiB"}, ConfigError, "lower --stream-kv-memory"),
-        ({"stream_memory": "much"}, ConfigError, "much"),
+        ({"offload_memory": "900TiB"}, ConfigError, "lower --kv-offload-memory"),
+        ({"offload_memory": "much"}, ConfigError, "much"),
         (
-            {"stream_memory": 0, "stream_recompute": "0.5"},
+            {"offload_memory": 0, "offload_recompute": "0.5"},
             ConfigError,
-            "say --stream-kv-memory SIZE",
+            "say --kv-offload-memory SIZE",
         ),
         (
-            {"stream_memory": 0, "stream_input_codec": "int8"},
+            {"offload_memory": 0, "offload_activation_codec": "int8"},
             ConfigError,
-            "say --stream-kv-memory SIZE",
+            "say --kv-offload-memory SIZE",
         ),
-        ({"stream_recompute": "2"}, ConfigError, "a part from 0 to 1, got '2'"),
-        ({"stream_host_attention": "some"}, ConfigError, "--stream-host-attention of auto, off"),
+        ({"offload_recompute": "2"}, ConfigError, "a part from 0 to 1, got '2'"),
+        ({"offload_cpu_attention": "some"}, ConfigError, "--kv-offload-cpu-attention of auto, off"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(options, error, says):
-    options = {"memory": "8MiB", "stream_memory": "1MiB"} | options
+    options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(error, match=says):
         Engine(model_of("qwen3"), KVConfig(**options), ScheduleConfig())
 
@@ -504,60 +504,60 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
     [
         (
             "llama_mha",
-            {"stream_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
+            {"offload_recompute": "0.5", "evict": "h2o:cap=32,every=8"},
             "0.5 cannot recompute any KV: each KV head keeps tokens of its own; use eviction rules",
         ),
         (
             "llama_mha",
-            {"stream_recompute": "0.5", "codec": "int4_page"},
+            {"offload_recompute": "0.5", "codec": "int4_page"},
             "use a codec such as int8",
         ),
         (
             "llama_mha",
-            {"stream_recompute": "1", "codec": "int8+sinks=2+residual=4"},
+            {"offload_recompute": "1", "codec": "int8+sinks=2+residual=4"},
             "use a codec such as int8",
         ),
         (
             "llama_mha",
-            {"stream_recompute": "0.5", "stream_memory": "25KiB"},
-            "holds no page of activations; raise --stream-kv-memory",
+            {"offload_recompute": "0.5", "offload_memory": "25KiB"},
+            "holds no page of activations; raise --kv-offload-memory",
         ),
-        ("llama_mha", {"stream_recompute": "0.5", "scratch": 100}, "raise --scratch"),
+        ("llama_mha", {"offload_recompute": "0.5", "scratch": 100}, "raise --scratch"),
         (
             "llama_mha",
-            {"stream_input_codec": "int8", "stream_recompute": "off"},
-            "none is: --stream-recompute is off; leave out --stream-input-codec",
+            {"offload_activation_codec": "int8", "offload_recompute": "off"},
+            "none is: --kv-offload-recompute is off; leave out --kv-offload-activation-codec",
         ),
         (
             "llama_mha",
-            {"stream_input_codec": "int8", "codec": "int4_page"},
-            "leave out --stream-input-codec",
+            {"offload_activation_codec": "int8", "codec": "int4_page"},
+            "leave out --kv-offload-activation-codec",
         ),
         (
             "llama",
-            {"stream_host_attention": "0.5", "codec": "int8+sinks=2+residual=4"},
+            {"offload_cpu_attention": "0.5", "codec": "int8+sinks=2+residual=4"},
             "use a codec without .sinks",
         ),
         (
             "llama",
-            {"stream_host_attention": "0.5", "evict": "streaming:cap=32,every=8,sinks=4"},
+            {"offload_cpu_attention": "0.5", "evict": "streaming:cap=32,every=8,sinks=4"},
             "a rule other than streaming",
         ),
         (
             "llama",
-            {"stream_host_attention": "0.5", "evict": "h2o:cap=32,every=8"},
+            {"offload_cpu_attention": "0.5", "evict": "h2o:cap=32,every=8"},
             "needs statistics of the attention to every token; use a rule without them",
         ),
         (
             "llama",
-            {"stream_recompute": "0.5", "stream_host_attention": "0.6"},
+            {"offload_recompute": "0.5", "offload_cpu_attention": "0.6"},
             "of 1 together or less, got 0.5 and 0.6: lower one",
         ),
-        ("llama", {"stream_memory": "1KiB"}, "expected --stream-kv-memory of .* or more"),
+        ("llama", {"offload_memory": "1KiB"}, "expected --kv-offload-memory of .* or more"),
     ],
 )
 def test_what_is_asked_for_and_would_change_nothing_is_refused(name, options, says):
-    options = {"memory": "8MiB", "stream_memory": "1MiB"} | options
+    options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(ConfigError, match=says):
         Engine(model_of(name), KVConfig(**options), ScheduleConfig())
 
@@ -568,8 +568,8 @@ def test_what_auto_leaves_out_is_said_once(caplog):
 
     said = [record.getMessage() for record in caplog.records if "--stream-" in record.getMessage()]
     assert [text.partition(":")[0] for text in said] == [
-        "--stream-recompute auto recomputes no KV",
-        "--stream-host-attention auto attends on the device alone",
+        "--kv-offload-recompute auto recomputes no KV",
+        "--kv-offload-cpu-attention auto attends on the device alone",
     ]
     assert "not written one by one" in said[0]
 
@@ -617,7 +617,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
 
 def why(name: str, **options) -> str:
     """What an engine says about what is made again."""
-    config = KVConfig(**{"memory": "8MiB", "stream_memory": "1MiB"} | options)
+    config = KVConfig(**{"memory": "8MiB", "offload_memory": "1MiB"} | options)
     return Engine(model_of(name), config, ScheduleConfig()).pool.fronts.why
 
 
@@ -625,10 +625,10 @@ def test_why_nothing_is_made_again_is_said():
     assert "activations are 1.0x the KV of this model: KV alone" in why("llama")
     assert "each KV head keeps tokens of its own" in why("llama_mha", evict="h2o:cap=32,every=8")
     assert "not written one by one" in why("llama_mha", codec="int4_page")
-    assert "--stream-recompute off" in why("llama_mha", stream_recompute="off")
-    assert "made again from activations, as asked" in why("llama", stream_recompute="0.5")
+    assert "--kv-offload-recompute off" in why("llama_mha", offload_recompute="off")
+    assert "made again from activations, as asked" in why("llama", offload_recompute="0.5")
 
 
 def test_a_model_that_would_gain_nothing_is_refused():
     with pytest.raises(ConfigError, match="no more than two that look back"):
-        Engine(load("qwen3"), KVConfig(memory="8MiB", stream_memory="1MiB"), ScheduleConfig())
+        Engine(load("qwen3"), KVConfig(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 def run(name, rows, **options):
     model = load(name, "cuda", times=3)
     config = KVConfig(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
-    engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, step_tokens=40))
+    engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, max_num_batched_tokens=40))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in PROMPTS.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
@@ -31,10 +31,10 @@ def run(name, rows, **options):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"stream_recompute": "off"},
-        {"stream_recompute": "1"},
-        {"stream_recompute": "0.5"},
-        {"stream_recompute": "off", "stream_host_attention": "0.5"},
+        {"offload_recompute": "off"},
+        {"offload_recompute": "1"},
+        {"offload_recompute": "0.5"},
+        {"offload_recompute": "off", "offload_cpu_attention": "0.5"},
         {},
     ],
 )
@@ -44,7 +44,7 @@ def test_answers_are_those_of_a_memory_with_room_for_all(name, parts, monkeypatc
         raise AssertionError("the whole device was waited for")
 
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    engine, logits = run(name, 0.8, stream_memory="4MiB", **parts)
+    engine, logits = run(name, 0.8, offload_memory="4MiB", **parts)
 
     assert isinstance(engine.pool.fronts.kv_offload.transfer_worker, StreamTransferWorker)
     assert engine.events.newest(["offloaded"])

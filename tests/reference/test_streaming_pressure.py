@@ -18,11 +18,11 @@ def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts(
     memory = 16_000
     kv = KVConfig(
         memory=memory,
-        stream_memory=2 * memory,
+        offload_memory=2 * memory,
         page_tokens=4,
         evict="recent:cap=16,every=8,when=pressure",
     )
-    engine = Engine(load("llama", times=2), kv, ScheduleConfig(max_running=2, chunk_tokens=8))
+    engine = Engine(load("llama", times=2), kv, ScheduleConfig(max_num_seqs=2, chunk_tokens=8))
     why: list[str] = []
     engine.events.subscribe(
         lambda event: why.append(event.data["reason"]) if event.kind == "preempted" else None

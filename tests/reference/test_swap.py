@@ -27,7 +27,7 @@ def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
         page_tokens=4,
         chunk_tokens=16,
         attention="auto",
-        prefix_cache=False,  # it holds pages, which are poisoned here
+        enable_prefix_caching=False,  # it holds pages, which are poisoned here
     )
     forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
     engine._choosing.sampler = forced
@@ -75,7 +75,7 @@ def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(arch
         page_tokens=4,
         chunk_tokens=16,
         attention="auto",
-        prefix_cache=False,  # it holds pages, which are poisoned here
+        enable_prefix_caching=False,  # it holds pages, which are poisoned here
     )
     forced = Forced({"r": wanted})
     engine._choosing.sampler = forced

@@ -45,7 +45,7 @@ class BatchRun:
         self.tally = BatchTally()
         self._driver = Driver(
             llm,
-            window=WINDOW_PER_RUNNING * llm.engine.schedule_config.max_running,
+            window=WINDOW_PER_RUNNING * llm.engine.schedule_config.max_num_seqs,
             on_step=lambda: self._after_step(on_step),
         )
 

@@ -28,7 +28,7 @@ class PolicyRow:
         options: of the rule, name to default.
         summary: what stays.
         statistics: what it has remembered.
-        granularity: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
+        scope: `lane`, each KV head has its own kept set, or `layer`, its heads have one.
         cost: beside reading the cache.
         source: where the rule comes from.
     """
@@ -37,7 +37,7 @@ class PolicyRow:
     options: dict[str, object]
     summary: str
     statistics: tuple[str, ...]
-    granularity: str
+    scope: str
     cost: str
     source: str
 
@@ -73,7 +73,7 @@ def policies(*, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"name": "policies", **found}))
         return
     for row in rules:
-        _print_block(row, {"granularity": row.granularity, "cost": row.cost})
+        _print_block(row, {"scope": row.scope, "cost": row.cost})
     typer.echo("Budgets: how a cap is divided over layers and heads, budget=(pyramid:beta=20)\n")
     for budget in budgets:
         total = "kept" if budget.keeps_total else "not kept: lanes may keep everything"
@@ -125,7 +125,7 @@ def policy_rows() -> list[PolicyRow]:
         options={},
         summary="Keep every token.",
         statistics=(),
-        granularity=LANE,
+        scope=LANE,
         cost="none",
         source="no eviction",
     )
@@ -138,7 +138,7 @@ def _policy_row(name: str, policy: "EvictionPolicy") -> PolicyRow:
         options=_defaults(policy),
         summary=_first_paragraph(type(policy).__doc__),
         statistics=tuple(statistic.name for statistic in policy.statistics),
-        granularity=policy.granularity,
+        scope=policy.scope,
         cost=policy.cost,
         source=_source(policy),
     )

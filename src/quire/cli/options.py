@@ -107,8 +107,8 @@ SIMULATED_KV = Section(
     "KV memory",
     KVConfig,
     (
-        *("memory", "host_memory", "store", "store_tokens", "page_tokens", "codec", "evict"),
-        "prefix_cache",
+        *("memory", "swap_space", "store", "store_tokens", "page_tokens", "codec", "evict"),
+        "enable_prefix_caching",
     ),
 )
 """What a simulation reads of the KV memory: it has no bytes, links or kernels."""

@@ -54,7 +54,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             "Default: like the weights."
         ),
     ] = None,
-    page_tokens: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    page_tokens: Annotated[int, typer.Option("--block-size", help="Tokens in a page.")] = 16,
     sequence_tokens: Annotated[
         int | None,
         typer.Option(help="Length asked about, in tokens. Default: 2048 or the context."),
@@ -62,7 +62,9 @@ def plan(  # noqa: PLR0913 - one parameter per option
     batch: Annotated[
         int | None, typer.Option(help="Sequences wanted at once. Default: 8, or as many as can be.")
     ] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of the largest step.")] = STEP_TOKENS,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of the largest step.")
+    ] = STEP_TOKENS,
     activation_peak: Annotated[
         str | None, typer.Option(help="A measured peak, e.g. 300MiB. Default: estimated.")
     ] = None,
@@ -112,7 +114,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             page_tokens=page_tokens,
             sequence_tokens=sequence_tokens,
             batch=DEFAULT_BATCH if batch is None else batch,
-            step_tokens=step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             activation_peak_bytes=_size(activation_peak),
             workload=None if workload is None else parse_workload(workload),
             weights_memory_bytes=None

@@ -25,7 +25,7 @@ from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.workload import Verdict, Workload, assess
 from quire.scheduler.schedule_config import ScheduleConfig
 
-STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["step_tokens"]  # type: ignore[assignment]
+STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048
 _TOKEN_ID_BYTES = 8  # stored beside its KV
 
@@ -44,7 +44,7 @@ class PlanOptions:
         page_tokens: tokens in a page.
         sequence_tokens: the length asked about; None: 2048 or the model's context.
         batch: sequences wanted at once, and rows sampled in a step.
-        step_tokens: tokens of the largest step.
+        max_num_batched_tokens: tokens of the largest step.
         activation_peak_bytes: a measured peak; None: estimated.
         workload: to be assessed; None: none.
         weights_memory_bytes: of the device for weights; None: all are there.
@@ -59,7 +59,7 @@ class PlanOptions:
     page_tokens: int = 16
     sequence_tokens: int | None = None
     batch: int = 8
-    step_tokens: int = STEP_TOKENS
+    max_num_batched_tokens: int = STEP_TOKENS
     activation_peak_bytes: int | None = None
     workload: Workload | None = None
     weights_memory_bytes: int | None = None
@@ -156,8 +156,10 @@ def plan_report(
         ConfigError: an option is wrong, or nothing fits; the message gives the numbers.
     """
     options = options or PlanOptions()
-    if options.step_tokens < 1:
-        raise ConfigError(f"step_tokens={options.step_tokens}: expected 1 or more")
+    if options.max_num_batched_tokens < 1:
+        raise ConfigError(
+            f"max_num_batched_tokens={options.max_num_batched_tokens}: expected 1 or more"
+        )
     config = read_config(model_folder)
     refuse_model_type(str(config.get("model_type")))
     check_sizes(config)
@@ -228,7 +230,7 @@ def _divide(
     if peak_bytes is None:
         peak_bytes = estimate_activation_peak(
             model,
-            step_tokens=options.step_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             sampled_rows=options.batch,
             bytes_per_value=bytes_per_value,
         )

@@ -43,8 +43,8 @@ ABOUT_MODEL = (
 VERBOSE_KEY = "quire.cli.verbose"
 """Where the command line's context keeps whether tracebacks are wanted."""
 
-PREFIX_CACHE = "kv_prefix_cache"
-"""The parameter of --prefix-cache."""
+PREFIX_CACHE = "kv_enable_prefix_caching"
+"""The parameter of --enable-prefix-caching."""
 
 Command = Callable[..., None]
 
@@ -108,9 +108,10 @@ class Settings:
             weights_memory=self.loading.weights_memory,
         )
         why_no_prefix = llm.engine.pool.why_no_prefix
-        if why_no_prefix and self.kv.prefix_cache and PREFIX_CACHE in self.given:
+        if why_no_prefix and self.kv.enable_prefix_caching and PREFIX_CACHE in self.given:
             raise ConfigError(
-                f"--prefix-cache has no effect: {why_no_prefix}; leave out --prefix-cache, or use "
+                f"--enable-prefix-caching has no effect: {why_no_prefix}; leave out "
+                "--enable-prefix-caching, or use "
                 "another store or policy"
             )
         place = llm.model.place

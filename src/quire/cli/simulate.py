@@ -99,7 +99,7 @@ def sim_config(settings: Settings) -> "SimConfig":
     from quire.sim.run import SimConfig
 
     refuse_without_effect(settings.kv)
-    refuse_idle_host_pool(parse_size(settings.kv.host_memory), settings.schedule)
+    refuse_idle_host_pool(parse_size(settings.kv.swap_space), settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,

@@ -23,18 +23,18 @@ class KVConfig:
         unit="bytes",
         flag="kv-memory",
     )
-    host_memory: int | str = option(
+    swap_space: int | str = option(
         "0",
         help="host memory for preempted sequences, in bytes or a size; with 0 they are read again",
         unit="bytes",
-        flag="host-kv-memory",
+        flag="swap-space",
     )
-    stream_memory: int | str = option(
+    offload_memory: int | str = option(
         "0",
         help="host memory for the first pages of sequences that run on while the KV memory is "
         "full: their KV is brought layer by layer, in every step; bytes or a size",
         unit="bytes",
-        flag="stream-kv-memory",
+        flag="kv-offload-memory",
     )
     disk_memory: int | str = option(
         "0",
@@ -54,24 +54,24 @@ class KVConfig:
         "a disk",
         flag="remote-kv",
     )
-    stream_recompute: str = option(
+    offload_recompute: str = option(
         "auto",
         help="of the first pages on the host the part whose keys and values are made again from "
         "activations, which are carried in their place: auto (what measured rates say), off, or "
         "a part from 0 to 1",
-        flag="stream-recompute",
+        flag="kv-offload-recompute",
     )
-    stream_input_codec: str = option(
+    offload_activation_codec: str = option(
         "none",
         help="how these activations are kept on the host and carried: none (as computed), or codes "
         "such as int8",
-        flag="stream-input-codec",
+        flag="kv-offload-activation-codec",
     )
-    stream_host_attention: str = option(
+    offload_cpu_attention: str = option(
         "auto",
         help="of the first pages on the host the part that is attended to there: auto (what "
         "measured rates say; nothing on a CPU), off, or a part from 0 to 1",
-        flag="stream-host-attention",
+        flag="kv-offload-cpu-attention",
     )
     store: str = option(
         "paged",
@@ -84,7 +84,7 @@ class KVConfig:
         unit="tokens",
         flag="kv-store-tokens",
     )
-    page_tokens: int = option(16, help="slots in a page", unit="tokens")
+    page_tokens: int = option(16, help="slots in a page (block)", unit="tokens", flag="block-size")
     codec: str = option(
         "none",
         help="how keys and values are stored, such as int8, int8/int4:group=32 for each apart, or "
@@ -109,7 +109,7 @@ class KVConfig:
     record_evictions: bool = option(
         False, help="keep which tokens left each request, for who wants to look at it"
     )
-    prefix_cache: bool = option(
+    enable_prefix_caching: bool = option(
         True, help="keep the KV of prompts and answers for requests that begin alike"
     )
     attention: str = option("auto", help="who computes attention over pages")
@@ -124,7 +124,8 @@ class KVConfig:
         parts = self.recompute_fraction or 0.0, self.cpu_attention_fraction or 0.0
         if sum(parts) > 1:
             raise ConfigError(
-                "expected --stream-recompute and --stream-host-attention of 1 together or less, "
+                "expected --kv-offload-recompute and --kv-offload-cpu-attention of 1 together "
+                "or less, "
                 f"got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
             )
         _ = self.input_codec
@@ -138,7 +139,7 @@ class KVConfig:
         Raises:
             ConfigError: not a part, nor auto, nor off.
         """
-        return part_of(self.stream_recompute, "--stream-recompute")
+        return part_of(self.offload_recompute, "--kv-offload-recompute")
 
     @property
     def input_codec(self) -> CodecSpec | None:
@@ -148,12 +149,13 @@ class KVConfig:
             UnknownName: no codec has this name.
             ConfigError: one that needs whole pages, or constants measured for keys and values.
         """
-        if self.stream_input_codec == AS_COMPUTED:
+        if self.offload_activation_codec == AS_COMPUTED:
             return None
-        spec = codec_spec(self.stream_input_codec)
+        spec = codec_spec(self.offload_activation_codec)
         if spec.per_page or spec.constants:
             raise ConfigError(
-                f"--stream-input-codec {spec.name}: expected a codec that writes tokens one by one "
+                f"--kv-offload-activation-codec {spec.name}: expected a codec that writes "
+                "tokens one by one "
                 "and needs nothing measured, such as int8 or int4"
             )
         return spec
@@ -165,7 +167,7 @@ class KVConfig:
         Raises:
             ConfigError: not a part, nor auto, nor off.
         """
-        return part_of(self.stream_host_attention, "--stream-host-attention")
+        return part_of(self.offload_cpu_attention, "--kv-offload-cpu-attention")
 
 
 def part_of(text: str, flag: str) -> float | None:

@@ -74,7 +74,7 @@ def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) ->
     waiting_bytes = 4 * tokens * decoder.spec.hidden_size * value_bytes  # embeddings, rotations
     return (batches - 1) * waiting_bytes + estimate_activation_peak(
         decoder.spec,
-        step_tokens=tokens,
+        max_num_batched_tokens=tokens,
         sampled_rows=sampled_rows,
         bytes_per_value=value_bytes,
     )

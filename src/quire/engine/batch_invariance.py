@@ -50,8 +50,8 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         )
     if model.spec.mixture is not None:
         _refuse("a mixture of experts multiplies as many rows as the batch sends to an expert")
-    if parse_size(config.stream_memory):
-        _refuse("attention over KV offload is computed in parts", "no --stream-kv-memory")
+    if parse_size(config.offload_memory):
+        _refuse("attention over KV offload is computed in parts", "no --kv-offload-memory")
     if form.needs_plain or form.promoted is not None:
         _refuse(f"the KV codec {config.codec} encodes tokens behind a window", "--kv-codec none")
     if config.attention not in ("auto", "native"):

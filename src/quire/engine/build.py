@@ -128,7 +128,7 @@ def _make_scheduler(
         sharing, prefix_offloader=prefix_offloader, restoring=restoring, events=events
     )
     brought = model.weights if pool.fronts is None else None
-    step = StepSize(schedule.step_tokens, schedule.objective, brought)
+    step = StepSize(schedule.max_num_batched_tokens, schedule.objective, brought)
     parts = make_parts(schedule, sequence_memory, swapper, step, state)
     evictor = _evictor(pool, kv, model)
     if evictor is not None and prefix_offloader is not None:
@@ -143,8 +143,8 @@ def _make_sharing(
     opened: OpenedTier | None,
     listener: PrefixBroadcast,
 ) -> PrefixSharing:
-    shares = kv.prefix_cache and pool.why_no_prefix is None
-    if kv.prefix_cache and not shares:
+    shares = kv.enable_prefix_caching and pool.why_no_prefix is None
+    if kv.enable_prefix_caching and not shares:
         logger.info("the prefix cache is off: %s", pool.why_no_prefix)
     prefix = PrefixIndex(pool.kv.memory, listener) if shares else None
     made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))

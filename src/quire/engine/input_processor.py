@@ -144,7 +144,7 @@ class InputProcessor:
 def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:
     """Let heads that keep one set have one cap, the least of theirs, whatever pages they lie in."""
     caps, policy = eviction.spec.lane_caps, eviction.policy
-    if caps is None or policy is None or policy.granularity != LAYER:
+    if caps is None or policy is None or policy.scope != LAYER:
         return eviction
     least = [min(caps[i : i + heads]) for i in range(0, len(caps), heads)]
     alike = tuple(cap for cap in least for _ in range(heads))

@@ -17,5 +17,5 @@ def no_memory_text(error: BaseException) -> str:
     said = str(error).strip().splitlines()
     return (
         f"a step found no memory beside the KV memory ({said[0] if said else 'out of memory'}); "
-        "lower --kv-memory, --step-tokens or --max-running"
+        "lower --kv-memory, --max-num-batched-tokens or --max-num-seqs"
     )

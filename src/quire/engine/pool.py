@@ -131,7 +131,7 @@ def build_pool(
     """
     refuse_without_effect(config)
     decoder = model.decoder
-    offloaded = parse_size(config.stream_memory) > 0
+    offloaded = parse_size(config.offload_memory) > 0
     refuse_nothing_shared(
         schedule.objective, brought=model.weights is not None, offloaded=offloaded
     )
@@ -164,7 +164,7 @@ def build_pool(
     )
     _check_store(config, rules)
     _check_unrotated(model, rules)
-    refuse_unsound(config.store, features_of(layout, prefix_cache=False))
+    refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     choice = select_backend(
         config.attention,
         decoder.device,
@@ -269,7 +269,7 @@ def _kv_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # the host pool lies in the same memory
-        beside = parse_size(config.host_memory) + parse_size(config.stream_memory)
+        beside = parse_size(config.swap_space) + parse_size(config.offload_memory)
         free_bytes = max(0, free_bytes - beside)
     if config.memory != "auto":
         requested_bytes = parse_size(config.memory)
@@ -281,7 +281,7 @@ def _kv_bytes(
             )
         return requested_bytes
     total_bytes = free_bytes + model.weight_bytes
-    brought = None if parse_size(config.stream_memory) else model.weights
+    brought = None if parse_size(config.offload_memory) else model.weights
     left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,
@@ -301,7 +301,7 @@ def most_kv_bytes(
     eviction: EvictionSpec,
     store: str = "paged",
 ) -> int:
-    """Bytes of an arena that `max_running` requests of `max_tokens` tokens can never fill.
+    """Bytes of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
 
     Whole slabs, as many as every page class needs when slab borders cut pages.
     """

@@ -244,9 +244,13 @@ def check_blocks(rule: EvictionRule, schedule: ScheduleConfig) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    if rule.evicts and rule.when == PREFILL_AND_DECODE and rule.most_every > schedule.step_tokens:
+    if (
+        rule.evicts
+        and rule.when == PREFILL_AND_DECODE
+        and rule.most_every > schedule.max_num_batched_tokens
+    ):
         raise ConfigError(
-            f"a step of {schedule.step_tokens} tokens has no room for a chunk of every="
+            f"a step of {schedule.max_num_batched_tokens} tokens has no room for a chunk of every="
             f"{rule.most_every} tokens, which an evicting prompt reads at once; raise "
-            "--step-tokens or lower every"
+            "--max-num-batched-tokens or lower every"
         )

@@ -70,7 +70,7 @@ def _served(name: str, policy: EvictionPolicy, budget: Budget | None) -> RuleReq
     ragged = budget is not None and budget.ragged
     return RuleRequirements(
         name=name,
-        heads_apart=policy.granularity == LANE or ragged,
+        heads_apart=policy.scope == LANE or ragged,
         rerotates_keys=policy.rerotates_keys,
         statistics=frozenset((*policy.statistics, *statistics)),
     )

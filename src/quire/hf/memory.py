@@ -101,7 +101,7 @@ def _memory_bytes(
 ) -> int:
     free_bytes = free_device_bytes(device)
     if options.memory is None:
-        schedule = ScheduleConfig(max_running=rows)
+        schedule = ScheduleConfig(max_num_seqs=rows)
         needed = most_kv_bytes(layout, options.max_tokens, schedule, eviction)
         return min(needed, int(_FREE_SHARE * free_bytes))
     requested_bytes = parse_size(options.memory)

@@ -69,7 +69,7 @@ class Arena:
         if self.num_slabs < 1:
             raise ConfigError(
                 f"a KV memory of {total_bytes:,} B holds no page: {self.slab_bytes:,} B are needed "
-                f"(largest page {max(page_bytes):,} B); raise --kv-memory or lower --page-tokens"
+                f"(largest page {max(page_bytes):,} B); raise --kv-memory or lower --block-size"
             )
         self._free = list(range(self.num_slabs - 1, -1, -1))
 

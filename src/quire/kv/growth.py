@@ -82,5 +82,5 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
             f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
             f"{slabs * placement.arena.slab_bytes:,} B are needed (pages of "
             f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
-            "raise --kv-memory or lower --page-tokens"
+            "raise --kv-memory or lower --block-size"
         )

@@ -19,14 +19,14 @@ def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     Raises:
         ConfigError: more than is free, or too little for any sequence.
     """
-    requested_bytes = parse_size(config.host_memory)
+    requested_bytes = parse_size(config.swap_space)
     refuse_too_small(requested_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
     if requested_bytes > free_bytes:
         raise ConfigError(
             f"a host pool of {requested_bytes:,} B is more than the {free_bytes:,} B that are "
             "free on "
-            "this machine or in its container; lower --host-kv-memory"
+            "this machine or in its container; lower --swap-space"
         )
     return requested_bytes
 
@@ -39,45 +39,48 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             a part of what is not there at all.
         UnsoundCombination: a store whose lanes lie in one piece.
     """
-    requested_bytes = parse_size(config.stream_memory)
+    requested_bytes = parse_size(config.offload_memory)
     if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
     if config.store != "paged":
         raise UnsoundCombination(
             f"store {config.store!r} keeps a lane's pages in a row, of which the first cannot be "
-            "elsewhere; use --kv-store paged or leave out --stream-kv-memory"
+            "elsewhere; use --kv-store paged or leave out --kv-offload-memory"
         )
     if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
-            "--stream-kv-memory keeps two layers of what it moves in the KV memory, and this model "
+            "--kv-offload-memory keeps two layers of what it moves in the KV memory, and this "
+            "model "
             "has no more than two that look back at all tokens; leave it out"
         )
-    free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.host_memory)
+    free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.swap_space)
     if requested_bytes > free_bytes:
         raise ConfigError(
             f"{requested_bytes:,} B for sequences that run are more than the "
             f"{max(0, free_bytes):,} B "
-            "that are free beside the host pool; lower --stream-kv-memory"
+            "that are free beside the host pool; lower --kv-offload-memory"
         )
     return requested_bytes
 
 
 def _refuse_parts_of_nothing(config: KVConfig) -> None:
     requested = {
-        "--stream-recompute": config.recompute_fraction,
-        "--stream-host-attention": config.cpu_attention_fraction,
+        "--kv-offload-recompute": config.recompute_fraction,
+        "--kv-offload-cpu-attention": config.cpu_attention_fraction,
     }
     for flag, part in requested.items():
         if part:
             raise ConfigError(
                 f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
-                f"--stream-kv-memory SIZE too, or leave out {flag}"
+                f"--kv-offload-memory SIZE too, or leave out {flag}"
             )
     if config.input_codec is not None:
         raise ConfigError(
-            f"--stream-input-codec {config.stream_input_codec} is for activations of the first "
-            "pages on the host, and none go there: say --stream-kv-memory SIZE too, or leave it out"
+            f"--kv-offload-activation-codec {config.offload_activation_codec} is for "
+            "activations of the first "
+            "pages on the host, and none go there: say --kv-offload-memory SIZE too, or leave "
+            "it out"
         )
 
 

@@ -77,33 +77,34 @@ def auto_kv_memory(
 
 
 def estimate_activation_peak(
-    model: ModelSpec, *, step_tokens: int, sampled_rows: int, bytes_per_value: int
+    model: ModelSpec, *, max_num_batched_tokens: int, sampled_rows: int, bytes_per_value: int
 ) -> int:
     """Bytes of activations at the worst moment of one step, by arithmetic.
 
     Two streams of the hidden size (the residual and its norm) live all the time; on top comes the
     largest of three moments, of which only one is alive at once:
 
-        attention   step_tokens * (2 * heads + 2 * kv_heads) * head_dim     query, key, value, out
-        MLP         step_tokens * width * (3 if gated else 2)               gate, up, product
-        logits      sampled_rows * vocab * (bytes_per_value + 2 * 4 bytes)  logits, float32 copy,
-                                                                            probabilities
+        attention   max_num_batched_tokens * (2 * heads + 2 * kv_heads) * head_dim     query, key,
+        value, out MLP         max_num_batched_tokens * width * (3 if gated else 2)
+        gate, up, product logits      sampled_rows * vocab * (bytes_per_value + 2 * 4 bytes)
+            logits, float32 copy, probabilities
 
     Scratch of the attention kernel, a matrix library's workspace and the runtime itself are not in
     it: they belong to the headroom, or to a measured peak given instead of this estimate.
 
     Args:
         model: the shape.
-        step_tokens: tokens of the largest step, decode rows and prefill chunks together.
+        max_num_batched_tokens: tokens of the largest step, decode rows and prefill chunks together.
         sampled_rows: rows of that step whose logits are needed.
         bytes_per_value: of the model's dtype.
 
     Raises:
         ConfigError: a negative count.
     """
-    if step_tokens < 0 or sampled_rows < 0:
+    if max_num_batched_tokens < 0 or sampled_rows < 0:
         raise ConfigError(
-            f"step_tokens={step_tokens}, sampled_rows={sampled_rows}: expected 0 or more"
+            f"max_num_batched_tokens={max_num_batched_tokens}, sampled_rows={sampled_rows}: "
+            "expected 0 or more"
         )
     width = model.intermediate_size
     if model.mixture is not None:
@@ -112,8 +113,8 @@ def estimate_activation_peak(
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     mlp = (3 if model.gated_mlp else 2) * width
     logits_bytes = sampled_rows * model.vocab_size * (bytes_per_value + 2 * _LOGITS_BYTES)
-    layer_bytes = step_tokens * max(attention, mlp) * bytes_per_value
-    streams_bytes = 2 * step_tokens * model.hidden_size * bytes_per_value
+    layer_bytes = max_num_batched_tokens * max(attention, mlp) * bytes_per_value
+    streams_bytes = 2 * max_num_batched_tokens * model.hidden_size * bytes_per_value
     return streams_bytes + max(layer_bytes, logits_bytes)
 
 

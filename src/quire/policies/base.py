@@ -45,7 +45,7 @@ class EvictionPolicy(ABC):
     """What it costs beside reading the cache, in a few words: for `quire policies`."""
 
     @property
-    def granularity(self) -> str:
+    def scope(self) -> str:
         """What shares one kept set: each KV head has its own (LANE), or all of a layer have one."""
         return LANE
 
@@ -160,8 +160,8 @@ class ScorePolicy(EvictionPolicy):
         keep: Int[Tensor, " lane"],
         piece_tokens: int = 1,
     ) -> Bool[Tensor, "lane slot"]:
-        """Turn scores into a kept set, as the grain says; for rules around rules."""
-        if self.granularity == LAYER:
+        """Turn scores into a kept set, as its scope says; for rules around rules."""
+        if self.scope == LAYER:
             score = _mean_over_heads(score, view)
         if piece_tokens > 1:
             return choose_pieces(score, view.live, protected, keep, piece_tokens)

@@ -53,7 +53,7 @@ class Crushed(ScorePolicy):
             )
 
     @property
-    def granularity(self) -> str:
+    def scope(self) -> str:
         return LAYER
 
     @property

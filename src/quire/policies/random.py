@@ -35,7 +35,7 @@ class Random(SinksAndRecent):
         return False
 
     @property
-    def granularity(self) -> str:
+    def scope(self) -> str:
         return LAYER
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

@@ -36,7 +36,7 @@ class Recent(ScorePolicy):
         return False
 
     @property
-    def granularity(self) -> str:
+    def scope(self) -> str:
         return LAYER
 
     @property

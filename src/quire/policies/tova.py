@@ -2,7 +2,7 @@
 
 score(token) = mean over the query heads of a layer of the last query's weights
 
-Differs from the paper: with `grain=lane` each KV head keeps its own tokens, by the mean over its
+Differs from the paper: with `scope=lane` each KV head keeps its own tokens, by the mean over its
 own query heads. The newest token may leave, as in the paper, unless `recent` protects it. The row
 is computed over what is cached when tokens leave; that is the row the query saw.
 """
@@ -31,17 +31,17 @@ class TOVA(SinksAndRecent):
     Attributes:
         sinks: tokens at the start of the sequence that never leave.
         recent: so many of the newest cached tokens do not leave.
-        granularity: layer, or lane for a set of each KV head's own.
+        scope: layer, or lane for a set of each KV head's own.
     """
 
     cost = "one row of attention at an eviction"
 
-    granularity: str = LAYER
+    scope: str = LAYER
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        if self.granularity not in (LANE, LAYER):
-            raise UnknownName("grain of a kept set", self.granularity, (LANE, LAYER))
+        if self.scope not in (LANE, LAYER):
+            raise UnknownName("scope of a retained set", self.scope, (LANE, LAYER))
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:

@@ -74,7 +74,7 @@ UNSOUND: tuple[Unsound, ...] = (
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
         other="a rule with one set a layer (recent, sinks, random, tova, kvcrush and its forms)",
-        meets=lambda parts: parts.budget.by_head and parts.policy.granularity == LAYER,
+        meets=lambda parts: parts.budget.by_head and parts.policy.scope == LAYER,
         reason="{budget} divides a layer over its heads, and this rule keeps one set for all heads "
         "of a layer",
         instead="a rule whose heads choose for themselves, such as h2o",

@@ -55,8 +55,8 @@ class ValueNorm(ScorePolicy):
         check_at_least(0, power=self.power, epsilon=self.epsilon)
 
     @property
-    def granularity(self) -> str:
-        return self.base.granularity
+    def scope(self) -> str:
+        return self.base.scope
 
     @property
     def scores_heads(self) -> bool:

@@ -75,8 +75,8 @@ def measure_chunks(
     seeds = itertools.count()
     memory = kv_memory_for(model, prompt_tokens + 1)
     for chunk in chunks:
-        schedule = ScheduleConfig(step_tokens=chunk)
-        engine = Engine(model, KVConfig(memory=memory, prefix_cache=False), schedule)
+        schedule = ScheduleConfig(max_num_batched_tokens=chunk)
+        engine = Engine(model, KVConfig(memory=memory, enable_prefix_caching=False), schedule)
         for repeat in range(repeats + 1):
             prompt = random_prompt(model, prompt_tokens, next(seeds))
             steps = list(_steps(engine, prompt, chunk))

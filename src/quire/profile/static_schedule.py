@@ -9,8 +9,8 @@ def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:
     Reserved admission: who enters has room to its end, and nobody is ever preempted.
     """
     return ScheduleConfig(
-        max_running=rows,
-        step_tokens=max(2_048, rows * prompt_tokens),
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(2_048, rows * prompt_tokens),
         chunk_tokens=max(2_048, prompt_tokens),
         admission="reserved",
         low_watermark=1.0,

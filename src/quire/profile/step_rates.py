@@ -75,7 +75,7 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
         kv_bytes = 3 * tokens * model.spec.kv_bytes_per_token(4) + (64 << 20)
-    kv = KVConfig(memory=kv_bytes, evict=shape.evict, prefix_cache=False)
+    kv = KVConfig(memory=kv_bytes, evict=shape.evict, enable_prefix_caching=False)
     return Engine(model, kv, static_schedule(shape.rows, shape.prompt_tokens))
 
 

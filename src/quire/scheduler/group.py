@@ -35,7 +35,7 @@ def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> 
             "leave out use_beam_search",
             param="use_beam_search",
         )
-    for name in ("max_running", "step_tokens"):
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
         if num_rows(request) > getattr(config, name):
             raise RequestError(
                 f"{num_rows(request)} beams are more than {name}={getattr(config, name)}: ask for "

@@ -22,5 +22,5 @@ def refuse_too_many_rows(layout: CacheLayout, max_rows: int) -> None:
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"page tables of {max_rows:,} sequences take {format_size(needed_bytes)} of host "
-            f"memory, of which {format_size(free_bytes)} are free; lower --max-running"
+            f"memory, of which {format_size(free_bytes)} are free; lower --max-num-seqs"
         )

@@ -25,8 +25,8 @@ class ScheduleConfig:
     Attributes are options; see their help.
     """
 
-    max_running: int = option(256, help="requests that hold KV at the same time")
-    step_tokens: int = option(
+    max_num_seqs: int = option(256, help="requests that hold KV at the same time")
+    max_num_batched_tokens: int = option(
         2048, help="tokens a step processes at most, decoding rows first", unit="tokens"
     )
     chunk_tokens: int = option(
@@ -60,7 +60,7 @@ class ScheduleConfig:
     )
     batcher: str = option(
         CONTINUOUS,
-        help="how the batch of --max-running rows changes: continuous, static, pd, orca, baton_pd "
+        help="how the batch of --max-num-seqs rows changes: continuous, static, pd, orca, baton_pd "
         "or baton_pd_best_fit, with options as in baton_pd:queue=8,hold=host",
     )
     urgent: int | None = option(
@@ -82,7 +82,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
-        for name in ("max_running", "step_tokens", "chunk_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         parse_tenants(self.tenants)
@@ -108,10 +108,11 @@ class ScheduleConfig:
     def _check_batching(self) -> None:
         if self.batcher != CONTINUOUS:  # which needs no look: --help makes this without NumPy
             _ = self.num_rows  # refuses a batcher that does not exist
-        if self.urgent is not None and self.step_tokens <= self.max_running:
+        if self.urgent is not None and self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
-                "urgent requests are read beside a full batch: expected step_tokens > max_running, "
-                f"got {self.step_tokens} and {self.max_running}"
+                "urgent requests are read beside a full batch: expected max_num_batched_tokens "
+                "> max_num_seqs, "
+                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
 
     @property
@@ -128,7 +129,7 @@ class ScheduleConfig:
     @property
     def num_rows(self) -> int:
         """Rows of KV memory: of the batch, and of what its batcher keeps beside it."""
-        return self.batching.num_rows(self.max_running)
+        return self.batching.num_rows(self.max_num_seqs)
 
     @property
     def full_at(self) -> float:
@@ -138,9 +139,13 @@ class ScheduleConfig:
     @property
     def forward_tokens(self) -> int:
         """Rows of a forward at most."""
-        return min(self.step_tokens, INVARIANT_ROWS) if self.batch_invariant else self.step_tokens
+        return (
+            min(self.max_num_batched_tokens, INVARIANT_ROWS)
+            if self.batch_invariant
+            else self.max_num_batched_tokens
+        )
 
     @property
     def longest_chunk(self) -> int:
         """Tokens one prompt can add in a step."""
-        return min(self.step_tokens, self.chunk_tokens)
+        return min(self.max_num_batched_tokens, self.chunk_tokens)

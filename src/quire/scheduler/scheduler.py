@@ -1,7 +1,8 @@
 """What each step does: who decodes, which prompts are read on, who enters, who gives way.
 
     a step's tokens  | decoding rows, one token each | chunks of prompts being read | newcomers |
-                     |<----------------------- step_tokens at most ------------------------->|
+                     |<----------------------- max_num_batched_tokens at most
+                     ------------------------->|
 
 Torch-free: the scheduler knows token counts, pages and the memory's bookkeeping. Evicting is asked
 of a callback, because which tokens leave depends on tensors; how many leave does not.
@@ -111,7 +112,7 @@ class Scheduler:
             RequestError: a search has more beams than can ever run, or an unknown tenant.
         """
         refuse_beams(request, self.config, self.memory)
-        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_running
+        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_num_seqs
         sequences = [request] if shares and self.peaks.fit_whole(request) else dissolve(request)
         refuse_if_never(self.peaks, request)
         self.fairness.admit(request, self.peaks.peak_bytes(need_of(request, request.final_tokens)))

@@ -86,7 +86,7 @@ def make_parts(
         admission=make_admission(config.admission, peaks),
         fairness=fairness,
         preempter=Preempter(sequence_memory, swapper, fairness.owes),
-        step=step or StepSize(config.step_tokens),
+        step=step or StepSize(config.max_num_batched_tokens),
     )
 
 
@@ -100,8 +100,8 @@ def make_batcher(config: ScheduleConfig, state: SchedulerState) -> Batcher:
     batch = BatchState(
         running=state.running,
         waiting=state.waiting,
-        max_running=config.max_running,
-        step_tokens=config.step_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         chunk_tokens=config.chunk_tokens,
         urgent=config.urgent,
     )

@@ -1,6 +1,6 @@
 """How many tokens a step processes: one batch, or several that share the layers brought for it.
 
-    latency      one batch of `step_tokens`: each brings all layers (row by row)
+    latency      one batch of `max_num_batched_tokens`: each brings all layers (row by row)
     throughput   as many batches as may share a pass: layers are brought once for all of them, and
                  hidden states wait between layers (column by column)
     auto         as few as hide what is brought behind the device's work, by what both have taken
@@ -114,12 +114,12 @@ def refuse_nothing_shared(objective: str, *, brought: bool, offloaded: bool = Fa
     """
     if objective == "throughput" and offloaded:
         raise UnsoundCombination(
-            "with --stream-kv-memory a step is one batch, whose rows' pages are brought in turn "
-            "with its layers: use --objective latency or auto, or leave out --stream-kv-memory"
+            "with --kv-offload-memory a step is one batch, whose rows' pages are brought in turn "
+            "with its layers: use --objective latency or auto, or leave out --kv-offload-memory"
         )
     if objective == "throughput" and not brought:
         raise UnsoundCombination(
             "--objective throughput lets batches of a step share the layers that are brought for "
             "it, and all weights are on the device: give --weights-memory less than they take, or "
-            "raise --step-tokens for larger steps"
+            "raise --max-num-batched-tokens for larger steps"
         )

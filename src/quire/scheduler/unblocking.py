@@ -51,7 +51,7 @@ class Unblocking:
             parts.preempter,
             parts.sequence_memory.prefix_offloader,
         )
-        self._running, self._step_tokens = running, parts.config.step_tokens
+        self._running, self._step_tokens = running, parts.config.max_num_batched_tokens
         self._decoding, self._reading = decoding, reading
         self._part, self._preempt, self._fail = part, preempt, fail
 

@@ -55,7 +55,7 @@ def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> Contiguo
             result=None,
         )
     served = replace(trace, requests=kept, num_dropped=trace.num_dropped + num_dropped)
-    kv = replace(config.kv, store=STORE, store_tokens=max_tokens, prefix_cache=False)
+    kv = replace(config.kv, store=STORE, store_tokens=max_tokens, enable_prefix_caching=False)
     result = simulate(served, replace(config, kv=kv))
     return ContiguousRun(
         max_tokens=max_tokens,

@@ -49,7 +49,7 @@ def make_memory(
     config: KVConfig,
     limits: LaneLimits,
     lengths: Sequence[int],
-    max_running: int,
+    max_num_seqs: int,
 ) -> KVMemory:
     """Bookkeeping over an arena that is not there.
 
@@ -58,13 +58,13 @@ def make_memory(
         config: how large, in which store; `auto` never runs full.
         limits: of the longest sequence, for stores that reserve.
         lengths: of the sequences that `auto` has room for, in tokens.
-        max_running: sequences at once.
+        max_num_seqs: sequences at once.
 
     Raises:
         ConfigError: it would hold no token, or more pages than can be kept account of, or a store
             that cannot do what is asked.
     """
-    refuse_unsound(config.store, features_of(layout, prefix_cache=False))
+    refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     maker = placement_maker(config.store, limits)
     total_bytes = (
         bytes_for_all(config, layout, limits, lengths)
@@ -72,7 +72,7 @@ def make_memory(
         else parse_size(config.memory)
     )
     _refuse_too_many_pages(layout, total_bytes)
-    return KVMemory(layout, total_bytes, max_running, placement=maker)
+    return KVMemory(layout, total_bytes, max_num_seqs, placement=maker)
 
 
 def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
@@ -81,7 +81,7 @@ def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
         raise ConfigError(
             f"a simulated KV memory of {total_bytes:,} B has {total_bytes // smallest:,} pages, "
             f"{MAX_PAGES:,} at most can be kept account of; lower --kv-memory, take fewer or "
-            "shorter requests, or raise --page-tokens"
+            "shorter requests, or raise --block-size"
         )
 
 

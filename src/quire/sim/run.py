@@ -127,7 +127,7 @@ def make_scheduler(
         copies: of the host pool.
     """
     # a store whose pages have one holder each can share nothing
-    shares = config.kv.prefix_cache and memory.placement.shares
+    shares = config.kv.enable_prefix_caching and memory.placement.shares
     prefix = PrefixIndex(memory) if shares else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
@@ -138,7 +138,7 @@ def make_scheduler(
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
     """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
-    host_bytes = parse_size(config.kv.host_memory)
+    host_bytes = parse_size(config.kv.swap_space)
     refuse_too_small(host_bytes, memory.layout)
     refuse_idle_host_pool(host_bytes, config.schedule)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)

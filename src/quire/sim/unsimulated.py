@@ -5,7 +5,12 @@ from dataclasses import fields
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 
-_OFFLOAD = ("stream_memory", "stream_recompute", "stream_input_codec", "stream_host_attention")
+_OFFLOAD = (
+    "offload_memory",
+    "offload_recompute",
+    "offload_activation_codec",
+    "offload_cpu_attention",
+)
 _TIERS = ("disk_memory", "disk_path", "remote")
 _NOTHING = (0, "0", "off")
 

@@ -97,21 +97,23 @@ def test_batches_of_960_samples_are_the_papers_set():
     ],
 )
 def test_rows_are_those_that_the_engine_lets_in(model: LoadedModel, arm, rows: int):
-    kv = KVConfig(memory=512 * 256, evict=arm.evict, prefix_cache=False)
+    kv = KVConfig(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
 
     assert rows_that_fit(model, kv, 224, 32) == rows
     assert rows_that_fit(model, kv, 224, 32, most=1) == 1
 
 
 def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
-    assert rows_that_fit(model, KVConfig(memory=100 * 256, prefix_cache=False), 224, 32) == 0
+    assert (
+        rows_that_fit(model, KVConfig(memory=100 * 256, enable_prefix_caching=False), 224, 32) == 0
+    )
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
 def test_answers_are_whole_and_in_order(model: LoadedModel):
-    engine = Engine(model, KVConfig(memory=1 << 20, prefix_cache=False))
+    engine = Engine(model, KVConfig(memory=1 << 20, enable_prefix_caching=False))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
 
     together = answer_all(engine, prompts, 5)
@@ -315,7 +317,7 @@ def words(size: int) -> PreTrainedTokenizerFast:
 
 def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedModel):
     spoken = replace(model, tokenizer=words(500))
-    engine = Engine(model, KVConfig(memory=1 << 20, prefix_cache=False))
+    engine = Engine(model, KVConfig(memory=1 << 20, enable_prefix_caching=False))
     lists = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     answers = [answer_all(engine, [tokens], 4).answers[0] for tokens in lists]
     wanted = [" ".join(map(str, answer)) for answer in answers]
@@ -327,7 +329,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
         )
         for tokens, right in zip(lists, wanted, strict=True)
     ]
-    kv = KVConfig(memory=1 << 20, prefix_cache=False)
+    kv = KVConfig(memory=1 << 20, enable_prefix_caching=False)
 
     found = judge(spoken, "t", prompts, Batches(arm="fkv", kv=kv, batch=2, new_tokens=4))
 
@@ -340,7 +342,7 @@ def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
         Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0))
         for _ in range(4)
     ]
-    kv = KVConfig(memory=512 * 256, prefix_cache=False)
+    kv = KVConfig(memory=512 * 256, enable_prefix_caching=False)
 
     with pytest.raises(InvariantError, match="2 rows of a batch of 4"):
         judge(

@@ -198,7 +198,7 @@ def test_claims_of_page_sizes_take_the_median_step():
 
 def test_swap_reports_a_row_for_each_length():
     config = swapping.SwappingConfig(
-        model="tiny", swap=SwapConfig(lengths=(32, 96), repeats=1, step_tokens=64)
+        model="tiny", swap=SwapConfig(lengths=(32, 96), repeats=1, max_num_batched_tokens=64)
     )
 
     result = swapping.run_swap(config)

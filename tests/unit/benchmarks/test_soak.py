@@ -15,7 +15,7 @@ from benchmarks.__main__ import app
 from benchmarks.soak.bench import ARMS, SoakConfig, SoakResult, run_arm, summarise
 from quire.config.kv_config import KVConfig
 
-CONFIG = SoakConfig(tokens=1_000, max_running=16, prompt_tokens=24, new_tokens=32)
+CONFIG = SoakConfig(tokens=1_000, max_num_seqs=16, prompt_tokens=24, new_tokens=32)
 TESTS = Path(__file__).parents[2]
 TRACED = """
 import gc, json, tracemalloc
@@ -25,7 +25,7 @@ from benchmarks.soak.bench import Soak, SoakConfig
 from quire.config.kv_config import KVConfig
 
 torch.set_num_threads(1)
-config = SoakConfig(max_running=16, prompt_tokens=24, new_tokens=32)
+config = SoakConfig(max_num_seqs=16, prompt_tokens=24, new_tokens=32)
 found = []
 for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=2")):
     soak = Soak(engines.load("llama"), KVConfig(memory=memory, page_tokens=4, evict=evict), config)

@@ -62,7 +62,7 @@ def test_the_list_for_programs_has_rules_and_budgets():
 
     rules = {row["name"]: row for row in answer["policies"]}
     budgets = {row["name"]: row for row in answer["budgets"]}
-    assert rules["tova"]["granularity"] == "layer"
+    assert rules["tova"]["scope"] == "layer"
     assert rules["tova"]["statistics"] == ["query_ring.1"]
     assert budgets["pyramid"]["options"] == {"beta": 20, "rounding": "largest_fractions"}
     assert budgets["pyramid"]["needs"] == "never"

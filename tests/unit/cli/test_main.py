@@ -197,7 +197,7 @@ def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
     ("arguments", "message"),
     [
         (["--temperature", "nan"], "temperature"),
-        (["--page-tokens", "-1"], "page_tokens"),
+        (["--block-size", "-1"], "page_tokens"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--prompt", ""], "prompt is empty"),
     ],

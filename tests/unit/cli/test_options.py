@@ -61,7 +61,7 @@ def test_flags_follow_the_metadata_and_else_the_field():
 def test_a_size_may_be_a_number_or_a_text():
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
-    assert sized == {"memory", "host_memory", "stream_memory", "disk_memory", "scratch"}
+    assert sized == {"memory", "swap_space", "offload_memory", "disk_memory", "scratch"}
 
 
 def test_help_of_sampling_options_is_that_of_their_docstring():

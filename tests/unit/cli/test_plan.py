@@ -185,9 +185,14 @@ def test_a_model_the_engine_refuses_is_not_planned(tmp_path: Path):
 
 
 def test_the_largest_step_is_the_engines_where_nothing_is_said():
-    assert PlanOptions().step_tokens == ScheduleConfig().step_tokens
+    assert PlanOptions().max_num_batched_tokens == ScheduleConfig().max_num_batched_tokens
     assert quire_plan("--memory", "1GiB").output == (
-        quire_plan("--memory", "1GiB", "--step-tokens", str(ScheduleConfig().step_tokens)).output
+        quire_plan(
+            "--memory",
+            "1GiB",
+            "--max-num-batched-tokens",
+            str(ScheduleConfig().max_num_batched_tokens),
+        ).output
     )
 
 
@@ -205,11 +210,11 @@ def test_the_largest_step_is_the_engines_where_nothing_is_said():
         (("--activation-peak", "x"), "'x' is not a size"),
         (("--dtype", "floot16"), "unknown dtype 'floot16': did you mean"),
         (("--kv-codec", "int9"), "unknown codec 'int9'"),
-        (("--page-tokens", "0"), "tokens >= 1"),
+        (("--block-size", "0"), "tokens >= 1"),
         (("--sequence-tokens", "0"), "sequence_tokens=0"),
         (("--batch", "-1"), "=-1"),
-        (("--step-tokens=-1",), "step_tokens=-1"),
-        (("--step-tokens", "0"), "step_tokens=0: expected 1 or more"),
+        (("--max-num-batched-tokens=-1",), "max_num_batched_tokens=-1"),
+        (("--max-num-batched-tokens", "0"), "max_num_batched_tokens=0: expected 1 or more"),
         (("--workload", "1,2"), "expected input tokens, output tokens and batch"),
         (("--workload", "1,2,x"), "expected input tokens, output tokens and batch"),
         (("--workload", "0,2,3"), "workload 0,2,3"),

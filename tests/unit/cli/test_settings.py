@@ -112,8 +112,8 @@ def test_options_of_sections_a_command_lacks_are_left_alone_in_the_file(toml: st
         (["--max-tokens", "-1"], RequestError),
         (["--max-tokens", "0"], RequestError),
         (["--stop", ""], RequestError),
-        (["--page-tokens", "0"], ConfigError),
-        (["--max-running", "0"], ConfigError),
+        (["--block-size", "0"], ConfigError),
+        (["--max-num-seqs", "0"], ConfigError),
         (["--low-watermark", "nan"], ConfigError),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_person_reads_percentiles_and_memory(trace: Path):
 
 def test_options_of_engine_and_trace_reach_the_run(trace: Path):
     result = simulate(
-        *("--trace", trace, "--model", "quire-tiny", "--kv-memory", "1MiB", "--max-running", 3),
+        *("--trace", trace, "--model", "quire-tiny", "--kv-memory", "1MiB", "--max-num-seqs", 3),
         *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
         *("--trace-tenants", "round_robin:a,b", "--machine", "h100", "--request-rate", 100),
     )
@@ -63,7 +63,7 @@ def test_options_of_engine_and_trace_reach_the_run(trace: Path):
 
 
 def test_an_eviction_rule_bounds_the_memory(trace: Path):
-    common = ("--trace", trace, "--model", "quire-tiny", "--no-prefix-cache", "--json")
+    common = ("--trace", trace, "--model", "quire-tiny", "--no-enable-prefix-caching", "--json")
 
     capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
     whole = last_object(simulate(*common))
@@ -169,7 +169,7 @@ def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
 
 def test_fairness_is_said_where_there_are_tenants(trace: Path):
     shown = simulate(
-        *("--trace", trace, "--model", "quire-tiny", "--max-running", 2),
+        *("--trace", trace, "--model", "quire-tiny", "--max-num-seqs", 2),
         *("--trace-tenants", "round_robin:a,b"),
     ).stdout
 

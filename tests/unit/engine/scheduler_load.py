@@ -161,9 +161,9 @@ class Setting:
     mixed: bool = False
     remembers: bool = False
     pages: int = 20
-    step_tokens: int = 16
+    max_num_batched_tokens: int = 16
     chunk_tokens: int = 200
-    max_running: int = 10
+    max_num_seqs: int = 10
     shares: bool = False
     host_pages: int = 0
     preempt: str = "auto"
@@ -213,20 +213,24 @@ class SchedulerLoad:
             evicting=setting.cap is not None,
             remembering=remembers,
         )
-        rows = parse_batcher(setting.batcher).num_rows(setting.max_running)
+        rows = parse_batcher(setting.batcher).num_rows(setting.max_num_seqs)
         pages = max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if remembers else setting.pages
         return KVMemory(layout, layout.smallest_sequence_bytes * pages, rows)
 
     def _config(self, setting: Setting, every: int) -> ScheduleConfig:
         # a chunk under eviction is atomic: a step must have room for one
-        budget = setting.step_tokens if setting.cap is None else max(setting.step_tokens, every)
+        budget = (
+            setting.max_num_batched_tokens
+            if setting.cap is None
+            else max(setting.max_num_batched_tokens, every)
+        )
         tenants, percent = "", self.memory.total_bytes // 100
         if setting.guaranteed is not None:
             mine, borrowed = percent * setting.guaranteed, percent * setting.burst
             tenants = f"a:weight=2,guaranteed={mine};b:burst={borrowed}"
         return ScheduleConfig(
-            max_running=setting.max_running,
-            step_tokens=budget,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=budget,
             chunk_tokens=setting.chunk_tokens,
             tenants=tenants,
             admission=setting.admission,
@@ -235,7 +239,7 @@ class SchedulerLoad:
             preempt=setting.preempt if setting.host_pages else "recompute",
             batcher=setting.batcher,
             scale_down_at=setting.scale_down_at,
-            urgent=setting.urgent if budget > setting.max_running else None,
+            urgent=setting.urgent if budget > setting.max_num_seqs else None,
         )
 
     def _scheduler(self, setting: Setting) -> Scheduler:
@@ -317,8 +321,10 @@ class SchedulerLoad:
         for member in members:
             member.group, member.eviction = group, members[0].eviction
             member.statistics = members[0].statistics
-        if atomic and len(members) > min(self.config.max_running, self.config.step_tokens):
-            with pytest.raises(RequestError, match=r"max_running|step_tokens"):
+        if atomic and len(members) > min(
+            self.config.max_num_seqs, self.config.max_num_batched_tokens
+        ):
+            with pytest.raises(RequestError, match=r"max_num_seqs|max_num_batched_tokens"):
                 self.scheduler.submit(members[0])
         elif self.submit(members[0]):
             here = group.members if members[0].group is group else members
@@ -363,8 +369,8 @@ class SchedulerLoad:
             assert self.requests.pop(request.request_id).state is RequestState.FINISHED
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
-        assert sum(plan.tokens) <= self.config.step_tokens
-        assert plan.num_decoding <= self.config.max_running
+        assert sum(plan.tokens) <= self.config.max_num_batched_tokens
+        assert plan.num_decoding <= self.config.max_num_seqs
         self._check_plan(plan)
         return plan, len(failed)
 

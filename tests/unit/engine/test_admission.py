@@ -140,7 +140,7 @@ def run_load(admission, *, seed=7, pages=80, stop_share=1.0, **schedule):
     """Run random requests to their end; return preemptions and the most that ran at once."""
     rng = random.Random(seed)
     memory = memory_of(pages)
-    config = ScheduleConfig(admission=admission, step_tokens=64, **schedule)
+    config = ScheduleConfig(admission=admission, max_num_batched_tokens=64, **schedule)
     scheduler = Scheduler(memory, config)
     for arrival in range(60):
         scheduler.submit(request_of(rng.randint(1, 20), rng.randint(8, 40), arrival=arrival))
@@ -189,7 +189,7 @@ def test_the_low_watermark_leaves_a_part_free_when_somebody_enters():
 
 def test_above_the_high_watermark_somebody_gives_way_before_memory_is_full():
     memory = memory_of(80)
-    config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, step_tokens=64)
+    config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, max_num_batched_tokens=64)
     scheduler = Scheduler(memory, config)
     for arrival in range(20):
         scheduler.submit(request_of(8, 40, arrival=arrival))

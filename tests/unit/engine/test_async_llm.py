@@ -25,8 +25,8 @@ def model():
     return engines.load("llama")
 
 
-def small_engine(model, max_running=64):
-    schedule = ScheduleConfig(max_running=max_running)
+def small_engine(model, max_num_seqs=64):
+    schedule = ScheduleConfig(max_num_seqs=max_num_seqs)
     return Engine(model, KVConfig(memory="96KiB", page_tokens=8), schedule)
 
 
@@ -260,7 +260,7 @@ def test_cancelling_late_does_not_hit_a_new_request_with_the_same_id(engine):
 
 
 def test_lower_priorities_go_first(model):
-    engine = small_engine(model, max_running=1)
+    engine = small_engine(model, max_num_seqs=1)
     ended = []
 
     async def main():

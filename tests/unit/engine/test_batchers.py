@@ -15,7 +15,7 @@ EVERY = [*BATCHERS, "baton_pd:prefill=sync", "baton_pd:hold=host", "pd:ahead=5"]
 
 def load_of(batcher, **setting):
     """Ample memory, unless it is said otherwise."""
-    ample = {"pages": 400, "max_running": ROWS, "step_tokens": 40, "host_pages": 400}
+    ample = {"pages": 400, "max_num_seqs": ROWS, "max_num_batched_tokens": 40, "host_pages": 400}
     return SchedulerLoad(Setting(batcher=batcher, **ample | setting))
 
 
@@ -89,7 +89,7 @@ def test_orca_fills_a_row_at_once_and_cuts_no_prompt():
 def test_continuous_cuts_the_prompt_that_orca_reads_whole():
     plans = {}
     for batcher in ("continuous", "orca"):
-        load = load_of(batcher, step_tokens=24)
+        load = load_of(batcher, max_num_batched_tokens=24)
         requests = submit(load, (20, 3), (18, 3))
         plans[batcher] = [tokens.get(requests[1].request_id) for tokens, _ in steps(load)]
 
@@ -168,7 +168,7 @@ def test_kv_of_the_queue_waits_on_the_host_and_is_there_before_a_row_ends():
 
 
 def test_best_fit_takes_the_longest_that_fits_and_passes_nobody_for_ever():
-    load = load_of("baton_pd_best_fit:patience=2,queue=9", max_running=2)
+    load = load_of("baton_pd_best_fit:patience=2,queue=9", max_num_seqs=2)
     first, _ = submit(load, (12, 30), (4, 3))
     load.step()
     rest = submit(load, (40, 2), (5, 2), (9, 2), (14, 2), (11, 2), (3, 2))
@@ -274,8 +274,10 @@ def test_what_is_no_batcher_is_refused_before_anything_starts(text, error, says)
 
 
 def test_urgency_needs_room_beside_a_full_batch():
-    with pytest.raises(ConfigError, match="expected step_tokens > max_running, got 8 and 8"):
-        ScheduleConfig(max_running=8, step_tokens=8, urgent=0)
+    with pytest.raises(
+        ConfigError, match="expected max_num_batched_tokens > max_num_seqs, got 8 and 8"
+    ):
+        ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=8, urgent=0)
 
 
 def test_rows_of_memory_are_those_of_batch_and_queue():

@@ -171,8 +171,8 @@ def test_some_layouts_have_slabs_that_cut_pages():
 @pytest.mark.parametrize("kv_bytes", [66_000, 81_000, 131_072])
 def test_as_many_rows_as_the_engine_runs_together(evict, held, kv_bytes):
     """Prompts of 50 tokens and 10 new: all rows are in the first step, and all end together."""
-    schedule = ScheduleConfig(step_tokens=8_192, admission="reserved", low_watermark=1.0)
-    kv = KVConfig(memory=kv_bytes, evict=evict, prefix_cache=False)
+    schedule = ScheduleConfig(max_num_batched_tokens=8_192, admission="reserved", low_watermark=1.0)
+    kv = KVConfig(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
     engine = Engine(load("llama"), kv, schedule)
     spec = engine.pool.rules.resolve(engine.pool.rules.default, 50).spec
     expected = found_rows(engine.pool.kv.memory.layout, kv_bytes, spec, 50, 10)

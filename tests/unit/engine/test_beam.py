@@ -200,7 +200,7 @@ def test_log_probabilities_of_a_beam_add_up_to_its_score(model):
 
 
 def test_the_prompt_of_a_search_is_read_and_scored_once(model):
-    engine = engine_of(model, prefix_cache=False)
+    engine = engine_of(model, enable_prefix_caching=False)
 
     answer = search(engine, beams(n=2, beam_width=4, prompt_logprobs=0))
 
@@ -293,7 +293,7 @@ def test_more_beams_than_memory_holds_are_refused(model):
 
 
 def test_beams_need_a_store_that_shares(model):
-    engine = engine_of(model, store="contiguous_growing", prefix_cache=False)
+    engine = engine_of(model, store="contiguous_growing", enable_prefix_caching=False)
 
     with pytest.raises(RequestError, match="beams share pages"):
         engine.submit(GenerationRequest(PROMPT, beams()))

@@ -81,8 +81,8 @@ class Drawn:
         """
         setting = Setting(
             cap=None if self.eviction.cap is None else 20,  # of no request
-            max_running=max(2, self.width),
-            step_tokens=256,
+            max_num_seqs=max(2, self.width),
+            max_num_batched_tokens=256,
             chunk_tokens=self.chunk_tokens,
             offload_bytes=total_bytes if self.offload else 0,
         )

@@ -45,7 +45,7 @@ def cpu_is_full() -> RuntimeError:
 
 
 def small_engine(model: LoadedModel) -> Engine:
-    schedule = ScheduleConfig(max_running=2)
+    schedule = ScheduleConfig(max_num_seqs=2)
     return Engine(model, KVConfig(memory="96KiB", page_tokens=4), schedule)
 
 
@@ -100,7 +100,7 @@ def test_requests_of_a_step_without_memory_fail_and_the_others_go_on(
     errors = finish(engine, tokens)
 
     assert errors.keys() == {"r0", "r1"}  # the two that ran
-    assert all("--step-tokens" in text for text in errors.values())
+    assert all("--max-num-batched-tokens" in text for text in errors.values())
     assert {key: tokens[key] for key in ("r2", "r3")} == {
         key: expected[key] for key in ("r2", "r3")
     }
@@ -176,7 +176,7 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
     engine = Engine(
         engines.load("llama"),
         KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
-        ScheduleConfig(max_running=4),
+        ScheduleConfig(max_num_seqs=4),
     )
     evictor, run, failed = engine.scheduler.caps._evictor, engine._runner.run, []
     evict = evictor.evict

@@ -10,7 +10,7 @@ from quire.sim.fairness import jain_index
 from unit.engine.scheduler_load import SchedulerLoad, Setting
 
 PROMPT, ANSWER = 24, 16
-SETTING = Setting(page_tokens=8, pages=120, step_tokens=64, max_running=8)
+SETTING = Setting(page_tokens=8, pages=120, max_num_batched_tokens=64, max_num_seqs=8)
 NUM_STEPS = 600
 
 
@@ -23,7 +23,9 @@ def send(load: SchedulerLoad, tenant: str, prompt: int = PROMPT, answer: int = A
 
 def queue_steps(flood_each: int, pages: int) -> np.ndarray:
     """Steps that each request of the small tenant waits; the other sends so many in that time."""
-    load = SchedulerLoad(Setting(page_tokens=8, pages=pages, step_tokens=64, max_running=8))
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
+    )
     sent: list[tuple[Request, int]] = []
     entered: dict[str, int] = {}
     for step in range(NUM_STEPS):
@@ -43,13 +45,15 @@ def test_who_sends_little_does_not_wait_behind_who_sends_20_times_as_much(pages)
     alone = np.percentile(queue_steps(0, pages), 99)
     beside = np.percentile(queue_steps(20, pages), 99)
 
-    prefill_steps = -(-PROMPT // SETTING.step_tokens)
+    prefill_steps = -(-PROMPT // SETTING.max_num_batched_tokens)
     assert beside <= max(2 * alone, 1 + prefill_steps)
 
 
 @pytest.mark.parametrize("pages", [24, 120])
 def test_tenants_of_equal_weight_are_served_alike_while_both_wait(pages):
-    load = SchedulerLoad(Setting(page_tokens=8, pages=pages, step_tokens=64, max_running=8))
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
+    )
     rng = random.Random(1)
     for number in range(210):
         send(load, "flood" if number % 21 else "small", rng.randint(1, 2 * PROMPT))
@@ -66,7 +70,13 @@ def test_tenants_of_equal_weight_are_served_alike_while_both_wait(pages):
 @pytest.mark.parametrize("guaranteed", [30, 60])
 def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
     load = SchedulerLoad(
-        Setting(page_tokens=8, pages=24, step_tokens=64, max_running=8, guaranteed=guaranteed)
+        Setting(
+            page_tokens=8,
+            pages=24,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            guaranteed=guaranteed,
+        )
     )
     for _ in range(20):
         send(load, "b", PROMPT, 60)
@@ -89,7 +99,7 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
 def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_takeable, enters):
     """Those who have just come back give nothing: what the others could give is counted first."""
     load = SchedulerLoad(
-        Setting(page_tokens=8, pages=24, step_tokens=64, max_running=8, guaranteed=60)
+        Setting(page_tokens=8, pages=24, max_num_batched_tokens=64, max_num_seqs=8, guaranteed=60)
     )
     for _ in range(20):
         send(load, "b", PROMPT, 60)
@@ -131,8 +141,8 @@ def test_a_tenant_never_holds_more_than_its_limit(admission):
         Setting(
             page_tokens=8,
             pages=24,
-            step_tokens=64,
-            max_running=8,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
             guaranteed=0,
             burst=40,
             admission=admission,

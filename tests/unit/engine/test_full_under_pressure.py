@@ -14,7 +14,7 @@ def test_a_full_lane_goes_on_where_no_page_is_left(page_tokens, prompt):
     With pages of 8 tokens the eviction frees 2 slots and no page, which is enough for the next.
     """
     pages = 8 // page_tokens
-    setting = Setting(page_tokens=page_tokens, cap=6, pages=pages, max_running=1, chunk_tokens=2)
+    setting = Setting(page_tokens=page_tokens, cap=6, pages=pages, max_num_seqs=1, chunk_tokens=2)
     load = SchedulerLoad(setting)
     request = load.request(prompt, 14)
     request.eviction = EvictionSpec(cap=8, every=2, when=PRESSURE)

@@ -49,7 +49,7 @@ def test_a_group_that_is_thrown_out_before_it_was_copied_goes_on(host_pages):
 
 def test_a_chunk_that_is_read_whole_is_not_divided_among_tenants():
     """A step of 7 tokens holds a chunk of 7 under eviction, whoever else has prompts to read."""
-    setting = Setting(cap=20, pages=60, step_tokens=7, max_running=2, guaranteed=0)
+    setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
     load = SchedulerLoad(setting)
     for text in (1, 2, 1, 2):
         load.submit(load.request(60, 1, text=text))

@@ -193,7 +193,7 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     memory.check()
 
 
-@pytest.mark.parametrize("option", ["max_running", "step_tokens"])
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
 def test_more_beams_than_can_ever_decode_together_are_refused(option):
     group = make_group([[]], atomic=True, spare=2)
 
@@ -203,7 +203,9 @@ def test_more_beams_than_can_ever_decode_together_are_refused(option):
 
 def test_sequences_that_are_no_beams_can_run_apart():
     group = make_group([[], []])
-    refuse_beams(group.members[0], ScheduleConfig(step_tokens=1, max_running=1), make_memory())
+    refuse_beams(
+        group.members[0], ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=1), make_memory()
+    )
 
     alone = dissolve(group.members[0])
 

@@ -31,8 +31,8 @@ def engine_of(model, *, room: float, chunk_tokens: int = 2048, preempt: str = "s
     kv = KVConfig(
         memory=sized.pool.kv.memory.total_bytes,
         page_tokens=PAGE_TOKENS,
-        host_memory="4MiB" if preempt == "swap" else 0,
-        prefix_cache=False,
+        swap_space="4MiB" if preempt == "swap" else 0,
+        enable_prefix_caching=False,
     )
     return Engine(model, kv, ScheduleConfig(preempt=preempt, chunk_tokens=chunk_tokens))
 

@@ -242,7 +242,7 @@ def test_a_running_engine_shows_its_requests():
 
 def test_engines_that_share_an_arena_have_a_ledger_each():
     pool = SharedPool(96 * 1024, slab_bytes=4 * 1024)
-    kv, schedule = KVConfig(page_tokens=4), ScheduleConfig(max_running=4)
+    kv, schedule = KVConfig(page_tokens=4), ScheduleConfig(max_num_seqs=4)
     small, large = (
         Engine(engines.load(name), kv, schedule, pool=pool.join(name, guaranteed=32 * 1024))
         for name in ("llama_mqa", "gpt2")

@@ -74,7 +74,7 @@ def test_one_policy_for_all_prompts_or_one_for_each(model):
     [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
 )
 def test_priorities_and_deadlines_order_the_line(model, places):
-    llm = LLM(model, kv=KVConfig(memory="1MiB"), schedule=ScheduleConfig(max_running=1))
+    llm = LLM(model, kv=KVConfig(memory="1MiB"), schedule=ScheduleConfig(max_num_seqs=1))
     ended = []
 
     def note(stats, deltas):
@@ -284,7 +284,7 @@ for make in (
     lambda: LLM("quire-tiny", dtype=float),
     lambda: KVConfig(memory=1.5),
     lambda: KVConfig(page_tokens="16"),
-    lambda: ScheduleConfig(max_running=True),
+    lambda: ScheduleConfig(max_num_seqs=True),
 ):
     try:
         make()
@@ -301,7 +301,7 @@ for make in (
         "expected dtype to be str",
         "expected memory to be int or str",
         "expected page_tokens to be int",
-        "expected max_running to be int",
+        "expected max_num_seqs to be int",
     ]
 
 

@@ -107,11 +107,11 @@ def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
 
 
 RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")
-OPTIONS = {"--kv-memory": "memory", "--stream-kv-memory": "stream_memory"}
+OPTIONS = {"--kv-memory": "memory", "--kv-offload-memory": "offload_memory"}
 
 
 def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) -> str:
-    kv = KVConfig(memory=memory, stream_memory=stream, stream_recompute="off")
+    kv = KVConfig(memory=memory, offload_memory=stream, offload_recompute="off")
     with pytest.raises(NeverFits) as refusal:
         Engine(load(name, times=3), kv).submit(prompt, SamplingParams(max_tokens=8))
     return str(refusal.value)
@@ -128,8 +128,8 @@ def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream
     named = RAISE.findall(message)
     assert "--kv-memory" in dict(named), message
     for option, size in named:
-        sizes = {"memory": memory, "stream_memory": stream, OPTIONS[option]: size}
-        engine = Engine(load(name, times=3), KVConfig(**sizes, stream_recompute="off"))
+        sizes = {"memory": memory, "offload_memory": stream, OPTIONS[option]: size}
+        engine = Engine(load(name, times=3), KVConfig(**sizes, offload_recompute="off"))
         engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=8)))
         deltas = []
         while engine.has_work:
@@ -149,7 +149,7 @@ def test_a_refusal_under_offload_says_which_memory_must_hold_what():
     assert "(the last chunk)" in roomy
     assert offloaded == 6 * staging
     assert offload == 4 << 20
-    assert "--stream-kv-memory to" not in roomy
+    assert "--kv-offload-memory to" not in roomy
     assert rest
     assert "(tokens that the offload memory has no room for)" in full
     assert (

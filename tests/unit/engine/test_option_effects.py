@@ -29,7 +29,7 @@ def model():
         ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
         ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
-        ({}, {"max_running": 10**11}, r"page tables of 100,000,000,000 .* lower --max-running"),
+        ({}, {"max_num_seqs": 10**11}, r"page tables of 100,000,000,000 .* lower --max-num-seqs"),
     ],
 )
 def test_an_option_without_effect_is_refused(model, kv, schedule, says):
@@ -72,5 +72,5 @@ def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):
     monkeypatch.setattr("quire.scheduler.row_limit.free_host_bytes", lambda: 1 << 20)
 
     refuse_too_many_rows(layout, 100)
-    with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-running"):
+    with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-num-seqs"):
         refuse_too_many_rows(layout, 100_000)

@@ -40,16 +40,16 @@ def test_more_memory_than_is_free_is_refused_before_any_is_taken(model, requeste
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
 def test_a_host_pool_larger_than_the_machine_is_refused_before_it_is_taken(model, requested):
     before = resident_bytes()
-    with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --host-kv-memory"):
-        build_pool(model, KVConfig(memory="1MiB", host_memory=requested), ScheduleConfig())
+    with pytest.raises(ConfigError, match=r"host pool .* this machine .* lower --swap-space"):
+        build_pool(model, KVConfig(memory="1MiB", swap_space=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
 
 
 @pytest.mark.parametrize("preempt", ["auto", "swap"])
 def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
-    config = KVConfig(memory="1MiB", host_memory=10)
+    config = KVConfig(memory="1MiB", swap_space=10)
 
-    with pytest.raises(ConfigError, match=r"expected a host pool of .* got 10 B.*--host-kv-memory"):
+    with pytest.raises(ConfigError, match=r"expected a host pool of .* got 10 B.*--swap-space"):
         build_pool(model, config, ScheduleConfig(preempt=preempt))
 
 
@@ -57,12 +57,12 @@ def test_a_host_pool_that_holds_no_page_is_refused(model, preempt):
     ("host", "schedule", "says"),
     [
         ("1MiB", {"preempt": "recompute"}, "--preempt recompute swaps none: use --preempt auto"),
-        (0, {"batcher": "baton_pd:hold=host"}, "give --host-kv-memory SIZE, or use hold=device"),
-        (0, {"batcher": "baton_pd_best_fit:hold=host"}, "give --host-kv-memory SIZE"),
+        (0, {"batcher": "baton_pd:hold=host"}, "give --swap-space SIZE, or use hold=device"),
+        (0, {"batcher": "baton_pd_best_fit:hold=host"}, "give --swap-space SIZE"),
     ],
 )
 def test_a_host_pool_that_nothing_would_use_or_that_lacks_is_refused(model, host, schedule, says):
-    config = KVConfig(memory="1MiB", host_memory=host)
+    config = KVConfig(memory="1MiB", swap_space=host)
 
     with pytest.raises(ConfigError, match=says):
         build_pool(model, config, ScheduleConfig(**schedule))
@@ -70,7 +70,7 @@ def test_a_host_pool_that_nothing_would_use_or_that_lacks_is_refused(model, host
 
 @pytest.mark.parametrize("schedule", [{"scale_down_at": 0.8}, {"batcher": "baton_pd:hold=host"}])
 def test_without_swaps_a_host_pool_is_of_use_to_who_scales_down_or_holds_there(model, schedule):
-    config = KVConfig(memory="1MiB", host_memory="1MiB")
+    config = KVConfig(memory="1MiB", swap_space="1MiB")
 
     assert build_pool(model, config, ScheduleConfig(preempt="recompute", **schedule)).host
 
@@ -79,21 +79,21 @@ def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
     monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"more than the 3,145,728 B that are free"):
-        build_pool(model, KVConfig(memory="1MiB", host_memory="4MiB"), ScheduleConfig())
+        build_pool(model, KVConfig(memory="1MiB", swap_space="4MiB"), ScheduleConfig())
 
 
 def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
     monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B is more than the 1,048,576 B"):
-        build_pool(model, KVConfig(memory="2MiB", host_memory="2MiB"), ScheduleConfig())
-    pool = build_pool(model, KVConfig(memory="1MiB", host_memory="2MiB"), ScheduleConfig())
+        build_pool(model, KVConfig(memory="2MiB", swap_space="2MiB"), ScheduleConfig())
+    pool = build_pool(model, KVConfig(memory="1MiB", swap_space="2MiB"), ScheduleConfig())
     assert pool.host.total_bytes == 2 * MIB
 
 
 def test_a_host_pool_takes_memory_only_where_it_is_written(model):
     before = resident_bytes()
-    pool = build_pool(model, KVConfig(memory="1MiB", host_memory="1GiB"), ScheduleConfig())
+    pool = build_pool(model, KVConfig(memory="1MiB", swap_space="1GiB"), ScheduleConfig())
 
     assert pool.host.free_bytes == GIB
     assert resident_bytes() - before < GIB // 16
@@ -106,7 +106,7 @@ def test_without_host_memory_there_is_no_pool(model):
 @pytest.mark.parametrize("requested", ["-1", "much", -1])
 def test_host_memory_is_a_size(model, requested):
     with pytest.raises(ConfigError, match="is not a size"):
-        build_pool(model, KVConfig(memory="1MiB", host_memory=requested), ScheduleConfig())
+        build_pool(model, KVConfig(memory="1MiB", swap_space=requested), ScheduleConfig())
 
 
 def test_an_arena_starts_as_zeros_and_takes_memory_only_where_it_is_written():
@@ -171,7 +171,9 @@ def test_auto_leaves_a_tenth_of_what_is_free(model):
 
 def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
     monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 256 * MIB)
-    pool = build_pool(model, KVConfig(), ScheduleConfig(max_running=4096, step_tokens=64))
+    pool = build_pool(
+        model, KVConfig(), ScheduleConfig(max_num_seqs=4096, max_num_batched_tokens=64)
+    )
 
     assert 0 < pool.kv.memory.total_bytes < 0.95 * 256 * MIB
     with pytest.raises(ConfigError, match="268,435,456 B that are free"):
@@ -182,14 +184,14 @@ def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
     monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: -5)
 
     with pytest.raises(ConfigError, match=r"no memory is left for KV|of which 0 B are free"):
-        build_pool(model, KVConfig(), ScheduleConfig(step_tokens=64))
+        build_pool(model, KVConfig(), ScheduleConfig(max_num_batched_tokens=64))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("evict", ["full", "recent:cap=16,every=4"])
 @pytest.mark.parametrize("page_tokens", [3, 16])
 def test_auto_takes_what_all_requests_can_ever_use_and_no_more(name, evict, page_tokens):
-    model, schedule = engines.load(name), ScheduleConfig(max_running=3, step_tokens=64)
+    model, schedule = engines.load(name), ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=64)
     if evict != "full" and all(layer.window for layer in model.spec.layers):
         pytest.skip("every layer has a window already")
     engine = Engine(model, KVConfig(evict=evict, page_tokens=page_tokens), schedule)

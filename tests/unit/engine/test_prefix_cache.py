@@ -65,7 +65,7 @@ def test_requests_of_one_step_share_what_one_of_them_reads(model):
 
 
 def test_a_prompt_that_is_still_being_read_is_shared_as_far_as_it_is(model):
-    engine = engine_of(model, chunk_tokens=4, step_tokens=8)
+    engine = engine_of(model, chunk_tokens=4, max_num_batched_tokens=8)
 
     answers, usages = ask(engine, [PROMPT, PROMPT])
 

@@ -25,8 +25,8 @@ class Watched:
                 pages=pages,
                 host_pages=host_pages,
                 scale_down_at=scale_down_at,
-                max_running=ROWS,
-                step_tokens=40,
+                max_num_seqs=ROWS,
+                max_num_batched_tokens=40,
             )
         )
         self.before, self.after, self.rows = [], [], []
@@ -111,8 +111,10 @@ def test_a_mark_is_a_part_of_the_memory(mark):
 
 def test_who_comes_back_does_not_hold_cached_pages_that_have_it_taken_out_again():
     """It has a copy of its own; what the prefix cache holds of it can be dropped."""
-    kv = KVConfig(memory=65_536, page_tokens=4, host_memory=20_000)
-    schedule = ScheduleConfig(max_running=3, step_tokens=6, chunk_tokens=16, scale_down_at=0.3)
+    kv = KVConfig(memory=65_536, page_tokens=4, swap_space=20_000)
+    schedule = ScheduleConfig(
+        max_num_seqs=3, max_num_batched_tokens=6, chunk_tokens=16, scale_down_at=0.3
+    )
     engine = Engine(load("mistral"), kv, schedule)
     lengths = (5, 40, 24, 30, 8, 40, 26, 33)
     for number, tokens in enumerate(lengths):

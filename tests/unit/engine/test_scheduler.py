@@ -27,11 +27,11 @@ class Load:
         fits = False
         while not fits:
             total_bytes += total_bytes // 100 + 64
-            self.memory = KVMemory(layout, total_bytes, config.max_running)
+            self.memory = KVMemory(layout, total_bytes, config.max_num_seqs)
             self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
             fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
         if room > 1:
-            self.memory = KVMemory(layout, room * total_bytes, config.max_running)
+            self.memory = KVMemory(layout, room * total_bytes, config.max_num_seqs)
             self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
         self.arrivals = itertools.count()
 
@@ -73,7 +73,7 @@ def test_admission_counts_with_the_chunks_that_eviction_makes():
         window=9,
         eviction=EvictionSpec(cap=20, every=7),
         longest=60,
-        step_tokens=7,
+        max_num_batched_tokens=7,
         chunk_tokens=2,
     )
     load.submit(52, 9)
@@ -94,7 +94,7 @@ def test_pages_scattered_over_slabs_do_not_stop_a_request_that_fits_alone(seed):
         window=100,
         eviction=EvictionSpec(cap=300, every=5),
         longest=83 + 139 - 1,
-        max_running=40,
+        max_num_seqs=40,
         chunk_tokens=16,
     )
     load.submit(83, 139)
@@ -112,8 +112,8 @@ def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
         eviction=EvictionSpec(cap=20, every=10),
         longest=20,
         room=3,
-        max_running=3,
-        step_tokens=10,
+        max_num_seqs=3,
+        max_num_batched_tokens=10,
     )
     load.submit(1, 5)
     long = load.submit(60, 1)
@@ -128,7 +128,7 @@ def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
 
 def test_a_step_scores_a_bounded_number_of_prompt_tokens():
     load = Load(
-        page_tokens=16, window=None, eviction=EvictionSpec(), longest=600, room=8, max_running=8
+        page_tokens=16, window=None, eviction=EvictionSpec(), longest=600, room=8, max_num_seqs=8
     )
     for max_tokens in (0, 1, 2, 0):
         load.submit(600, max_tokens, prompt_logprobs=0)

@@ -94,7 +94,7 @@ def test_greedy_answers_are_all_the_same(llama):
 
 
 def test_the_prompt_is_read_once_and_counted_once(llama):
-    engine = engine_of(llama, prefix_cache=False)
+    engine = engine_of(llama, enable_prefix_caching=False)
 
     usage = answer(engine, drawn(n=4)).usage
 
@@ -188,7 +188,7 @@ def test_only_the_written_page_is_copied(llama):
     four sequences then write into the sixth: three copy it, the last to write keeps it. Up to
     30 tokens each comes to have 8 pages, of which it shares 5: 5 + 4 * 3 = 17 in each layer.
     """
-    engine = engine_of(llama, prefix_cache=False)
+    engine = engine_of(llama, enable_prefix_caching=False)
     memory = engine.pool.kv.memory
     copies = memory.store = CountedCopies(memory.store)
     page_bytes = memory.layout.page_classes[0].page_bytes
@@ -201,7 +201,7 @@ def test_only_the_written_page_is_copied(llama):
 
 
 def test_a_prompt_of_whole_pages_is_not_copied_at_all(llama):
-    engine = engine_of(llama, prefix_cache=False)
+    engine = engine_of(llama, enable_prefix_caching=False)
     copies = engine.pool.kv.memory.store = CountedCopies(engine.pool.kv.memory.store)
 
     answer(engine, drawn(n=4), prompt=PROMPT[:20])
@@ -266,7 +266,7 @@ def test_an_id_in_use_is_refused_and_free_again_when_all_answers_have_ended(llam
 
 
 def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
-    engine = engine_of(llama, chunk_tokens=4, prefix_cache=False)
+    engine = engine_of(llama, chunk_tokens=4, enable_prefix_caching=False)
     builder = OutputBuilder(
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
     )
@@ -292,7 +292,7 @@ def test_groups_that_are_thrown_out_come_back_with_the_same_answers(model, prefi
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 128) for _ in range(rng.randint(3, 24))] for _ in range(6)]
     options = [drawn(n=rng.randint(1, 4), seed=seed, max_tokens=16) for seed in range(6)]
-    engine = engine_of(model, room=3.6, longest=40, prefix_cache=prefix_cache)
+    engine = engine_of(model, room=3.6, longest=40, enable_prefix_caching=prefix_cache)
 
     results = answers(engine, list(zip(prompts, options, strict=True)))
 
@@ -306,7 +306,7 @@ def test_groups_that_are_thrown_out_come_back_with_the_same_answers(model, prefi
 
 
 def test_what_is_shared_is_shared_again_after_a_preemption(llama):
-    engine = engine_of(llama, prefix_cache=False)
+    engine = engine_of(llama, enable_prefix_caching=False)
     engine.submit(GenerationRequest(PROMPT, drawn(n=4), request_id="r"))
     for _ in range(6):
         engine.step()
@@ -375,7 +375,7 @@ def test_a_group_runs_whole_up_to_the_bound_of_its_pages_and_apart_beyond(llama)
         assert len(answer(engine, drawn(n=n)).choices) == n
 
 
-@pytest.mark.parametrize("limit", [{"max_running": 3}, {"room": 1.2}])
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 3}, {"room": 1.2}])
 def test_answers_that_cannot_run_together_are_the_same(llama, limit):
     together = answer(engine_of(llama, **limit), drawn(n=5))
 
@@ -383,7 +383,7 @@ def test_answers_that_cannot_run_together_are_the_same(llama, limit):
     assert [choice.token_ids for choice in together.choices] == expected
 
 
-@pytest.mark.parametrize("limits", [{"max_running": 1}, {"room": 1.2}, {"max_running": 3}])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"room": 1.2}, {"max_num_seqs": 3}])
 def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama, limits):
     """FreePages for 1.2 of them, or for one, is what five can hold at any time."""
     engine = engine_of(llama, **limits)
@@ -392,14 +392,14 @@ def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama
     one = answer(engine_of(llama), drawn(n=1)).usage.kv_peak_bytes
 
     assert one <= usage.kv_peak_bytes <= engine.pool.kv.memory.total_bytes
-    if limits == {"max_running": 1}:
+    if limits == {"max_num_seqs": 1}:
         assert usage.kv_peak_bytes == one
-    if limits == {"max_running": 3}:
+    if limits == {"max_num_seqs": 3}:
         assert one + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * one
 
 
 def test_answers_that_share_no_page_count_what_each_of_them_held(llama):
-    engine = engine_of(llama, store="contiguous_growing", prefix_cache=False)
+    engine = engine_of(llama, store="contiguous_growing", enable_prefix_caching=False)
 
     held = [answer(engine, drawn(n=n)).usage.kv_peak_bytes for n in (1, 3)]
 

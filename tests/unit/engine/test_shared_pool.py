@@ -35,7 +35,7 @@ def expected():
 def together(models, total, **guaranteed):
     """A pool, and an engine of each model in it."""
     pool = SharedPool(total, slab_bytes=4 * KIB)
-    schedule = ScheduleConfig(max_running=12, chunk_tokens=16)
+    schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
     return pool, {
         name: Engine(models[name], KV, schedule, pool=pool.join(name, guaranteed=guaranteed[name]))
         for name in PAIR
@@ -92,11 +92,11 @@ def test_two_models_in_one_pool_answer_as_each_would_alone(models, expected, tot
     assert sum(engine.scheduler.num_preemptions for engine in parties.values()) > 0
 
 
-@pytest.mark.parametrize("host_memory", ["0", "64KiB"])
-def test_random_turns_and_cancellations_change_no_answer(models, expected, host_memory):
+@pytest.mark.parametrize("swap_space", ["0", "64KiB"])
+def test_random_turns_and_cancellations_change_no_answer(models, expected, swap_space):
     pool, rng = SharedPool("96KiB", slab_bytes=4 * KIB), random.Random(7)
-    kv = KVConfig(page_tokens=4, host_memory=host_memory)
-    schedule = ScheduleConfig(max_running=12, chunk_tokens=16)
+    kv = KVConfig(page_tokens=4, swap_space=swap_space)
+    schedule = ScheduleConfig(max_num_seqs=12, chunk_tokens=16)
     parties = {
         name: Engine(models[name], kv, schedule, pool=pool.join(name, guaranteed=guaranteed))
         for name, guaranteed in zip(PAIR, ("20KiB", "72KiB"), strict=True)

@@ -59,14 +59,14 @@ def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
         pytest.param(
             peaks_of(*4 * [FULL]),
             need(100, 1),
-            "shorten the prompt, raise --kv-memory to 52KiB, give --stream-kv-memory of 48KiB or "
+            "shorten the prompt, raise --kv-memory to 52KiB, give --kv-offload-memory of 48KiB or "
             "cap it with --evict RULE:cap=TOKENS",
             id="offload would do",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], offload_tokens=8),
             need(20, 60),
-            "lower max_tokens, raise --kv-memory to 37KiB, raise --stream-kv-memory to 32KiB or "
+            "lower max_tokens, raise --kv-memory to 37KiB, raise --kv-offload-memory to 32KiB or "
             "cap it with --evict RULE:cap=TOKENS",
             id="more offload would do",
         ),

@@ -167,7 +167,7 @@ def test_memory_that_is_not_pinned_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(code=2))
     host = torch.zeros(256, dtype=torch.uint8)
 
-    with pytest.raises(ConfigError, match=r"256 B .* \(CUDA error 2\); lower --host-kv-memory"):
+    with pytest.raises(ConfigError, match=r"256 B .* \(CUDA error 2\); lower --swap-space"):
         pin_memory(host, StagedCopies(PageStore(1 << 16, CPU), host, 128))
 
 

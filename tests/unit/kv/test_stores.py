@@ -252,7 +252,7 @@ def test_a_layout_says_whether_its_keys_are_before_rope_and_in_codes(codec, loss
     numbers = codec_spec(codec)
     page = PageClass(key=numbers, value=numbers, head_dim=8, heads=1, tokens=4, rotated=False)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
-    features = features_of(layout, prefix_cache=False)
+    features = features_of(layout, enable_prefix_caching=False)
 
     assert (features[UNROTATED], features[LOSSY_CODEC]) == (True, lossy)
 

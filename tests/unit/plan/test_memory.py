@@ -61,10 +61,15 @@ def test_the_activation_peak_is_the_worst_of_its_three_moments():
     50 sampled rows: logits 50 * 100 * (2 + 8) = 50,000 > 1920, so 640 + 50,000.
     """
     assert (
-        estimate_activation_peak(MODEL, step_tokens=10, sampled_rows=0, bytes_per_value=2) == 2560
+        estimate_activation_peak(
+            MODEL, max_num_batched_tokens=10, sampled_rows=0, bytes_per_value=2
+        )
+        == 2560
     )
     assert (
-        estimate_activation_peak(MODEL, step_tokens=10, sampled_rows=50, bytes_per_value=2)
+        estimate_activation_peak(
+            MODEL, max_num_batched_tokens=10, sampled_rows=50, bytes_per_value=2
+        )
         == 50_640
     )
 
@@ -77,11 +82,13 @@ def test_a_token_activates_only_its_own_experts():
     )
     model = ModelSpec(**(fields | {"mixture": mixture}))
 
-    assert estimate_activation_peak(model, step_tokens=1, sampled_rows=0, bytes_per_value=1) == (
-        32 + 3 * 88
-    )
+    assert estimate_activation_peak(
+        model, max_num_batched_tokens=1, sampled_rows=0, bytes_per_value=1
+    ) == (32 + 3 * 88)
 
 
 def test_negative_counts_are_refused():
-    with pytest.raises(ConfigError, match="step_tokens=-1"):
-        estimate_activation_peak(MODEL, step_tokens=-1, sampled_rows=0, bytes_per_value=2)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=-1"):
+        estimate_activation_peak(
+            MODEL, max_num_batched_tokens=-1, sampled_rows=0, bytes_per_value=2
+        )

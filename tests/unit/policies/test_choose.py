@@ -189,7 +189,7 @@ class OfLayer(ScorePolicy):
         self.scores = scores
 
     @property
-    def granularity(self) -> str:
+    def scope(self) -> str:
         return LAYER
 
     def score(self, view: KVView) -> torch.Tensor:

@@ -45,7 +45,7 @@ def history_of(*, ragged: bool) -> History:
 @cache
 def rule_and_view(name: str) -> tuple[EvictionPolicy, KVView]:
     policy = policy_of(name, {})
-    return policy, history_of(ragged=policy.granularity == LANE).view(policy.statistics)
+    return policy, history_of(ragged=policy.scope == LANE).view(policy.statistics)
 
 
 def held(view: KVView) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_a_rule_says_what_it_costs_and_what_its_options_mean(name):
 
     assert policy.cost
     assert set(documented) >= {field.name for field in fields(policy)}
-    assert policy.granularity in (LANE, LAYER)
+    assert policy.scope in (LANE, LAYER)
     assert "Differs from the paper" in source_of(policy) or name == "random"
 
 
@@ -128,7 +128,7 @@ def test_exactly_as_many_stay_as_are_asked_for(name):
 def test_unequal_numbers_of_lanes_are_kept_too(name):
     policy, view = rule_and_view(name)
     keep = held(view) - torch.arange(4) * 3
-    if policy.granularity == LAYER:
+    if policy.scope == LAYER:
         keep = view.by_layer(keep).amin(dim=1, keepdim=True).expand(-1, 2).flatten()
 
     assert policy.select(view, keep).sum(dim=1).tolist() == keep.tolist()
@@ -194,7 +194,7 @@ def test_companions_do_not_matter(name):
     alone = policy.select(reordered(view, [2, 3], (2,), 2), keep[2:])
 
     assert torch.equal(alone, together[2:])
-    if policy.granularity == LANE:
+    if policy.scope == LANE:
         for lane in range(4):
             one = reordered(view, [lane], (view.layers[lane // 2],), 1)
             assert torch.equal(policy.select(one, keep[:1]), together[lane : lane + 1])
@@ -220,7 +220,7 @@ def test_slots_that_are_not_there_do_not_matter(name):
     assert retained_positions(padded, kept) == retained_positions(view, policy.select(view, keep))
 
 
-@rules_that(lambda policy: policy.granularity == LAYER)
+@rules_that(lambda policy: policy.scope == LAYER)
 def test_heads_agree_where_a_layer_has_one_set(name):
     policy, view = rule_and_view(name)
 

@@ -183,7 +183,7 @@ def test_parts_that_exclude_each_other_are_refused_with_what_to_use(text, says) 
         "recent:cap=99,budget=lazy,when=decode",
         "tova:cap=99,budget=pyramid",
         "streaming:cap=99,budget=squeeze,when=decode",
-        "tova:cap=99,grain=lane,budget=ada",
+        "tova:cap=99,scope=lane,budget=ada",
         "h2o:cap=99,budget=fastgen,when=prefill_end",
         "h2o:cap=99,budget=ada,when=pressure,granularity=page",
         "value_norm:cap=99,base=h2o_sinks",

@@ -19,8 +19,10 @@ BETWEEN_STEPS = ("continuous", "orca", "baton_pd", "baton_pd_best_fit", "baton_p
 
 
 def config(batcher="continuous", *, memory="2MiB", urgent=None):
-    schedule = ScheduleConfig(max_running=ROWS, batcher=batcher, urgent=urgent, step_tokens=128)
-    kv = KVConfig(memory=memory, host_memory="4MiB", prefix_cache=False)
+    schedule = ScheduleConfig(
+        max_num_seqs=ROWS, batcher=batcher, urgent=urgent, max_num_batched_tokens=128
+    )
+    kv = KVConfig(memory=memory, swap_space="4MiB", enable_prefix_caching=False)
     return SimConfig(model=TINY, rates=RATES, kv=kv, schedule=schedule)
 
 

@@ -139,7 +139,7 @@ def test_every_request_is_finished_or_refused(rows, memory):
         )
     )
     config = replace(CONFIG, kv=KVConfig(memory=memory))
-    config = replace(config, schedule=ScheduleConfig(max_running=4, step_tokens=64))
+    config = replace(config, schedule=ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=64))
 
     result = simulate(load, config)
 
@@ -172,7 +172,7 @@ def test_one_table_for_all_layers_makes_the_same_decisions():
     layout = layout_for(TINY, codec="bfloat16", page_tokens=16)
     folded = folded_layout(TINY, codec="bfloat16", page_tokens=16)
     total_bytes = 40 * folded.smallest_sequence_bytes
-    config = replace(CONFIG, schedule=ScheduleConfig(max_running=16))
+    config = replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=16))
     results = []
     for of in (layout, folded):
         clock = VirtualClock()
@@ -222,7 +222,7 @@ def test_windows_and_eviction_are_simulated():
 @pytest.mark.parametrize("mode", ["swap", "hybrid", "auto", "recompute"])
 def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
     schedule = ScheduleConfig(preempt=mode)
-    kv = replace(CONFIG.kv, host_memory="0" if mode == "recompute" else "64MiB")
+    kv = replace(CONFIG.kv, swap_space="0" if mode == "recompute" else "64MiB")
     simulator = make_simulator(CROWD, replace(CONFIG, kv=kv, schedule=schedule))
     result = simulator.run()
     numbers = summarise(result)
@@ -241,11 +241,19 @@ def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
 @pytest.mark.parametrize(
     ("kv", "schedule", "says"),
     [
-        ({"stream_memory": "1GiB"}, {}, "--stream-kv-memory 1GiB: a simulation has no KV offload"),
-        ({"stream_recompute": "0.5"}, {}, "--stream-recompute 0.5: a simulation has no KV offload"),
+        (
+            {"offload_memory": "1GiB"},
+            {},
+            "--kv-offload-memory 1GiB: a simulation has no KV offload",
+        ),
+        (
+            {"offload_recompute": "0.5"},
+            {},
+            "--kv-offload-recompute 0.5: a simulation has no KV offload",
+        ),
         ({"disk_memory": "1GiB", "disk_path": "x"}, {}, "--disk-kv-memory 1GiB: a simulation has"),
         ({"remote": "a:1"}, {}, "--remote-kv a:1: a simulation has no prefixes on disk"),
-        ({"host_memory": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps none"),
+        ({"swap_space": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps none"),
         ({}, {"objective": "throughput"}, "all weights are on the device"),
     ],
 )
@@ -285,7 +293,7 @@ def test_contiguous_pieces_waste_what_sequences_do_not_fill():
 
 @pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
 def test_every_store_can_be_simulated(store):
-    kv = KVConfig(memory="auto", store=store, store_tokens=600, prefix_cache=False)
+    kv = KVConfig(memory="auto", store=store, store_tokens=600, enable_prefix_caching=False)
     numbers = summarise(simulate(CROWD, replace(CONFIG, kv=kv)))
 
     assert numbers["finished"] == len(CROWD.requests)
@@ -320,7 +328,7 @@ def test_a_memory_that_never_runs_full_hits_all_that_can_be_reused():
 
 
 def test_without_the_cache_nothing_is_found():
-    kv = KVConfig(memory="auto", prefix_cache=False)
+    kv = KVConfig(memory="auto", enable_prefix_caching=False)
     numbers = summarise(simulate(TALKS, replace(CONFIG, kv=kv)))
 
     assert numbers["cached_tokens"] == 0
@@ -354,7 +362,7 @@ def test_a_conversation_finds_its_own_answers():
 
 def test_tenants_are_told_apart():
     load = trace(*(request(i, 0, 40, 10, tenant="a" if i % 3 else "b") for i in range(1, 31)))
-    result = simulate(load, replace(CONFIG, schedule=ScheduleConfig(max_running=2)))
+    result = simulate(load, replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=2)))
     found = by_tenant(result)
 
     assert (found["a"]["finished"], found["b"]["finished"]) == (20, 10)

@@ -21,7 +21,7 @@ class BatchOptions:
         batch_size: rows at most.
         batcher: a rule of `quire.hf.dynamic.rules`.
         capacity_tokens: columns of the slab at most; None: the model's context.
-        host_memory: for KV that was taken out, in bytes or as "64MiB"; None: no limit. What finds
+        swap_space: for KV that was taken out, in bytes or as "64MiB"; None: no limit. What finds
             no room there is read again.
         scale_at: KV memory, in bytes or as "64MiB", from which rows are taken out; they come back
             when there is room. None: never.
@@ -37,7 +37,7 @@ class BatchOptions:
     batch_size: int = 8
     batcher: str = "baton_pd"
     capacity_tokens: int | None = None
-    host_memory: int | str | None = None
+    swap_space: int | str | None = None
     scale_at: int | str | None = None
     prefill: str = SYNC
     prefill_tokens: int = 64
@@ -56,13 +56,13 @@ class BatchOptions:
                 raise ConfigError(
                     f"expected {name} to be {' or '.join(known)}, got {getattr(self, name)!r}"
                 )
-        for name in ("host_memory", "scale_at"):
+        for name in ("swap_space", "scale_at"):
             _bytes(getattr(self, name))
 
     @property
-    def host_memory_bytes(self) -> int | None:
-        """See `host_memory`."""
-        return _bytes(self.host_memory)
+    def swap_space_bytes(self) -> int | None:
+        """See `swap_space`."""
+        return _bytes(self.swap_space)
 
     @property
     def scale_at_bytes(self) -> int | None:

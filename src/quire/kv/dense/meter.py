@@ -32,7 +32,7 @@ class ByteMeter:
         if not self.can_take(num_bytes):
             raise HostPoolFull(
                 f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of host memory, "
-                f"{self.used_bytes:,} B are taken: raise host_memory"
+                f"{self.used_bytes:,} B are taken: raise swap_space"
             )
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)

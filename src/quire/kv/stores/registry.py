@@ -159,10 +159,10 @@ def refuse_unsound(name: str, features: Mapping[str, bool]) -> None:
             raise UnsoundCombination(str(why))
 
 
-def features_of(layout: CacheLayout, *, prefix_cache: bool) -> dict[str, bool]:
+def features_of(layout: CacheLayout, *, enable_prefix_caching: bool) -> dict[str, bool]:
     """What a configuration asks of a store. Ask for no prefix cache where one may be left out."""
     return {
-        PREFIX_CACHE: prefix_cache,
+        PREFIX_CACHE: enable_prefix_caching,
         NO_WINDOW: all(group.window is None for group in layout.groups),
         UNROTATED: not all(group.page_class.rotated for group in layout.groups),
         LOSSY_CODEC: not all(group.page_class.is_plain for group in layout.groups),

@@ -103,7 +103,7 @@ class OffloadChoice:
         page_bytes = sum(g.num_lanes * g.page_class.page_bytes for g in self._staged)
         if stream_bytes < page_bytes:
             raise ConfigError(
-                f"expected --stream-kv-memory of {page_bytes:,} B or more (a page of every lane), "
+                f"expected --kv-offload-memory of {page_bytes:,} B or more (a page of every lane), "
                 f"got {stream_bytes:,} B, in which no KV can be offloaded: raise it or leave it out"
             )
         self._refuse_recompute(stream_bytes)
@@ -111,8 +111,9 @@ class OffloadChoice:
         part, why_not = self._config.cpu_attention_fraction, self._no_host_attention(statistics)
         if part and why_not is not None:
             raise UnsoundCombination(
-                f"--stream-host-attention {part:g} cannot attend to any KV on the host: "
-                f"{why_not.reason}; {why_not.instead}, or use --stream-host-attention auto or off"
+                f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the host: "
+                f"{why_not.reason}; {why_not.instead}, or use --kv-offload-cpu-attention auto "
+                "or off"
             )
 
     def _refuse_recompute(self, stream_bytes: int) -> None:
@@ -122,30 +123,31 @@ class OffloadChoice:
         why_not = self._no_recompute()
         if why_not is not None:
             raise UnsoundCombination(
-                f"--stream-recompute {part:g} cannot recompute any KV: {why_not.reason}; "
-                f"{why_not.instead}, or use --stream-recompute auto or off"
+                f"--kv-offload-recompute {part:g} cannot recompute any KV: {why_not.reason}; "
+                f"{why_not.instead}, or use --kv-offload-recompute auto or off"
             )
         if self.book(self.input_bytes(part, stream_bytes)) is None:
             raise ConfigError(
-                f"--stream-recompute {part:g} cannot recompute any KV: of --stream-kv-memory "
+                f"--kv-offload-recompute {part:g} cannot recompute any KV: of --kv-offload-memory "
                 f"{stream_bytes:,} B its share holds no page of activations; raise "
-                "--stream-kv-memory"
+                "--kv-offload-memory"
             )
         if self._room_tokens < self._config.page_tokens:
             raise ConfigError(
-                f"--stream-recompute {part:g} cannot recompute any KV: --scratch "
+                f"--kv-offload-recompute {part:g} cannot recompute any KV: --scratch "
                 f"{self._config.scratch} holds activations of {self._room_tokens} tokens, expected "
                 f"a page of {self._config.page_tokens} or more; raise --scratch"
             )
 
     def _refuse_input_codec(self) -> None:
-        codec, part = self._config.stream_input_codec, self._config.recompute_fraction
+        codec, part = self._config.offload_activation_codec, self._config.recompute_fraction
         why_not = self._no_recompute() if self._config.input_codec and part is None else None
         if self._config.input_codec and (part == 0 or why_not is not None):
-            reason = "--stream-recompute is off" if why_not is None else why_not.reason
+            reason = "--kv-offload-recompute is off" if why_not is None else why_not.reason
             raise UnsoundCombination(
-                f"--stream-input-codec {codec} stores activations that KV is recomputed from, and "
-                f"none is: {reason}; leave out --stream-input-codec"
+                f"--kv-offload-activation-codec {codec} stores activations that KV is "
+                "recomputed from, and "
+                f"none is: {reason}; leave out --kv-offload-activation-codec"
             )
 
     def _no_recompute(self) -> Hindrance | None:
@@ -196,7 +198,7 @@ class OffloadChoice:
         """Part of a sequence's tokens whose inputs are kept; 0 for none."""
         requested = self._config.recompute_fraction
         if requested == 0:
-            return 0.0, "KV alone is transferred: --stream-recompute off"
+            return 0.0, "KV alone is transferred: --kv-offload-recompute off"
         gate = activation_gate(
             self._model.spec,
             kv_value_bytes=self._sizes.kv_bytes / self._model.spec.kv_values_per_layer_token,
@@ -228,11 +230,11 @@ class OffloadChoice:
             attends: whether it attends on the host.
         """
         if self._config.recompute_fraction is None and not recomputes:
-            logger.info("--stream-recompute auto recomputes no KV: %s", why)
+            logger.info("--kv-offload-recompute auto recomputes no KV: %s", why)
         if self._config.cpu_attention_fraction is None and not attends:
             why_not = self._no_host_attention(())
             reason = "the device is the CPU" if why_not is None else why_not.reason
-            logger.info("--stream-host-attention auto attends on the device alone: %s", reason)
+            logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
 
     def input_bytes(self, part: float, stream_bytes: int) -> int:
         """Bytes of the host for inputs, so that they end with those for KV."""

@@ -102,10 +102,10 @@ def _check(config: KVConfig, pool: KVPool, disk_bytes: int) -> None:
         raise ConfigError(f"{said} alone keeps nothing: say {missing} too")
     if not (disk_bytes or config.remote):
         return
-    if not config.prefix_cache:
+    if not config.enable_prefix_caching:
         raise ConfigError(
             "what is kept on disk or in a store are cached prefixes, and the prefix cache is off: "
-            "leave out --no-prefix-cache"
+            "leave out --no-enable-prefix-caching"
         )
     if pool.why_no_prefix is not None:
         raise UnsoundCombination(f"no prefixes to keep: {pool.why_no_prefix}")

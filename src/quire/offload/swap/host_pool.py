@@ -76,7 +76,7 @@ def refuse_too_small(host_bytes: int, layout: CacheLayout) -> None:
     if 0 < host_bytes < least_bytes:
         raise ConfigError(
             f"expected a host pool of {least_bytes:,} B or more (a page of every lane), got "
-            f"{host_bytes:,} B, in which nothing could be swapped; raise --host-kv-memory, or give "
+            f"{host_bytes:,} B, in which nothing could be swapped; raise --swap-space, or give "
             "0 to have preempted requests read again"
         )
 
@@ -127,7 +127,7 @@ class HostPool:
                 needed = sum(c.page_bytes * n for c, n in pages.items())
                 raise HostPoolFull(
                     f"{needed:,} B are to be swapped out, {self.free_bytes:,} of "
-                    f"{self.total_bytes:,} B of the host pool are free; raise --host-kv-memory"
+                    f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
                 )
             extents[page_class] = taken
         space = HostSpace(next(self._keys), extents)

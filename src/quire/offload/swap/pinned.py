@@ -23,6 +23,6 @@ def pin_memory(host: UInt8[Tensor, " num_bytes"], holder: object) -> None:
     if code:
         raise ConfigError(
             f"the system does not pin {host.numel():,} B of host memory (CUDA error {code}); "
-            "lower --host-kv-memory or raise the limit on locked memory (ulimit -l)"
+            "lower --swap-space or raise the limit on locked memory (ulimit -l)"
         )
     weakref.finalize(holder, runtime.cudaHostUnregister, address)

@@ -35,7 +35,7 @@ class HostTier:
         if self.total_bytes > free_bytes:
             raise ConfigError(
                 f"a host pool of {total_bytes:,} B is more than the {free_bytes:,} B that are free "
-                "on this machine or in its container; lower --host-kv-memory"
+                "on this machine or in its container; lower --swap-space"
             )
         self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
         self._view = self._bytes.numpy().data
@@ -69,7 +69,7 @@ class HostTier:
             if taken is None:
                 raise TierFull(
                     f"{key!r} needs {num_bytes:,} B in one piece; {self._map.free_bytes:,} of "
-                    f"{self.total_bytes:,} B of the host pool are free; raise --host-kv-memory"
+                    f"{self.total_bytes:,} B of the host pool are free; raise --swap-space"
                 )
             self.drop(key)
             extent = taken[0] if taken else Extent(0, 0)

@@ -93,7 +93,7 @@ class Admission:
 
     def is_turn_of(self, head: Request) -> bool:
         """Whether the batcher would let this one in before a step."""
-        return self._batcher.candidate(head, self._config.step_tokens) is head
+        return self._batcher.candidate(head, self._config.max_num_batched_tokens) is head
 
     def fetch(self, request: Request) -> bool:
         """Let one in whose turn it is, if there is room; whether it is in."""

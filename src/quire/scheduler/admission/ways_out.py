@@ -92,10 +92,10 @@ def _offload(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:
     tokens = bisect_left(range(need.tokens), True, key=fits)
     if peaks.offloaded_tokens:
         num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
-        yield f"raise --stream-kv-memory to {_size(_round_up(num_bytes))}"
+        yield f"raise --kv-offload-memory to {_size(_round_up(num_bytes))}"
     else:  # activations may take a share of it, by rates that are measured then
         num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
-        yield f"give --stream-kv-memory of {_size(_round_up(num_bytes))}"
+        yield f"give --kv-offload-memory of {_size(_round_up(num_bytes))}"
 
 
 def _evictions(peaks: "Peaks", need: Need, width: int) -> Iterator[str]:

@@ -26,16 +26,16 @@ class BatchState:
     Attributes:
         running: all that hold KV; the scheduler's own list.
         waiting: those that do not; the scheduler's own queue.
-        max_running: rows of a batch.
-        step_tokens: tokens of a step at most.
+        max_num_seqs: rows of a batch.
+        max_num_batched_tokens: tokens of a step at most.
         chunk_tokens: tokens of one prompt that a step reads at most.
         urgent: priority from which on, downwards, a request does not wait for others; None: none.
     """
 
     running: list[Request]
     waiting: FairQueue
-    max_running: int
-    step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     chunk_tokens: int
     urgent: int | None = None
 
@@ -120,8 +120,8 @@ class BatcherRule(ABC):
         return False
 
     @abstractmethod
-    def num_rows(self, max_running: int) -> int:
-        """Rows of KV memory it uses, where a batch has `max_running`."""
+    def num_rows(self, max_num_seqs: int) -> int:
+        """Rows of KV memory it uses, where a batch has `max_num_seqs`."""
 
     @abstractmethod
     def make(self, state: BatchState) -> Batcher:

@@ -53,10 +53,10 @@ class BatonPD(BatcherRule):
         if self.hold not in PLACES:
             raise UnknownName("place of prefilled KV", self.hold, PLACES)
 
-    def queue_options(self, max_running: int) -> QueueOptions:
+    def queue_options(self, max_num_seqs: int) -> QueueOptions:
         """Of the queue behind a batch of so many rows."""
         return QueueOptions(
-            rows=self.queue or max_running,
+            rows=self.queue or max_num_seqs,
             tokens=self.tokens,
             reads_apart=self.prefill == "sync",
             on_host=self.hold == "host",
@@ -69,10 +69,10 @@ class BatonPD(BatcherRule):
         """See `BatcherRule`."""
         return self.hold == "host"
 
-    def num_rows(self, max_running: int) -> int:
+    def num_rows(self, max_num_seqs: int) -> int:
         """See `BatcherRule`."""
-        return max_running + self.queue_options(max_running).rows
+        return max_num_seqs + self.queue_options(max_num_seqs).rows
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""
-        return PrefilledQueue(state, self.queue_options(state.max_running), FirstPrefilled())
+        return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())

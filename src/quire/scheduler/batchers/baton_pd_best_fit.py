@@ -30,5 +30,5 @@ class BatonPDBestFit(BatonPD):
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""
-        options = self.queue_options(state.max_running)
+        options = self.queue_options(state.max_num_seqs)
         return PrefilledQueue(state, options, BestFit(self.patience))

@@ -15,9 +15,9 @@ class Continuous(BatcherRule):
 
     name = "continuous"
 
-    def num_rows(self, max_running: int) -> int:
+    def num_rows(self, max_num_seqs: int) -> int:
         """See `BatcherRule`."""
-        return max_running
+        return max_num_seqs
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""

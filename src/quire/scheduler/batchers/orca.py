@@ -16,20 +16,20 @@ class Orca(BatcherRule):
     """As `continuous`, but no prompt is cut that a step can hold beside a full batch.
 
     Source: Orca (Yu et al. 2022): iteration-level scheduling, first come first served, at most
-    `max_running` requests. Its slots for whole answers are `--admission reserved` here.
+    `max_num_seqs` requests. Its slots for whole answers are `--admission reserved` here.
 
     Differs from the paper: a prompt longer than a step is read in several, beside decoding rows.
     """
 
     name = "orca"
 
-    def num_rows(self, max_running: int) -> int:
+    def num_rows(self, max_num_seqs: int) -> int:
         """See `BatcherRule`."""
-        return max_running
+        return max_num_seqs
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""
-        beside_others = state.step_tokens - state.max_running
+        beside_others = state.max_num_batched_tokens - state.max_num_seqs
         return WholePrompts(min(state.chunk_tokens, beside_others))
 
 

@@ -28,11 +28,11 @@ class PrefillDecode(BatcherRule):
         check_at_least(0, ahead=self.ahead)
         check_at_least(1, window=self.window)
 
-    def num_rows(self, max_running: int) -> int:
+    def num_rows(self, max_num_seqs: int) -> int:
         """See `BatcherRule`."""
-        return max(self.ahead, max_running)
+        return max(self.ahead, max_num_seqs)
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""
-        order = SimilarLengths(state.waiting, state.max_running, self.window)
-        return Phases(state, self.num_rows(state.max_running), order)
+        order = SimilarLengths(state.waiting, state.max_num_seqs, self.window)
+        return Phases(state, self.num_rows(state.max_num_seqs), order)

@@ -1,7 +1,7 @@
 """Batches that run to their end: prompts are read, then rows decode, one after the other.
 
 reads   | prompts of up to `held` rows, nobody decodes
-decodes | up to `max_running` of them until the last one ends; the next of them; ...
+decodes | up to `max_num_seqs` of them until the last one ends; the next of them; ...
 reads   | ...
 """
 
@@ -62,7 +62,7 @@ class Phases(Batcher):
         rows = 0
         for unit in sorted(self._entered, key=lambda unit: not holds_kv(unit)):
             rows += num_rows(unit)
-            if self._batch and rows > self._state.max_running:
+            if self._batch and rows > self._state.max_num_seqs:
                 break
             self._batch[unit] = None
         self._reads = not self._batch

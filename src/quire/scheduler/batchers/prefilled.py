@@ -62,7 +62,7 @@ class PrefilledQueue(Batcher):
 
     def __init__(self, state: BatchState, options: QueueOptions, insertion: Insertion) -> None:
         self._state, self._options, self._insertion = state, options, insertion
-        self._order = SimilarLengths(state.waiting, state.max_running, options.window)
+        self._order = SimilarLengths(state.waiting, state.max_num_seqs, options.window)
         self._entered: dict[Unit, None] = {}  # here, on the host, or to be read again
         self._batch: dict[Unit, None] = {}
         self._fills = options.reads_apart
@@ -87,7 +87,7 @@ class PrefilledQueue(Batcher):
 
     @property
     def _free_rows(self) -> int:
-        return self._state.max_running - count_rows(self._batch)
+        return self._state.max_num_seqs - count_rows(self._batch)
 
     def _fill(self) -> None:
         """Insert what is prefilled and here into rows that are free; the urgent into others'."""
@@ -169,7 +169,7 @@ class PrefilledQueue(Batcher):
             return None
         chosen = self._order.choose(new)
         rows = count_rows(self._entered) + num_rows(unit_of(chosen))
-        return chosen if rows <= self._state.max_running + self._options.rows else None
+        return chosen if rows <= self._state.max_num_seqs + self._options.rows else None
 
     def _first_new(self, head: Request) -> Request | None:
         if not head.entries:

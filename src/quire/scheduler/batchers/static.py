@@ -18,10 +18,10 @@ class Static(BatcherRule):
 
     name = "static"
 
-    def num_rows(self, max_running: int) -> int:
+    def num_rows(self, max_num_seqs: int) -> int:
         """See `BatcherRule`."""
-        return max_running
+        return max_num_seqs
 
     def make(self, state: BatchState) -> Batcher:
         """See `BatcherRule`."""
-        return Phases(state, self.num_rows(state.max_running), FirstCome())
+        return Phases(state, self.num_rows(state.max_num_seqs), FirstCome())

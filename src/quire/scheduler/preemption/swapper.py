@@ -53,7 +53,7 @@ class Swapper:
         if pool is None and mode in ("swap", "hybrid"):
             raise ConfigError(
                 f"preempt={mode} needs a host pool to move KV to: give it bytes with "
-                "--host-kv-memory, or use --preempt recompute"
+                "--swap-space, or use --preempt recompute"
             )
         self.costs = costs
         self.num_swaps = 0
@@ -149,11 +149,11 @@ def refuse_idle_host_pool(host_bytes: int, schedule: ScheduleConfig) -> None:
     if holds and not host_bytes:
         raise UnsoundCombination(
             f"--batcher {schedule.batcher} moves prefilled KV to the host and there is no host "
-            "pool: give --host-kv-memory SIZE, or use hold=device"
+            "pool: give --swap-space SIZE, or use hold=device"
         )
     uses = holds or schedule.scale_down_at is not None
     if host_bytes and schedule.preempt == "recompute" and not uses:
         raise UnsoundCombination(
-            f"--host-kv-memory {host_bytes:,} B takes preempted requests, and --preempt recompute "
-            "swaps none: use --preempt auto, swap or hybrid, or leave out --host-kv-memory"
+            f"--swap-space {host_bytes:,} B takes preempted requests, and --preempt recompute "
+            "swaps none: use --preempt auto, swap or hybrid, or leave out --swap-space"
         )

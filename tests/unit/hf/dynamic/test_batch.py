@@ -206,18 +206,18 @@ def test_rows_leave_and_come_back_under_a_threshold_and_answers_stay(rule):
     check_empty(batch)
 
 
-@pytest.mark.parametrize("host_memory", [0, 3_000])
-def test_a_full_host_loses_nothing(host_memory):
+@pytest.mark.parametrize("swap_space", [0, 3_000])
+def test_a_full_host_loses_nothing(swap_space):
     prompts = [prompt[:8] for prompt in PROMPTS]
     free = DynamicBatch(build("llama"), batch_size=4)
     expected = [handle.token_ids for handle in run(free, prompts, 60).handles]
     threshold = int(free.device_meter.peak_bytes * 0.6)
-    batch = DynamicBatch(build("llama"), batch_size=4, scale_at=threshold, host_memory=host_memory)
+    batch = DynamicBatch(build("llama"), batch_size=4, scale_at=threshold, swap_space=swap_space)
 
     seen = run(batch, prompts, 60)
 
     assert [handle.token_ids for handle in seen.handles] == expected
-    assert batch.host_meter.peak_bytes <= host_memory
+    assert batch.host_meter.peak_bytes <= swap_space
     check_empty(batch)
 
 

@@ -119,7 +119,7 @@ def test_a_threshold_holds_while_slabs_grow_and_prompts_are_taken_apart(rule, pr
     threshold = DynamicBatch(model)._model.shape.token_bytes * 130
     prompts = [prompt * 2 for prompt in make_prompts(8, 20, seed)]
     batch = DynamicBatch(
-        model, batch_size=4, batcher=rule, prefill=prefill, scale_at=threshold, host_memory=0
+        model, batch_size=4, batcher=rule, prefill=prefill, scale_at=threshold, swap_space=0
     )
 
     run_at_random(batch, prompts, seed)
@@ -148,7 +148,7 @@ def test_batches_that_run_to_their_end_stay_within_the_capacity(rule):
 
 
 def test_a_query_moves_to_a_batch_without_host_memory_and_is_read_again():
-    one, other = DynamicBatch(build("llama")), DynamicBatch(build("llama"), host_memory=0)
+    one, other = DynamicBatch(build("llama")), DynamicBatch(build("llama"), swap_space=0)
     handle = one.submit(PROMPTS[0], 10)
     for _ in range(4):
         one.step()

@@ -50,7 +50,7 @@ def test_what_the_base_remembers_protects_and_needs_is_passed_on() -> None:
     assert rule.power == 2
     assert rule.statistics == (AttentionSum("max"),)
     assert rule.least_cap == 10
-    assert ValueNorm(base=TOVA()).granularity == LAYER
+    assert ValueNorm(base=TOVA()).scope == LAYER
 
     view = make_history(tokens=40, group=2, layers=(1, 2)).view(rule.statistics)
     keep = torch.full((view.positions.shape[0],), 12)
@@ -69,7 +69,7 @@ def test_values_of_one_length_change_nothing() -> None:
 @pytest.mark.parametrize("base", ["h2o", "average", "roco", "snapkv:window=4", "tova", "sinks"])
 def test_without_power_the_base_rule_chooses_as_it_does_alone(base: str) -> None:
     wrapped, alone = make_policy(f"value_norm:base=({base}),power=0"), make_policy(base)
-    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.granularity == LANE)
+    history = make_history(tokens=60, group=2, layers=(1, 2), ragged=alone.scope == LANE)
     view = history.view(alone.statistics)
     keep = torch.full((view.positions.shape[0],), 20)
 
