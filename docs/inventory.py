@@ -6,8 +6,8 @@ RENAMES maps old names to new ones: whatever is lost and not in the mapping is p
 
 import dataclasses
 import json
-import re
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
