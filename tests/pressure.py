@@ -19,8 +19,8 @@ from quire.engine.core import Engine
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
+from quire.kv.stored_sequences import Swapped
 from quire.models.loader import LoadedModel
-from quire.offload.swap.swapped import Swapped
 from quire.scheduler.schedule_config import ScheduleConfig
 
 POISON = 0xFF  # four of them are a float32 that is not a number

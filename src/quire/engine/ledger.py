@@ -14,8 +14,8 @@ from quire.errors import InvariantError
 from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain
 from quire.kv.ledger_proof import prove_extents
 from quire.kv.memory import KVMemory
+from quire.kv.stored_sequences import Swapped
 from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swapped import Swapped
 from quire.scheduler.request import Request
 
 Snapshot = dict[str, Any]

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.memory import KVMemory
+from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_key import Block
-from quire.offload.kv.in_flight_pages import shared_groups
 
 Records = NDArray[np.uint8]
 _TOKEN_BYTES = 8

@@ -24,7 +24,7 @@ from quire.kv.shrinking import cut_slots, drop_behind_window, slots_below
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
-from quire.layout.pages import CacheLayout, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
 MakeStore = Callable[[int], PageBytes]  # of an arena of so many bytes
@@ -292,6 +292,11 @@ class KVMemory:
             raise InvariantError(
                 f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"
             )
+
+
+def shared_groups(memory: KVMemory) -> list[LaneGroup]:
+    """The groups whose pages sequences can share, in the order of their records."""
+    return [group for group in memory.layout.groups if not group.private]
 
 
 def _made(store: PageBytes | MakeStore | None, total_bytes: int) -> PageBytes:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from quire.errors import OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.stored_sequences import Swapped
 from quire.kv.stores.base import Demand
 from quire.kv.tables import Rows
-from quire.offload.swap.swapped import Swapped
 
 
 def add_pages(

@@ -8,8 +8,8 @@ from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
 from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
+from quire.kv.stored_sequences import Swapped
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
-from quire.offload.swap.swapped import Swapped
 from quire.scheduler.eviction_trace import EvictionEntry
 
 Order = tuple[int, float, int]  # priority, deadline in seconds, arrival

@@ -33,10 +33,10 @@ from quire.kv.sharing import (
     reference_statistics,
     release_reference,
 )
+from quire.kv.stored_sequences import Swapped
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.swap import swap_in, swap_out
-from quire.offload.swap.swapped import Swapped
 from unit.kv.host_bytes import HostBytes, vector_bytes
 from unit.kv.small_memory import drop_pages
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire.errors import InvariantError
-from quire.kv.memory import KVMemory
+from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
 from quire.layout.pages import LaneGroup, PageClass
 
@@ -129,11 +129,6 @@ class InFlightPages:
         for name, numbers in pages.items():
             page_class = self._memory.tables[name].group.page_class
             self._memory.pools[page_class].release(numbers.reshape(-1))
-
-
-def shared_groups(memory: KVMemory) -> list[LaneGroup]:
-    """The groups whose pages sequences can share, in the order of records."""
-    return [group for group in memory.layout.groups if not group.private]
 
 
 def pages_needed(memory: KVMemory, tokens: int) -> dict[PageClass, int]:

@@ -12,7 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from quire.errors import ConfigError, HostPoolFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
+from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.stored_sequences import PagesByClass
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, PageClass
 
 
@@ -206,3 +208,32 @@ class HostPool:
             raise InvariantError("the host pool's spaces do not add up to the bytes in use")
         if not self.used_bytes <= self.peak_bytes <= self.total_bytes:
             raise InvariantError(f"peak {self.peak_bytes:,} B of {self.total_bytes:,} B")
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Bytes in a host pool.
+
+    Attributes:
+        pool: which.
+        space: where in it.
+    """
+
+    pool: HostPool
+    space: HostSpace
+
+    def save(self, memory: KVMemory, pages: PagesByClass) -> None:
+        """Copy into the pool."""
+        for page_class, numbers in pages.items():
+            self.pool.save(self.space, page_class, numbers)
+        self.pool.copies.wait()
+
+    def load(self, memory: KVMemory, pages: PagesByClass) -> None:
+        """Copy out of the pool."""
+        for page_class, numbers in pages.items():
+            self.pool.load(self.space, page_class, numbers)
+        self.pool.copies.wait()
+
+    def free(self) -> None:
+        """Give the room back."""
+        self.pool.release(self.space)

@@ -16,18 +16,11 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.stored_sequences import Payloads, StoredPages, Swapped, SwappedLanes, SwappedSequence
 from quire.kv.tables import LaneTable, Rows
 from quire.kv.whole_rows import add_stored, bring_back, can_place
 from quire.layout.pages import PageClass
-from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swapped import (
-    Payloads,
-    Pooled,
-    StoredPages,
-    Swapped,
-    SwappedLanes,
-    SwappedSequence,
-)
+from quire.offload.swap.host_pool import HostPool, Pooled
 
 
 def swap_out(

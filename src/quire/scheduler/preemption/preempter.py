@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.kv.repacking import repack
+from quire.kv.stored_sequences import Swapped
 from quire.offload.swap.swap import can_swap_in
-from quire.offload.swap.swapped import Swapped
 from quire.plan.cost import Choice
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper

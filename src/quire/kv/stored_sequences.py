@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.layout.pages import PageClass
-from quire.offload.swap.host_pool import HostPool, HostSpace
 
 PagesByClass = Mapping[PageClass, PageNumbers]
 
@@ -85,35 +84,6 @@ class Payloads:
     def free(self) -> None:
         """Drop the payloads."""
         self._payloads.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """Bytes in a host pool.
-
-    Attributes:
-        pool: which.
-        space: where in it.
-    """
-
-    pool: HostPool
-    space: HostSpace
-
-    def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy into the pool."""
-        for page_class, numbers in pages.items():
-            self.pool.save(self.space, page_class, numbers)
-        self.pool.copies.wait()
-
-    def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy out of the pool."""
-        for page_class, numbers in pages.items():
-            self.pool.load(self.space, page_class, numbers)
-        self.pool.copies.wait()
-
-    def free(self) -> None:
-        """Give the room back."""
-        self.pool.release(self.space)
 
 
 @dataclass(frozen=True, slots=True)
