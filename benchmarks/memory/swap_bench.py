@@ -16,8 +16,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
 from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import swap_in, swap_out
 from quire.models.loader import LoadedModel
-from quire.offload.swap.swap import swap_in, swap_out
 from quire.profile.prefill_rates import kv_memory_for, random_prompt
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig

@@ -113,17 +113,17 @@ def _run(engine: Engine, prompt: list[int], prefill: PrefillRates | None = None)
     """
     sequence_memory = engine.scheduler.sequence_memory
     sequence_memory.sharing.drop_cached()
-    learned = sequence_memory.restoring
+    learned = engine.prefix_loader
     if learned is not None:
         learned.tier.transfer_worker.drain()
         if prefill is not None:
-            sequence_memory.restoring = _with_costs(learned, engine, prefill)
+            sequence_memory.prefix_loader = _with_costs(learned, engine, prefill)
     started_s = time.perf_counter()
     engine.submit(GenerationRequest(prompt, _ANSWER))
     while engine.has_work:
         engine.step()
     taken_s = time.perf_counter() - started_s
-    sequence_memory.restoring = learned
+    sequence_memory.prefix_loader = learned
     return taken_s
 
 

@@ -92,8 +92,8 @@ def with_disk(workshop: Workshop, folder: Path, **options: object) -> Engine:
     """An engine that keeps prefixes on disk and loads what it finds there, with one request."""
     kv = SMALL_PAGES | {"disk_memory": "16MiB", "disk_path": str(folder)} | options
     engine = workshop.engine(**kv)
-    restoring = engine.scheduler.sequence_memory.restoring
-    restoring._costs = restoring.tier.rate = _SlowPrefill()
+    prefix_loader = engine.prefix_loader
+    prefix_loader._costs = prefix_loader.tier.rate = _SlowPrefill()
     engine.submit(GenerationRequest(PROMPT, greedy(2)))
     return engine
 

@@ -19,13 +19,13 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.engine.open_tier import _nature
 from quire.errors import RequestError, UnsoundCombination
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.offload.prefix_store.open_tier import _nature
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_plan import StepPlan
 

@@ -25,10 +25,10 @@ from quire.eviction.calibration import measure, read_vectors
 from quire.kv.measured import write_constants
 from quire.kv.step import StepAttention
 from quire.kv.stores.registry import STORES
+from quire.kv.swap import append_tail, can_split, swap_out
 from quire.layout.codec_names import CODECS
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.layout.kv_format import read_format
-from quire.offload.swap.swap import append_tail, can_split, swap_out
 from quire.policies.eviction import GRANULARITIES, PAGE, TOKEN, make_eviction
 from quire.policies.registry import registered
 from quire.scheduler.schedule_config import ScheduleConfig

@@ -84,11 +84,11 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
         **({"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {}))
     )
     engine = Engine(model_of(name), KVConfig(**options), config)
-    restoring = engine.scheduler.sequence_memory.restoring
-    if restoring is not None and prefill is not None:
-        restoring._costs = Rates(prefill)
-        restoring.tier.rate = Rates(None)
-        restoring.tier.rate.coefficients = (0.0, token_s / restoring._token_bytes)
+    prefix_loader = engine.prefix_loader
+    if prefix_loader is not None and prefill is not None:
+        prefix_loader._costs = Rates(prefill)
+        prefix_loader.tier.rate = Rates(None)
+        prefix_loader.tier.rate.coefficients = (0.0, token_s / prefix_loader._token_bytes)
     return engine
 
 
@@ -183,9 +183,9 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     usages = {}
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
-    restoring = engine.scheduler.sequence_memory.restoring
+    prefix_loader = engine.prefix_loader
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring.tier.transfer_worker, "urgent", lambda work: None)
+        patch.setattr(prefix_loader.tier.transfer_worker, "urgent", lambda work: None)
         engine.step()
         [request] = engine.scheduler.running
         engine.scheduler._preempt(request, "test")
@@ -259,7 +259,7 @@ def test_prefixes_that_the_memory_lets_go_of_come_back(tmp_path):
 
     for _ in range(3):
         logits, _ = answer(engine)
-        engine.scheduler.sequence_memory.restoring.tier.transfer_worker.drain()
+        engine.prefix_loader.tier.transfer_worker.drain()
         assert largest_difference(logits, plain("qwen3")) <= 1e-4
 
     assert restored(engine)
@@ -406,10 +406,10 @@ def test_a_store_serves_several_engines(store):
     second = engine_of("qwen3", prefill=READ_SLOWLY, remote=address)
     answer(first)
     first.close()
-    restoring = second.scheduler.sequence_memory.restoring
-    restoring._rate._refreshed_s = -100  # it looks at the store now and then
+    prefix_loader = second.prefix_loader
+    prefix_loader._rate._refreshed_s = -100  # it looks at the store now and then
     answer(second, {"d": PROMPTS["d"]})
-    restoring.tier.transfer_worker.drain()
+    prefix_loader.tier.transfer_worker.drain()
 
     logits, _ = answer(second)
 
@@ -566,7 +566,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 def test_an_engine_that_nobody_closed_keeps_its_prefixes_too(tmp_path):
     engine = engine_of("qwen3", **on_disk(tmp_path))
     answer(engine)
-    assert isinstance(engine.scheduler.sequence_memory.restoring, PrefixLoader)
+    assert isinstance(engine.prefix_loader, PrefixLoader)
     closing = engine._closing
     del engine
     closing()  # as the process does at its end

@@ -7,9 +7,9 @@ import torch
 
 from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
+from quire.kv.swap import append_tail, can_split, swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
-from quire.offload.swap.swap import append_tail, can_split, swap_in, swap_out
 from reference.test_equality import TOLERANCE, Forced
 
 LONGEST = 60

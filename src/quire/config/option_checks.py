@@ -6,7 +6,9 @@ from numbers import Integral, Real
 from typing import cast
 
 from quire.errors import RequestError
-from quire.models.generation import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
 
 MAX_PENALTY = 2.0
 """Presence and frequency penalties lie within plus or minus this (OpenAI's range)."""

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from quire.config.kv_config import KVConfig
+from quire.engine.open_tier import OpenedTier, open_tier
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
@@ -20,8 +21,6 @@ from quire.kv.prefix_events import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.offload.kv.evictor import OffloadEvictor
 from quire.offload.kv.offloader import PrefixOffloader
-from quire.offload.prefix_store.open_tier import OpenedTier, open_tier
-from quire.offload.prefix_store.prefix_identities import PrefixIdentities
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings
@@ -32,6 +31,7 @@ from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor
 from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.prefix_identities import PrefixIdentities
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
@@ -53,14 +53,14 @@ class EngineParts:
         pool: the KV memory.
         scheduler: plans steps.
         runner: runs them.
-        restoring: loads prefixes from a second tier; None without one.
+        prefix_loader: loads prefixes from a second tier; None without one.
         times: where the time of steps goes.
     """
 
     pool: KVPool
     scheduler: Scheduler
     runner: Runner
-    restoring: PrefixLoader | None
+    prefix_loader: PrefixLoader | None
     times: StepTimes
 
 
@@ -89,12 +89,42 @@ def build(
     with joining(member) as attach:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
         pool = build_pool(model, kv, schedule, member, state.running)
-        scheduler = _make_scheduler(pool, kv, schedule, model, state, events, listener)
+        opened = open_tier(kv, pool, model)
+        swapper = _swapper(pool, schedule, model)
+        sharing = _make_sharing(pool, kv, model, opened, listener)
+        if sharing.prefix is not None:
+            listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
+        prefix_loader = None
+        if opened is not None and sharing.prefix is not None:
+            tier = opened.attach(sharing.prefix)
+            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
+        sequence_memory = SequenceMemory(
+            sharing,
+            prefix_offloader=_make_offloader(pool, sharing, state, events),
+            prefix_loader=prefix_loader,
+            events=events,
+        )
+        scheduler = _make_scheduler(pool, kv, schedule, model, state, sequence_memory, swapper)
         attach(scheduler)
     times = StepTimes()
     rows = INVARIANT_ROWS if schedule.batch_invariant else None
     runner = Runner(model.decoder, pool.kv, times, scheduler.step, fixed_rows=rows)
-    return EngineParts(pool, scheduler, runner, scheduler.sequence_memory.restoring, times)
+    return EngineParts(pool, scheduler, runner, prefix_loader, times)
+
+
+def _make_offloader(
+    pool: KVPool, sharing: PrefixSharing, state: SchedulerState, events: EventLog
+) -> PrefixOffloader | None:
+    if pool.fronts is None:
+        return None
+    return PrefixOffloader(
+        pool.kv.memory,
+        pool.fronts.fronts,
+        events,
+        sharing=sharing,
+        running=state.running,
+        offload_bytes=pool.fronts.offload_bytes,
+    )
 
 
 def _make_scheduler(
@@ -103,36 +133,15 @@ def _make_scheduler(
     schedule: ScheduleConfig,
     model: LoadedModel,
     state: SchedulerState,
-    events: EventLog,
-    listener: PrefixBroadcast,
+    sequence_memory: SequenceMemory,
+    swapper: Swapper,
 ) -> Scheduler:
-    opened = open_tier(kv, pool, model)
-    swapper = _swapper(pool, schedule, model)
-    sharing = _make_sharing(pool, kv, model, opened, listener)
-    prefix_offloader = restoring = None
-    if sharing.prefix is not None:
-        listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
-    if pool.fronts is not None:
-        offloaded = pool.fronts.fronts
-        prefix_offloader = PrefixOffloader(
-            pool.kv.memory,
-            offloaded,
-            events,
-            sharing=sharing,
-            running=state.running,
-            offload_bytes=pool.fronts.offload_bytes,
-        )
-    if opened is not None and sharing.prefix is not None:
-        restoring = PrefixLoader(opened.attach(sharing.prefix), swapper.costs, sharing, events)
-    sequence_memory = SequenceMemory(
-        sharing, prefix_offloader=prefix_offloader, restoring=restoring, events=events
-    )
     brought = model.weights if pool.fronts is None else None
     step = StepSize(schedule.max_num_batched_tokens, schedule.objective, brought)
     parts = make_parts(schedule, sequence_memory, swapper, step, state)
-    evictor = _evictor(pool, kv, model)
-    if evictor is not None and prefix_offloader is not None:
-        evictor = OffloadEvictor(evictor, prefix_offloader)
+    evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
+    if evictor is not None and offloader is not None:
+        evictor = OffloadEvictor(evictor, offloader)
     return Scheduler(pool.kv.memory, schedule, evictor, parts=parts)
 
 

@@ -78,7 +78,8 @@ class Engine:
         )
         self.pool, self.scheduler, self.times = parts.pool, parts.scheduler, parts.times
         self._runner = parts.runner
-        self._closing = closing(self, parts.restoring)
+        self.prefix_loader = parts.prefix_loader
+        self._closing = closing(self, self.prefix_loader)
         self._clock = clock
         layout, rules = self.pool.kv.memory.layout, self.pool.rules
         self.intake = InputProcessor(model, rules, layout, self.schedule_config, kv, clock)
@@ -93,7 +94,7 @@ class Engine:
         memory, fronts, arriving = (
             self.pool.kv.memory,
             self.pool.fronts,
-            in_flight_bytes(parts.restoring),
+            in_flight_bytes(self.prefix_loader),
         )
         self._ledger = Ledger(memory, self._requests, self.pool.host, arriving, fronts)
         self._arrivals = 0
@@ -245,6 +246,7 @@ class Engine:
             num_processed_tokens=self.num_processed_tokens,
             num_generated_tokens=self.num_generated_tokens,
             times=replace(self.times),
+            tier=None if self.prefix_loader is None else self.prefix_loader.stats,
         )
 
     def ledger(self) -> Snapshot:

@@ -17,25 +17,11 @@ from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
+from quire.sampling.step_logits import StepLogits
 from quire.scheduler.request import Request
 from quire.scheduler.step_plan import StepPlan
 from quire.scheduler.step_size import StepSize
 from quire.scheduler.times import StepTimes
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """What a step computed.
-
-    Attributes:
-        request: whose rows these are.
-        first_position: logical position of the first row's token.
-        logits: [rows, vocab]; row i belongs to the token at first_position + i.
-    """
-
-    request: Request
-    first_position: int
-    logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,9 +196,10 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     num_processed_tokens: int,
     num_generated_tokens: int,
     times: StepTimes,
+    tier: TierStats | None,
 ) -> EngineStats:
     """All numbers of an engine; see `EngineStats`."""
-    memory, restoring = pool.kv.memory, scheduler.sequence_memory.restoring
+    memory = pool.kv.memory
     held = request_bytes(scheduler.running, memory)
     return EngineStats(
         **memory_numbers(memory, model),
@@ -213,5 +214,5 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
         tenants=tenant_bytes(unfinished, held),
         host_bytes=pool.host.used_bytes if pool.host else 0,
         served=scheduler.fairness.report(scheduler.running),
-        tier=None if restoring is None else restoring.stats,
+        tier=tier,
     )

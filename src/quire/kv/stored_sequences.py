@@ -65,6 +65,24 @@ class StoredPages(Protocol):
         """Let the bytes go."""
 
 
+@runtime_checkable
+class SwapSpace(Protocol):
+    """Fixed bytes outside the arena; `quire.offload.swap.host_pool.HostPool` is one."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nothing holds."""
+        ...
+
+    def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
+        """Take room for so many pages of each class, all or nothing.
+
+        Raises:
+            HostPoolFull: there is not as much; nothing was changed.
+        """
+        ...
+
+
 class Payloads:
     """Bytes that `PageBytes.read_pages` gave: memory of their own, outside any pool."""
 

@@ -15,7 +15,6 @@ from quire.layout.pages import LaneGroup
 
 Rows = NDArray[np.int64]
 INITIAL_PAGES_PER_LANE = 16
-SLOTS = 2  # of a front's staging (see `hosted`): one is read while the other is filled
 NO_PAGE = -1
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.config.option_checks import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
 from quire.errors import ModelError
 from quire.layout.config import LARGEST_INTEGER, read_json_object, shown
 
@@ -12,9 +13,6 @@ logger = logging.getLogger(__name__)
 
 _FILE = "generation_config.json"
 _LARGEST = 1e30
-
-LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-"""Logits that are divided or multiplied by numbers in this range stay finite in float32."""
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 

@@ -15,11 +15,11 @@ import torch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, store_of
 from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import device_name, host_copies
-from quire.offload.swap.swap import swap_in, swap_out
 from quire.plan.fit import fit_seconds
 from quire.plan.rates import CopyRate, CopyRates
 from quire.profile.timing import seconds

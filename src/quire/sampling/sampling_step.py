@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.engine.runner import StepLogits
 from quire.errors import RequestError
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
 from quire.sampling.sampler import Sampler, prompt_logprobs
 from quire.sampling.searching import Branch, advance_beams
+from quire.sampling.step_logits import StepLogits
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
 
 

@@ -46,12 +46,12 @@ class Prefill:
         for ever behind newcomers that take the rest of every step. Only the tenant that was served
         least does not wait for others' prompts.
         """
-        restoring = self._sequence_memory.restoring
-        if restoring is not None:
-            restoring.begin_plan()
+        prefix_loader = self._sequence_memory.prefix_loader
+        if prefix_loader is not None:
+            prefix_loader.begin_plan()
         self._plan(plan, budget)
-        if restoring is not None and restoring.waits and not plan.requests:
-            if restoring.wait():
+        if prefix_loader is not None and prefix_loader.waits and not plan.requests:
+            if prefix_loader.wait():
                 self._plan(plan, budget)
             plan.waits = not plan.requests
 
@@ -75,8 +75,8 @@ class Prefill:
 
     def _waits_for_pages(self, request: Request) -> bool:
         """Whether it gets nothing because its prefix is on its way: others need not wait too."""
-        restoring = self._sequence_memory.restoring
-        return restoring is not None and restoring.is_waiting(request)
+        prefix_loader = self._sequence_memory.prefix_loader
+        return prefix_loader is not None and prefix_loader.is_waiting(request)
 
     def _part(self, request: Request, others: list[Request]) -> int:
         """What its tenant may read of a step; a chunk that must be read whole is not divided."""
@@ -103,8 +103,8 @@ class Prefill:
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
         budget = self._behind_tail(request, budget)
-        if self._sequence_memory.restoring is not None:
-            budget = self._sequence_memory.restoring.may_read(request, budget)
+        if self._sequence_memory.prefix_loader is not None:
+            budget = self._sequence_memory.prefix_loader.may_read(request, budget)
         tokens = self._chunks.tokens(plan, request, budget)
         atomic = self._chunks.is_atomic(request)
         if tokens and not self._caps.bring_down([request]):

@@ -7,8 +7,8 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_key import BlockChain
 from quire.kv.prefix_node import PrefixLease
 from quire.layout.pages import PageClass
-from quire.offload.prefix_store.prefix_identities import PrefixIdentities
 from quire.scheduler.group import readable_tokens
+from quire.scheduler.prefix_identities import PrefixIdentities
 from quire.scheduler.request import Request
 
 

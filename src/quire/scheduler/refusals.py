@@ -15,7 +15,7 @@ class Refusals:
     """
 
     def __init__(
-        self, sequence_memory: SequenceMemory, running: list[Request], waiting: FairQueue
+        self, sequence_memory: SequenceMemory, running: list[Request], waiting: FairQueue[Request]
     ) -> None:
         self._sequence_memory, self._running, self._waiting = sequence_memory, running, waiting
         self._refused: dict[Request, tuple[int, int]] = {}

@@ -11,8 +11,7 @@ from quire.kv.prefix_node import PrefixLease
 from quire.kv.stored_sequences import Swapped
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry
-
-Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
+from quire.tenancy.fair_queue import Order
 
 
 class RequestState(enum.Enum):

@@ -7,6 +7,7 @@ from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.admission.registry import make_admission
 from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.chunks import ChunkSizes
+from quire.scheduler.fairness import Fairness
 from quire.scheduler.preemption.preempter import Preempter
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -14,7 +15,6 @@ from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step_size import StepSize, refuse_nothing_shared
 from quire.tenancy.accounts import TenantAccounts
-from quire.tenancy.fairness import Fairness
 from quire.tenancy.tenants import parse_tenants
 
 
@@ -65,13 +65,16 @@ def make_parts(
     if step is None:
         refuse_nothing_shared(config.objective, brought=False)
     chunks = ChunkSizes(config, sequence_memory.memory)
-    prefix_offloader, restoring = sequence_memory.prefix_offloader, sequence_memory.restoring
+    prefix_offloader, prefix_loader = (
+        sequence_memory.prefix_offloader,
+        sequence_memory.prefix_loader,
+    )
     peaks = Peaks(
         sequence_memory.memory,
         config.longest_chunk,
         offloaded_tokens=0 if prefix_offloader is None else prefix_offloader.offloaded_tokens,
         offload_bytes=0 if prefix_offloader is None else prefix_offloader.offload_bytes,
-        arriving=None if restoring is None else restoring.pages_in_flight,
+        arriving=None if prefix_loader is None else prefix_loader.pages_in_flight,
     )
     arena = sequence_memory.memory.arena
     tenants = parse_tenants(config.tenants)

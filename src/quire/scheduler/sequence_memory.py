@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from quire.kv.prefix_node import PrefixLease
 from quire.kv.sharing import fork
 from quire.kv.tables import Rows
-from quire.offload.kv.offloader import PrefixOffloader
-from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import note_peak
+from quire.scheduler.offload_port import KVOffloader, PrefixLoads
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestState
 
@@ -25,7 +24,7 @@ class SequenceMemory:
         sharing: the prefix cache over the memory.
         events: told of what happens.
         prefix_offloader: moves first pages of requests to the host; None where all stay.
-        restoring: loads prefixes that went elsewhere; None where they are just gone.
+        prefix_loader: loads prefixes that went elsewhere; None where they are just gone.
     """
 
     def __init__(
@@ -33,11 +32,11 @@ class SequenceMemory:
         sharing: PrefixSharing,
         *,
         events: EventLog | None = None,
-        prefix_offloader: PrefixOffloader | None = None,
-        restoring: PrefixLoader | None = None,
+        prefix_offloader: KVOffloader | None = None,
+        prefix_loader: PrefixLoads | None = None,
     ) -> None:
         self.sharing, self.memory = sharing, sharing.memory
-        self.prefix_offloader, self.restoring = prefix_offloader, restoring
+        self.prefix_offloader, self.prefix_loader = prefix_offloader, prefix_loader
         self.events = events or EventLog()
 
     # ---- room ----------------------------------------------------------------------------------
@@ -79,8 +78,8 @@ class SequenceMemory:
         if prefix is not None and lease is not None:
             prefix.count(request.num_tokens, lease)
         request.count_cached(0, request.num_computed)
-        if self.restoring is not None:
-            self.restoring.begin(request)
+        if self.prefix_loader is not None:
+            self.prefix_loader.begin(request)
         self.note_entry(request)
 
     def note_entry(self, request: Request) -> None:
@@ -112,8 +111,8 @@ class SequenceMemory:
     def note_gone(self, request: Request, kv_bytes: int, reason: str) -> None:
         """A request's row has been released."""
         self.sharing.stop_sharing(request)
-        if self.restoring is not None:
-            self.restoring.forget(request)
+        if self.prefix_loader is not None:
+            self.prefix_loader.forget(request)
         request.furthest_tokens = max(request.furthest_tokens, request.num_computed)
         request.row, request.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)

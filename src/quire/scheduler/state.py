@@ -18,7 +18,7 @@ class SchedulerState:
     """
 
     running: list[Request]
-    waiting: FairQueue
+    waiting: FairQueue[Request]
 
     @classmethod
     def empty(cls, tenants: Sequence[TenantSpec] = ()) -> "SchedulerState":

@@ -12,7 +12,6 @@ from quire.layout.codec_refusals import stored_codec
 from quire.layout.dtypes import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.model import ModelSpec
-from quire.offload.prefix_store.prefix_identities import PrefixIdentities
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.plan.known_costs import assumed_prefill
 from quire.plan.learned_costs import LearnedCosts
@@ -20,6 +19,7 @@ from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.plan.sizes import parse_size
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
+from quire.scheduler.prefix_identities import PrefixIdentities
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig

@@ -21,12 +21,35 @@ import heapq
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from quire.errors import ConfigError, InvariantError
-from quire.scheduler.request import Order, Request
 
 OUTPUT_TOKEN_PRICE = 2.0  # of a prompt token's, as in the paper's experiments
 IDLE_KEPT = 1024  # tenants without requests that are remembered, where clients invent names
+
+Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
+
+
+@runtime_checkable  # for the type checks in tests
+class Queued(Protocol):
+    """What waits.
+
+    Attributes:
+        request_id: names it in errors.
+        tenant: on whose account it runs.
+    """
+
+    request_id: str
+    tenant: str
+
+    @property
+    def order(self) -> Order:
+        """Its place among the requests of its tenant, the least first."""
+        ...
+
+
+R = TypeVar("R", bound=Queued)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +71,20 @@ class TokenPrices:
             raise ConfigError(f"expected prices of tokens of 0 or more, got {self}")
 
 
-class _Line:
+class _Line(Generic[R]):
     """One tenant's waiting requests: a heap whose entries are emptied when a request leaves."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[_Entry[R]] = []
         self.num_waiting = 0
 
-    def first(self) -> "_Entry":
+    def first(self) -> "_Entry[R]":
         """The first entry with a request; the line has one."""
         while self.entries[0].request is None:
             heapq.heappop(self.entries)
         return self.entries[0]
 
-    def ordered(self) -> Iterator[Request]:
+    def ordered(self) -> Iterator[R]:
         """All, best first: a walk down the heap that looks only at what it passes."""
         seen = [(self.entries[0], 0)] if self.entries else []
         while seen:
@@ -80,18 +103,18 @@ class _Line:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(Generic[R]):
     """A place in a line."""
 
     order: Order
     number: int
-    request: Request | None
+    request: R | None
 
-    def __lt__(self, other: "_Entry") -> bool:
+    def __lt__(self, other: "_Entry[R]") -> bool:
         return (self.order, self.number) < (other.order, other.number)
 
 
-class FairQueue:
+class FairQueue(Generic[R]):
     """Waiting requests of all tenants.
 
     With n requests and t tenants waiting: O(log n + t) for what goes in, O(1) amortised for what
@@ -108,14 +131,14 @@ class FairQueue:
         self._weights = dict(weights or {})
         self._prices = prices or TokenPrices()
         self._virtual_time: dict[str, float] = {}
-        self._lines: dict[str, _Line] = {}  # of tenants with a request that waits
-        self._entries: dict[Request, _Entry] = {}
+        self._lines: dict[str, _Line[R]] = {}  # of tenants with a request that waits
+        self._entries: dict[R, _Entry[R]] = {}
         self._numbers = itertools.count()
         self._last_left: str | None = None
 
     # ---- in and out ----------------------------------------------------------------------------
 
-    def push(self, request: Request) -> None:
+    def push(self, request: R) -> None:
         """Let a request wait: a new one, or one thrown out, which gets its old place again.
 
         Lifts the virtual time of a tenant that had none waiting.
@@ -144,7 +167,7 @@ class FairQueue:
             return min(map(self.virtual_time, self._lines))
         return 0.0 if self._last_left is None else self.virtual_time(self._last_left)
 
-    def pop(self, request: Request) -> None:
+    def pop(self, request: R) -> None:
         """Take out a request that waits.
 
         Raises:
@@ -162,7 +185,7 @@ class FairQueue:
             del self._lines[request.tenant]
             self._last_left = request.tenant
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: R) -> None:
         """Take out a request if it waits."""
         if request in self._entries:
             self.pop(request)
@@ -172,7 +195,7 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: R) -> bool:
         return request in self._entries
 
     @property
@@ -185,7 +208,7 @@ class FairQueue:
         """Tenants with requests that wait, the one served least first."""
         return [first.tenant for first in self.heads()]
 
-    def heads(self) -> Iterator[Request]:
+    def heads(self) -> Iterator[R]:
         """The first request of every tenant, best first.
 
         Who cannot let the best one in asks for the next tenant's here: the best one's successors
@@ -197,7 +220,7 @@ class FairQueue:
         while ranked:
             yield heapq.heappop(ranked)[2]
 
-    def ordered(self) -> Iterator[Request]:
+    def ordered(self) -> Iterator[R]:
         """All requests, best first: tenant by tenant as `heads`, each in its own order.
 
         The queue must not change during the walk.
@@ -205,11 +228,11 @@ class FairQueue:
         for first in self.heads():
             yield from self.of_tenant(first.tenant)
 
-    def of_tenant(self, tenant: str) -> Iterator[Request]:
+    def of_tenant(self, tenant: str) -> Iterator[R]:
         """The requests of a tenant that has some, best first; do not change the queue meanwhile."""
         return self._lines[tenant].ordered()
 
-    def rank(self, request: Request) -> tuple[float, int, float, int]:
+    def rank(self, request: R) -> tuple[float, int, float, int]:
         """What requests compare by, waiting or running: virtual time, then their own order."""
         return (self.virtual_time(request.tenant), *request.order)
 

@@ -4,6 +4,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.scheduler.fairness import FORGET_FROM
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -12,7 +13,6 @@ from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step_plan import StepPlan
 from quire.tenancy import tenant_meter
-from quire.tenancy.fairness import FORGET_FROM
 from quire.tenancy.meter import OTHERS
 from unit.engine.scheduler_load import make_layout
 

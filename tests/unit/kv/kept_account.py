@@ -18,10 +18,10 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.kv.step import StepAttention, allocate_kv
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.offload.swap.swap import swap_in, swap_out
 
 CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW, PAGE = 4, 2, 8, 9, 4

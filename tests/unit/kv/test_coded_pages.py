@@ -20,9 +20,9 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import fork
 from quire.kv.step import PagedKV, StepAttention, allocate_kv
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.offload.swap.swap import swap_in, swap_out
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 4, 2, 3
 PAGE = 4

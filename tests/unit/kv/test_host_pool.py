@@ -3,9 +3,9 @@
 import pytest
 
 from quire.errors import HostPoolFull, InvariantError
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swap import swap_in, swap_out
 from unit.kv.host_side import CopyFailed, HostSide
 from unit.kv.small_memory import (
     grow,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
+from quire.kv.swap import append_tail, swap_in, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import (
@@ -21,7 +22,6 @@ from quire.offload.swap.host_store import (
     pieces_of,
 )
 from quire.offload.swap.pinned import pin_memory
-from quire.offload.swap.swap import append_tail, swap_in, swap_out
 from unit.kv.small_memory import grow, plain_class
 
 SMALL, LARGE = plain_class(), plain_class(tokens=8, heads=2, head_dim=16, positions=True)

@@ -25,14 +25,14 @@ from quire.kv.sharing import borrow, fork, reference_pages, release_reference
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
-from quire.kv.tables import SLOTS
+from quire.kv.swap import swap_out
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.offloadable import SLOTS
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.step_offload import KVOffload
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
-from quire.offload.swap.swap import swap_out
 from quire.offload.swap.transfer import ThreadTransferWorker
 
 CPU = torch.device("cpu")

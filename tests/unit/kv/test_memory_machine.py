@@ -34,9 +34,9 @@ from quire.kv.sharing import (
     release_reference,
 )
 from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.offload.swap.swap import swap_in, swap_out
 from unit.kv.host_bytes import HostBytes, vector_bytes
 from unit.kv.small_memory import drop_pages
 

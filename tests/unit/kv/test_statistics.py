@@ -9,6 +9,7 @@ from quire.kernels.select import select_backend
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import fork
 from quire.kv.statistics import chunk_weights
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.statistics import (
     REDUCTIONS,
     AttentionShift,
@@ -18,7 +19,6 @@ from quire.layout.statistics import (
     QueryRing,
     SquareSum,
 )
-from quire.offload.swap.swap import swap_in, swap_out
 from unit.kv.remembering import (
     CPU,
     FULL_LAYERS,

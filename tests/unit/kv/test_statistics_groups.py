@@ -11,9 +11,9 @@ from quire.kv.repacking import repack
 from quire.kv.sharing import borrow, fork, reference_pages, reference_statistics, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
 from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.offload.swap.swap import append_tail, can_split, split_border, swap_in, swap_out
 from unit.kv.host_bytes import HostBytes
 from unit.kv.small_memory import grow, keys, plain_class, used_pages, with_groups
 from unit.kv.statistics_rows import (

@@ -11,8 +11,8 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.repacking import repack
 from quire.kv.sharing import fork
 from quire.kv.stores.registry import STORES
+from quire.kv.swap import append_tail, can_split, can_swap_in, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
-from quire.offload.swap.swap import append_tail, can_split, can_swap_in, swap_in, swap_out
 from unit.kv.stored_tokens import (
     EVICTING,
     FULL,

@@ -6,9 +6,9 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import fork
+from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swap import append_tail, can_split, split_border, swap_in, swap_out
 from unit.kv.small_memory import (
     drop_pages,
     grow,

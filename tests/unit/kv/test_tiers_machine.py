@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from quire.errors import HostPoolFull
+from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swap import swap_in, swap_out
 from unit.kv.host_side import CopyFailed, HostSide
 from unit.kv.test_memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
 

@@ -4,10 +4,10 @@ Rules look at slots and slots move, so all of a request's pages must be in the m
 in as many tokens as an eviction lets be processed, where its front crosses the link at each.
 """
 
-from quire.offload.kv.offloader import PrefixOffloader
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lane_capacities import Evicted, Evictor
 from quire.scheduler.lane_slots import Slots
+from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.request import Request
 
 
@@ -19,7 +19,7 @@ class OffloadEvictor:
         prefix_offloader: has the fronts.
     """
 
-    def __init__(self, evictor: Evictor, prefix_offloader: PrefixOffloader) -> None:
+    def __init__(self, evictor: Evictor, prefix_offloader: KVOffloader) -> None:
         self._evictor, self._prefix_offloader = evictor, prefix_offloader
 
     def evict(

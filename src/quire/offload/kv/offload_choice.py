@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.kv.tables import SLOTS
+from quire.layout.offloadable import SLOTS, can_be_offloaded
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
@@ -25,7 +25,6 @@ from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
-from quire.offload.kv.staging import can_be_offloaded
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_codec import ActivationCodec

@@ -26,9 +26,10 @@ from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
-from quire.kv.tables import SLOTS, LaneTable, Rows
+from quire.kv.tables import LaneTable, Rows
+from quire.layout.offloadable import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
-from quire.offload.kv.staging import can_be_offloaded, name_pages, stage, staged_pages
+from quire.offload.kv.staging import name_pages, stage, staged_pages
 from quire.offload.kv.staging_use import StagingUse
 from quire.offload.swap.host_pool import HostPool, HostSpace
 

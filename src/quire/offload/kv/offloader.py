@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.memory import KVMemory
+from quire.layout.offloadable import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.staging import can_be_offloaded, offloaded_token_bytes
 from quire.scheduler.admission.need import may_stream
 from quire.scheduler.events import EventLog
 from quire.scheduler.prefix_sharing import PrefixSharing

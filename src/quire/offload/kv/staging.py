@@ -4,8 +4,8 @@ import numpy as np
 
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.tables import SLOTS, LaneTable
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.kv.tables import LaneTable
+from quire.layout.offloadable import SLOTS
 
 
 def staged_pages(table: LaneTable, columns: int) -> int:
@@ -48,15 +48,3 @@ def name_pages(table: LaneTable, row: int, first: int, pages: PageNumbers) -> No
     """Let lanes name these pages [lanes, columns] from a column on."""
     lane, column = (index.reshape(-1) for index in np.indices(pages.shape))
     table.replace(np.full(pages.size, row), lane, column + first, pages.reshape(-1))
-
-
-def offloaded_token_bytes(layout: CacheLayout) -> int:
-    """Bytes that one token of an offloaded prefix takes, in all lanes that can have one."""
-    groups = [group for group in layout.groups if can_be_offloaded(group)]
-    per_page = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
-    return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
-
-
-def can_be_offloaded(group: LaneGroup) -> bool:
-    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
-    return not group.private and group.window is None and len(group.layers) > SLOTS

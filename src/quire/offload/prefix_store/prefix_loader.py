@@ -20,6 +20,7 @@ from quire.kv.prefix_key import Block
 from quire.kv.prefix_node import PrefixLease
 from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
+from quire.offload.prefix_store.load_rate import LoadRate
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.offload.prefix_store.store import Place
@@ -28,7 +29,6 @@ from quire.plan.offload.restore import restore_split
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import readable_tokens
-from quire.scheduler.load_rate import LoadRate
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 
@@ -280,13 +280,13 @@ class PrefixLoader:
                 self._arrived.notify_all()
 
 
-def closing(owner: object, restoring: PrefixLoader | None) -> Callable[[], None]:
+def closing(owner: object, prefix_loader: PrefixLoader | None) -> Callable[[], None]:
     """What ends a tier: when it is called, when its owner is gone, or with the process."""
-    if restoring is None:
+    if prefix_loader is None:
         return lambda: None
-    return weakref.finalize(owner, restoring.tier.close)
+    return weakref.finalize(owner, prefix_loader.tier.close)
 
 
-def in_flight_bytes(restoring: PrefixLoader | None) -> Callable[[], int]:
+def in_flight_bytes(prefix_loader: PrefixLoader | None) -> Callable[[], int]:
     """Says how many bytes of pages are being filled; none where nothing is restored."""
-    return int if restoring is None else lambda: restoring.loading_bytes
+    return int if prefix_loader is None else lambda: prefix_loader.loading_bytes

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kv.step_log import PROJECT, X_IN, StepLog
-from quire.kv.tables import SLOTS, LaneTable
+from quire.kv.tables import LaneTable
+from quire.layout.offloadable import SLOTS
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_shares import Share

@@ -114,6 +114,10 @@ class HostPool:
         """What is swapped out now."""
         return tuple(self._spaces.values())
 
+    def store(self, pages: Mapping[PageClass, int]) -> "Pooled":
+        """Take room for pages that are to be saved here; see `reserve`."""
+        return Pooled(self, self.reserve(pages))
+
     def reserve(self, pages: Mapping[PageClass, int]) -> HostSpace:
         """Take room for so many pages of each class, all or nothing.
 

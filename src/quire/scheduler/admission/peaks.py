@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import statistics_used
+from quire.layout.offloadable import can_be_offloaded
 from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.statistics import Statistic
-from quire.offload.kv.staging import can_be_offloaded
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, evicting_pages
 from quire.scheduler.admission.need import Alike, Need, alike, need_of
 from quire.scheduler.admission.offload_split import OffloadSplit

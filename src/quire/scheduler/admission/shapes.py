@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass
 
-from quire.kv.tables import SLOTS
+from quire.layout.offloadable import SLOTS
 
 
 @dataclass(frozen=True, slots=True)

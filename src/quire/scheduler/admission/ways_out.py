@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
-from quire.offload.kv.staging import offloaded_token_bytes
+from quire.layout.offloadable import offloaded_token_bytes
 from quire.scheduler.admission.lane_peaks import UNBOUNDED
 from quire.scheduler.admission.need import Need
 

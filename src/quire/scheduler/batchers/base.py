@@ -33,7 +33,7 @@ class BatchState:
     """
 
     running: list[Request]
-    waiting: FairQueue
+    waiting: FairQueue[Request]
     max_num_seqs: int
     max_num_batched_tokens: int
     chunk_tokens: int

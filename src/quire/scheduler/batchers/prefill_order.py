@@ -40,7 +40,7 @@ class SimilarLengths(PrefillOrder):
         window: of one tenant's queue, how many are looked at.
     """
 
-    def __init__(self, waiting: FairQueue, size: int, window: int) -> None:
+    def __init__(self, waiting: FairQueue[Request], size: int, window: int) -> None:
         self._waiting, self._size, self._window = waiting, size, window
         self._groups: dict[str, list[Request]] = {}
 

@@ -27,7 +27,8 @@ from quire.scheduler.batchers.units import (
     waits,
     waits_to_decode,
 )
-from quire.scheduler.request import Order, Request
+from quire.scheduler.request import Request
+from quire.tenancy.fair_queue import Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

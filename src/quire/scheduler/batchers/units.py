@@ -49,7 +49,7 @@ def first_member(unit: Unit) -> Request:
     return members_of(unit)[0]
 
 
-def waits(unit: Unit, waiting: FairQueue) -> bool:
+def waits(unit: Unit, waiting: FairQueue[Request]) -> bool:
     """Whether it stands in the queue."""
     return not has_ended(unit) and first_member(unit) in waiting
 

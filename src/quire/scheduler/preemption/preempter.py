@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire.kv.repacking import repack
 from quire.kv.stored_sequences import Swapped
-from quire.offload.swap.swap import can_swap_in
+from quire.kv.swap import can_swap_in
 from quire.plan.cost import Choice
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
@@ -244,8 +244,8 @@ class Preempter:
         members = [member for member in together(request) if member.row >= 0]
         for member in members:
             self._sequence_memory.sharing.stop_sharing(member)
-            if self._sequence_memory.restoring is not None:
-                self._sequence_memory.restoring.forget(member)
+            if self._sequence_memory.prefix_loader is not None:
+                self._sequence_memory.prefix_loader.forget(member)
         self._sequence_memory.sharing.drop_cached()
         repack(self._memory, *(member.row for member in members))
 

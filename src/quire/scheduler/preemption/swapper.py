@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError, HostPoolFull, UnsoundCombination
 from quire.kv.memory import KVMemory
-from quire.kv.stored_sequences import Swapped
+from quire.kv.stored_sequences import Swapped, SwapSpace
+from quire.kv.swap import append_tail, split_border, swap_in, swap_out
 from quire.layout.pages import PageClass
-from quire.offload.swap.host_pool import HostPool
-from quire.offload.swap.swap import append_tail, split_border, swap_in, swap_out
 from quire.plan.cost import Choice, Holding, best_split, choose
 from quire.plan.learned_costs import LearnedCosts
 from quire.scheduler.request import Request
@@ -45,7 +44,7 @@ class Swapper:
     def __init__(
         self,
         memory: KVMemory,
-        pool: HostPool | None,
+        pool: SwapSpace | None,
         costs: LearnedCosts,
         mode: str,
         clock: Callable[[], float] = time.perf_counter,

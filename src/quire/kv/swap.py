@@ -16,17 +16,23 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.stored_sequences import Payloads, StoredPages, Swapped, SwappedLanes, SwappedSequence
+from quire.kv.stored_sequences import (
+    Payloads,
+    StoredPages,
+    Swapped,
+    SwappedLanes,
+    SwappedSequence,
+    SwapSpace,
+)
 from quire.kv.tables import LaneTable, Rows
 from quire.kv.whole_rows import add_stored, bring_back, can_place
 from quire.layout.pages import PageClass
-from quire.offload.swap.host_pool import HostPool, Pooled
 
 
 def swap_out(
     memory: KVMemory,
     rows: Rows | Sequence[int],
-    pool: HostPool | None = None,
+    pool: SwapSpace | None = None,
     *,
     keep_from: int = 0,
 ) -> Swapped:
@@ -49,7 +55,7 @@ def swap_out(
         )
     sequences, pages = _gather(memory, rows, keep_from)
     counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
-    stored: StoredPages = Payloads() if pool is None else Pooled(pool, pool.reserve(counts))
+    stored: StoredPages = Payloads() if pool is None else pool.store(counts)
     try:
         stored.save(memory, pages)
         memory.release(rows)

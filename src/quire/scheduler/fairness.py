@@ -31,7 +31,9 @@ class Fairness:
         meter: what each tenant has had.
     """
 
-    def __init__(self, book: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue) -> None:
+    def __init__(
+        self, book: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue[Request]
+    ) -> None:
         self.book, self._sharing, self.waiting = book, sharing, waiting
         self.meter = TenantMeter()
         self._here: set[str] = set()

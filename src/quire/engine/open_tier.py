@@ -17,7 +17,6 @@ from quire.kv.prefix import PrefixIndex
 from quire.layout.layout import statistics_used
 from quire.models.fingerprint import fingerprint_decoder, fingerprint_folder
 from quire.models.loader import LoadedModel
-from quire.offload.prefix_store.prefix_identities import SECRET_BYTES
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.base import Tier
@@ -26,6 +25,7 @@ from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.estimator import RateEstimator
 from quire.plan.sizes import parse_size
+from quire.scheduler.prefix_identities import SECRET_BYTES
 
 _FORMAT = "quire prefixes 1"
 _CALL_S = 1e-4
