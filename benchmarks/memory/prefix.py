@@ -93,7 +93,7 @@ def measure_prefix(config: PrefixConfig) -> list[PrefixRun]:
 
 
 def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> PrefixRun:
-    """RequestOutput all requests with a new engine, whose cache is empty."""
+    """Answer all requests with a new engine, whose cache is empty."""
     length = config.system_tokens + config.own_tokens + config.new_tokens + 16
     memory = model.spec.kv_bytes_per_token(4) * length * config.sharers + (32 << 20)
     engine = Engine(

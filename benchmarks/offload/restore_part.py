@@ -72,7 +72,7 @@ def _sheet() -> Table:
             rows.append((model, tokens, name, split / tokens, *(1e3 * t for t in times)))
     return Table(
         name="offload-restore",
-        caption="PrefixLoader a prefix on an H200 by data sheets, ms.",
+        caption="Restoring a prefix on an H200 by data sheets, ms.",
         columns=("model", "tokens", "from", "read again", "load all", "read all", "both"),
         rows=tuple(rows),
     )

@@ -51,7 +51,7 @@ class Arm(Protocol):
         ...
 
     def run(self) -> ArmResult:
-        """RequestOutput all prompts once."""
+        """Answer all prompts once."""
         ...
 
 

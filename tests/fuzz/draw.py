@@ -65,7 +65,7 @@ def _draw_kv(
     rng: random.Random, page_tokens: int, *, evict: str, codec: str, model: str, streams: bool
 ) -> dict[str, object]:
     kv: dict[str, object] = {"page_tokens": page_tokens, "evict": evict, "codec": codec}
-    kv["prefix_cache"] = rng.random() < 0.6
+    kv["enable_prefix_caching"] = rng.random() < 0.6
     kv["scratch"] = rng.choice(("64MiB", "64MiB", "16KiB"))
     if rng.random() < 0.15 and evict == "full":
         kv["attention"] = rng.choice(("gathered", "reference"))
@@ -99,7 +99,7 @@ def _draw_store(rng: random.Random, model: str) -> dict[str, object]:
     longest = LONGEST_PROMPT + MOST_NEW_TOKENS
     if store == "ring":
         return {"store": store}
-    return {"store": store, "store_tokens": longest, "prefix_cache": False}
+    return {"store": store, "store_tokens": longest, "enable_prefix_caching": False}
 
 
 def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:

@@ -165,11 +165,11 @@ def events(workshop: Workshop) -> object:
 def _others(workshop: Workshop) -> Iterable[Engine]:
     """An engine that evicts, and one whose request was cancelled."""
     evicting = workshop.engine(**SMALL_PAGES, evict="recent:cap=16,every=8", record_evictions=True)
-    evicting.submit(PROMPT, greedy(2))
+    evicting.submit(GenerationRequest(PROMPT, greedy(2)))
     finish(evicting)
     yield evicting
     cancelled = workshop.engine(**SMALL_PAGES)
-    request_id = cancelled.submit(PROMPT, greedy(4))
+    request_id = cancelled.submit(GenerationRequest(PROMPT, greedy(4)))
     cancelled.step()
     cancelled.cancel(request_id)
     yield cancelled

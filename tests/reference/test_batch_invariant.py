@@ -77,7 +77,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 def run(model: LoadedModel, numbers: list[int], kv: dict | None = None, **schedule) -> Run:
-    config = KVConfig(**{"memory": "16MiB", "prefix_cache": False, **(kv or {})})
+    config = KVConfig(**{"memory": "16MiB", "enable_prefix_caching": False, **(kv or {})})
     engine = Engine(model, config, ScheduleConfig(**{"batch_invariant": True, **schedule}))
     done, runner = Run(), engine._runner
 
@@ -121,7 +121,7 @@ def drawn(model: LoadedModel, rng: random.Random, kv: dict | None = None) -> tup
     memory = 1 << 24 if rng.random() < 0.3 else int(largest * rng.choice((1.1, 1.4, 2)))
     preempt = rng.choice(("recompute", "recompute", "swap", "auto"))
     requested = {"memory": memory, "swap_space": 0 if preempt == "recompute" else "1MiB"}
-    requested["prefix_cache"] = rng.random() < 0.5
+    requested["enable_prefix_caching"] = rng.random() < 0.5
     schedule = {
         "kv": {**requested, **(kv or {})},
         "chunk_tokens": rng.choice((2, 7, 16, 40, 2048)),

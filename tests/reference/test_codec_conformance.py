@@ -104,7 +104,7 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
         "constants": constants_of(codec, store),
         "evict": rule,
         "evict_allow": "",
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
         **stored_in(store, STORE_TOKENS),
     }
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
@@ -115,7 +115,7 @@ def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
 def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
     """Ring or not: in pages one by one, with the same model."""
     store = "ring" if ring else "paged"
-    kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
+    kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
     kv |= {"constants": constants_of(codec, store)}
     return run(jobs, model=model_for(store), kv=kv, max_num_seqs=1)
@@ -192,7 +192,7 @@ def test_a_head_that_is_read_again_goes_before_a_tail_of_codes(codec):
 
     Not where tokens are kept as they were made: those at the head's end are gone.
     """
-    prompt, kv = PROMPTS["b"], {"codec": codec, "evict_allow": "", "prefix_cache": False}
+    prompt, kv = PROMPTS["b"], {"codec": codec, "evict_allow": "", "enable_prefix_caching": False}
     expected = run({"r": (prompt, "full")}, model="qwen3", kv=kv)
     splits = []
 
@@ -290,7 +290,7 @@ def test_what_a_prefix_lends_and_a_fork_shares_is_not_encoded_again(codec, monke
     kv = {"codec": codec, "evict_allow": ""}
     jobs = {f"r{i}": ([*PROMPTS["b"][:40], 5 + i], "full") for i in range(3)}
 
-    done = run(jobs, model="qwen3", kv=kv | {"prefix_cache": True}, max_num_seqs=1)
+    done = run(jobs, model="qwen3", kv=kv | {"enable_prefix_caching": True}, max_num_seqs=1)
 
     assert sum(usage.cached_tokens for usage in done.usages.values()) == 2 * 40
     tokens = done.engine.stats().num_processed_tokens

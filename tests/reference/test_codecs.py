@@ -65,7 +65,7 @@ def _exact_products():
 
 def answer(codec: str, rule: str, model: str = MODEL, **options) -> Run:
     jobs = {f"r{i}": (prompt, RULES[rule]) for i, prompt in enumerate(PROMPTS)}
-    kv = {"codec": codec, "evict": RULES[rule], "evict_allow": "", "prefix_cache": False}
+    kv = {"codec": codec, "evict": RULES[rule], "evict_allow": "", "enable_prefix_caching": False}
     return run(jobs, model=model, kv=kv | options.pop("kv", {}), **options)
 
 
@@ -117,8 +117,8 @@ def test_every_store_holds_every_codec(codec, store):
 def test_a_shared_prefix_gives_the_answers_of_an_own_one(codec):
     jobs = {f"r{i}": ([*PROMPTS[-1][:40], 5 + i], "full") for i in range(3)}
     kv = {"codec": codec, "evict_allow": ""}
-    alone = run(jobs, model=MODEL, kv=kv | {"prefix_cache": False})
-    shared = run(jobs, model=MODEL, kv=kv | {"prefix_cache": True}, max_num_seqs=1)
+    alone = run(jobs, model=MODEL, kv=kv | {"enable_prefix_caching": False})
+    shared = run(jobs, model=MODEL, kv=kv | {"enable_prefix_caching": True}, max_num_seqs=1)
 
     assert sum(usage.cached_tokens for usage in shared.usages.values()) == 2 * 40
     assert largest_difference(shared.logits, alone.logits) <= 1e-4

@@ -87,7 +87,7 @@ def run(
     Each is taken out `preempts` times, some steps after tokens have left it.
     """
     if engine is None:
-        options = {"evict_allow": ALLOW, "prefix_cache": False} | (kv or {})
+        options = {"evict_allow": ALLOW, "enable_prefix_caching": False} | (kv or {})
         config = KVConfig(
             memory=memory,
             swap_space=host,
@@ -332,7 +332,7 @@ def test_prefixes_are_shared_by_all_policies_up_to_where_one_would_evict():
         "decoding": (prompt, f"recent:{BLOCKS},when=decode"),
         "whole": (prompt, "full"),
     }
-    cached = one_by_one(jobs, kv={"prefix_cache": True})
+    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
     fresh = one_by_one(jobs)
 
     assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
@@ -357,7 +357,7 @@ def test_who_needs_statistics_begins_where_they_were_kept():
         "third": ([*same, *[8] * 20], rule),
         "tova": ([*same, *[5] * 20], f"tova:{BLOCKS},when=decode"),
     }
-    cached = one_by_one(jobs, kv={"prefix_cache": True})
+    cached = one_by_one(jobs, kv={"enable_prefix_caching": True})
     fresh = one_by_one(jobs)
 
     assert {name: usage.cached_tokens for name, usage in cached.usages.items()} == {
@@ -375,7 +375,7 @@ def test_who_needs_statistics_begins_where_they_were_kept():
 
 
 @pytest.mark.parametrize(
-    ("started_with", "asked", "says"),
+    ("started_with", "requested", "says"),
     [
         ({}, "h2o:cap=99", "serves full, got 'h2o:cap=99'; start it with --evict-allow 'h2o'"),
         ({"evict": RULES["recent"]}, "tova:cap=90", "serves full, recent, got 'tova:cap=90'"),

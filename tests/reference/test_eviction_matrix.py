@@ -216,7 +216,7 @@ def run_case(case: Case, evict: dict | None = None, *, traced: bool = False, **o
         name: (prompt, evict[name] if evict else case.with_cap(CAP, option))
         for name, (prompt, option) in case.requests.items()
     }
-    kv = {"evict": case.text, "prefix_cache": False, "evict_allow": ""}
+    kv = {"evict": case.text, "enable_prefix_caching": False, "evict_allow": ""}
     return run(jobs, kv=kv, before_step=before_step, **({"page_tokens": PAGE_TOKENS} | options))
 
 

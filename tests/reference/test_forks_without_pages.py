@@ -46,7 +46,7 @@ def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object)
         page_tokens=4,
         codec=codec,
         evict=f"{rule}:cap={cap},every=4,when=pressure",
-        enable_prefix_caching=options.pop("prefix_cache", True),
+        enable_prefix_caching=options.pop("enable_prefix_caching", True),
     )
     return Engine(model(), kv, ScheduleConfig(max_num_seqs=8, chunk_tokens=16, **options))
 

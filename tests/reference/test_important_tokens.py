@@ -38,7 +38,7 @@ def _exact_products():
 
 
 def answer(rule: str = RULE, codec: str = CODEC, **options) -> Run:
-    kv = {"codec": codec, "evict": rule, "evict_allow": "", "prefix_cache": False}
+    kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     kv |= options.pop("kv", {})
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
     return run(jobs, model="qwen3", kv=kv, **options)
@@ -123,7 +123,7 @@ def test_the_tokens_that_score_highest_are_raised(monkeypatch):
 
     monkeypatch.setattr(policy, "score", scoring)
     rule = f"keydiff:cap=30,every={EVERY}"
-    kv = {"codec": CODEC, "evict": rule, "evict_allow": "", "prefix_cache": False}
+    kv = {"codec": CODEC, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
     done = run({"r": (PROMPTS["b"], rule)}, model="qwen3", kv=kv)
 
     sets = done.engine.eviction_trace("r")
@@ -221,7 +221,7 @@ def test_a_request_cannot_ask_for_a_rule_that_cannot_choose():
 
 def test_a_prefix_that_is_lent_brings_no_records_along():
     """The second request shares pages of codes and chooses for itself."""
-    kv = {"prefix_cache": True}
+    kv = {"enable_prefix_caching": True}
     prompt = PROMPTS["b"][:24]
     jobs = {f"r{i}": (prompt + [9 + i] * 20, RULE) for i in range(3)}
     config = {"codec": CODEC, "evict": RULE, "evict_allow": ""}

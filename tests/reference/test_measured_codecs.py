@@ -69,7 +69,7 @@ def answer(codec: str, rule: str, folder, model: str = MODEL, **options) -> Run:
         "codec": codec,
         "evict": RULES[rule],
         "evict_allow": "",
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
         "constants": str(folder / model),
     }
     jobs = {name: (prompt, RULES[rule]) for name, prompt in PROMPTS.items()}
@@ -123,7 +123,7 @@ def test_each_head_of_each_layer_is_decoded_with_its_own_constants(rule, model, 
                     found.update(zip(group.layers, keys.chunk(len(group.layers)), strict=True))
 
     prompt, wide = LEARNT_FROM[:40], RULES[rule].replace("cap=24", "cap=99")
-    kv = {"codec": "int8_channel", "evict": wide, "evict_allow": "", "prefix_cache": False}
+    kv = {"codec": "int8_channel", "evict": wide, "evict_allow": "", "enable_prefix_caching": False}
     constants = {"constants": str(folder / model)}
     run({"r": (prompt, wide)}, model=model, kv=kv | constants, before_step=note)
 
@@ -234,7 +234,7 @@ def test_vectors_are_those_that_the_engine_stores():
                 reader = LaneReader(engine.pool.kv, "full", request.row)
                 seen["keys"], seen["values"] = reader.keys(), reader.values()
 
-    kv = {"evict_allow": "", "prefix_cache": False}
+    kv = {"evict_allow": "", "enable_prefix_caching": False}
     run({"r": (LEARNT_FROM[:64], "full")}, model=MODEL, kv=kv, before_step=note)
     layers = read_vectors(load(MODEL).decoder, LEARNT_FROM[:64])
     for side, numbers in (("keys", "key"), ("values", "value")):

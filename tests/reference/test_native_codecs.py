@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens):
     """A number between two codes may become either: see tests/exact_products.py."""
-    kv = {"codec": codec, "prefix_cache": False}
+    kv = {"codec": codec, "enable_prefix_caching": False}
     found = [
         run(JOBS, model=MODEL, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)
         for name in ("native", "gathered")

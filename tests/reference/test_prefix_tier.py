@@ -522,7 +522,11 @@ def test_random_delays_and_damage_change_no_answer(name, seed, tmp_path, monkeyp
         ({"disk_memory": "8MiB", "disk_path": "x", "remote": "a:1"}, ConfigError, "not in both"),
         ({"remote": "nowhere"}, ConfigError, "HOST:PORT"),
         ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store"),
-        ({"remote": "a:1", "prefix_cache": False}, ConfigError, "--no-enable-prefix-caching"),
+        (
+            {"remote": "a:1", "enable_prefix_caching": False},
+            ConfigError,
+            "--no-enable-prefix-caching",
+        ),
         (
             {"remote": "a:1", "store": "contiguous_growing"},
             UnsoundCombination,

@@ -157,7 +157,7 @@ def test_those_that_begin_with_what_others_read_in_the_same_step_come_behind_the
         {"evict": "average:cap=12,every=4"},
         {"memory": "100KiB"},
         {"memory": "64KiB", "offload_memory": "1MiB"},
-        {"prefix_cache": False, "attention": "gathered"},
+        {"enable_prefix_caching": False, "attention": "gathered"},
     ],
     ids=["int8", "average", "preempted", "fronts_on_the_host", "gathered"],
 )

@@ -364,7 +364,7 @@ def test_other_rules_need_an_engine_with_other_pages(llama):
         engine.submit(GenerationRequest([5] * 9, greedy(4), evict="recent:cap=24,every=6"))
     for evict in ("full", "sinks:cap=24,every=6"):
         with pytest.raises(RequestError, match="start one with --evict streaming"):
-            engine_of(llama, evict=evict).submit([5] * 9, greedy(4), evict=EVICT)
+            engine_of(llama, evict=evict).submit(GenerationRequest([5] * 9, greedy(4), evict=EVICT))
 
 
 def test_other_numbers_and_full_may_be_asked_for(llama):

@@ -283,7 +283,7 @@ def test_a_request_that_never_fits_runs_with_its_front_on_the_host():
     memory = int(0.6 * row_bytes("qwen3"))
     small = Engine(model_of("qwen3"), KVConfig(memory=memory, page_tokens=4))
     with pytest.raises(NeverFits, match="--kv-offload-memory"):
-        small.submit(PROMPTS["b"], greedy(NEW_TOKENS))
+        small.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS)))
 
     engine, logits, _ = run("qwen3", 0.6)
 

@@ -39,7 +39,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Memory for weights, e.g. 4GiB: layers beyond it are brought; or all."),
     ] = ALL_WEIGHTS,
     disk_kv_memory: Annotated[
-        str, typer.Option(help="FreePages on disk for cached prefixes, e.g. 200GiB.")
+        str, typer.Option(help="Room on disk for cached prefixes, e.g. 200GiB.")
     ] = "0",
     headroom: Annotated[
         str | None, typer.Option(help="Memory left alone, e.g. 1GiB. Default: a tenth.")

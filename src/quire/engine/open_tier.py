@@ -27,7 +27,7 @@ from quire.plan.estimator import RateEstimator
 from quire.plan.sizes import parse_size
 from quire.scheduler.prefix_identities import SECRET_BYTES
 
-_FORMAT = "quire prefixes 1"
+_FORMAT = "quire prefixes 2"
 _CALL_S = 1e-4
 _SLOW_BYTES_PER_S = 1e8  # where nothing could be measured
 _PROBE, _PROBE_BYTES = "probe", 2 * BLOCK_BYTES

@@ -92,7 +92,7 @@ class EventLog:
         self._listeners: tuple[Listener, ...] = ()
 
     def now_s(self) -> float:
-        """Prefill of the clock that events are stamped with."""
+        """Reading of the clock that events are stamped with."""
         return self._clock()
 
     def subscribe(self, listener: Listener) -> None:

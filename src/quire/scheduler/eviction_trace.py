@@ -161,8 +161,8 @@ def retained_sets(trace: Sequence[EvictionEntry]) -> Iterator[RetainedSets]:
         kept = [_without(held, new, gone) for held, gone in zip(kept, left, strict=True)]
         length, finer = entry.num_computed, None
         if entry.promoted is not None:
-            promoted = entry.promoted.by_lane
-            promoted = [_without(*lane) for lane in zip(promoted, promoted, left, strict=True)]
+            newly = entry.promoted.by_lane
+            promoted = [_without(*lane) for lane in zip(promoted, newly, left, strict=True)]
             finer = tuple(promoted)
         yield RetainedSets(entry.num_computed, tuple(kept), finer)
 

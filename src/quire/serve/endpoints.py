@@ -94,7 +94,7 @@ class Endpoints:
         return await self._reply(body, request, prompts, params, writers, envelope)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """RequestOutput a conversation."""
+        """Answer a conversation."""
         with naming_fields_of(body):
             return await self._chat(body, request)
 

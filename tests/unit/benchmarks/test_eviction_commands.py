@@ -230,7 +230,7 @@ def test_the_quick_run_is_smaller_in_every_part():
     assert replace(full, model="quire-tiny") == full
 
 
-@pytest.mark.parametrize(("asked", "expected"), [((), 10), (("--prompts", "1"), 1)])
+@pytest.mark.parametrize(("requested", "expected"), [((), 10), (("--prompts", "1"), 1)])
 def test_what_is_said_of_prompts_holds_for_a_quick_run_too(requested, expected, monkeypatch):
     made = []
 

@@ -21,16 +21,16 @@ def read(tmp_path: Path):
 @pytest.mark.parametrize(
     "text",
     [
-        "kv-memory = '3MiB'\nstep-tokens = 7\nseed = 5",
-        "kv_memory = '3MiB'\nstep_tokens = 7\nseed = 5",
-        "[kv]\nmemory = '3MiB'\n[schedule]\nstep_tokens = 7\n[sampling]\nseed = 5",
-        "[kv]\nkv-memory = '3MiB'\n[schedule]\nstep-tokens = 7\n[sampling]\nseed = 5",
+        "kv-memory = '3MiB'\nmax-num-batched-tokens = 7\nseed = 5",
+        "kv_memory = '3MiB'\nmax_num_batched_tokens = 7\nseed = 5",
+        "[kv]\nmemory = '3MiB'\n[schedule]\nmax_num_batched_tokens = 7\n[sampling]\nseed = 5",
+        "[kv]\nkv-memory = '3MiB'\n[schedule]\nmax-num-batched-tokens = 7\n[sampling]\nseed = 5",
     ],
 )
 def test_names_may_be_flat_or_in_tables_with_dashes_or_underscores(read, text):
     assert read(text) == (
         None,
-        {"kv_memory": "3MiB", "schedule_step_tokens": 7, "sampling_seed": 5},
+        {"kv_memory": "3MiB", "schedule_max_num_batched_tokens": 7, "sampling_seed": 5},
     )
 
 
@@ -71,9 +71,9 @@ def test_an_unknown_name_offers_the_nearest(read, text, nearest):
     [
         "kv-memory = 1.5",
         "kv-memory = true",
-        "step-tokens = '7'",
-        "step-tokens = 7.0",
-        "step-tokens = true",
+        "max-num-batched-tokens = '7'",
+        "max-num-batched-tokens = 7.0",
+        "max-num-batched-tokens = true",
         "temperature = 'warm'",
         "verify = 1",
         "dtype = 32",

@@ -26,7 +26,7 @@ def test_every_registered_policy_is_listed_with_what_it_does_and_its_source():
         assert row.summary
         assert row.source
         assert row.cost
-        assert row.granularity in ("lane", "layer")
+        assert row.scope in ("lane", "layer")
 
 
 def test_every_registered_budget_is_listed_with_when_it_looks():

@@ -54,7 +54,7 @@ def test_flags_follow_the_metadata_and_else_the_field():
     flags = {found.name: found.flag for found in options_of((MODEL, KV))}
 
     assert flags["memory"] == "kv-memory"
-    assert flags["page_tokens"] == "page-tokens"
+    assert flags["page_tokens"] == "block-size"
     assert flags["trust_remote_code"] == "trust-remote-code"
 
 

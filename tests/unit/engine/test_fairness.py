@@ -12,7 +12,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step_plan import StepPlan
-from quire.tenancy import tenant_meter
+from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS
 from unit.engine.scheduler_load import make_layout
 
@@ -133,7 +133,7 @@ def test_a_prompt_that_became_public_is_hashed_anew():
 
 
 def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
-    monkeypatch.setattr(tenant_meter, "IDLE_KEPT", 20)
+    monkeypatch.setattr(meter, "IDLE_KEPT", 20)
     service = Service()
     for number in range(300):
         request = service.submit(tenant=f"user-{number}", max_tokens=1)

@@ -92,7 +92,7 @@ def test_without_it_blocks_over_the_libraries_own_threshold_are_taken_anew():
     assert json.loads(run_apart(large, "keep", "main"))["faults"] < 1_000
 
 
-@pytest.mark.parametrize(("asked", "calls"), [("keep", 1), ("return", 0)])
+@pytest.mark.parametrize(("requested", "calls"), [("keep", 1), ("return", 0)])
 def test_an_engine_on_a_cpu_asks_for_it_unless_told_not_to(requested, calls):
     assert int(run_apart(ENGINES, requested)) == calls
 

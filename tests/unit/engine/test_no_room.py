@@ -113,7 +113,9 @@ OPTIONS = {"--kv-memory": "memory", "--kv-offload-memory": "offload_memory"}
 def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) -> str:
     kv = KVConfig(memory=memory, offload_memory=stream, offload_recompute="off")
     with pytest.raises(NeverFits) as refusal:
-        Engine(load(name, times=3), kv).submit(prompt, SamplingParams(max_tokens=8))
+        Engine(load(name, times=3), kv).submit(
+            GenerationRequest(prompt, SamplingParams(max_tokens=8))
+        )
     return str(refusal.value)
 
 

@@ -54,7 +54,9 @@ def test_a_prompt_asked_again_is_read_from_its_last_page_on(model):
 
 
 def test_requests_of_one_step_share_what_one_of_them_reads(model):
-    alone, _ = ask(engine_of(model, kv={"prefix_cache": False}), [[*PROMPT, i] for i in range(3)])
+    alone, _ = ask(
+        engine_of(model, kv={"enable_prefix_caching": False}), [[*PROMPT, i] for i in range(3)]
+    )
     engine = engine_of(model)
 
     answers, usages = ask(engine, [[*PROMPT, i] for i in range(3)])
@@ -82,7 +84,7 @@ def test_answers_are_part_of_what_is_found(model):
     [after], [usage] = ask(engine, [whole])
 
     assert usage.cached_tokens == found
-    [alone], _ = ask(engine_of(model, kv={"prefix_cache": False}), [whole])
+    [alone], _ = ask(engine_of(model, kv={"enable_prefix_caching": False}), [whole])
     assert after == alone
 
 
@@ -114,7 +116,7 @@ def test_a_prompt_whose_tokens_are_scored_is_read_whole(model):
 
 
 def test_without_the_cache_nothing_is_kept(model):
-    engine = engine_of(model, kv={"prefix_cache": False})
+    engine = engine_of(model, kv={"enable_prefix_caching": False})
     ask(engine, [PROMPT])
     _, [usage] = ask(engine, [PROMPT])
 
@@ -162,7 +164,8 @@ def test_nothing_is_published_after_an_eviction():
     [first], _ = ask(engine, [PROMPT])
     [second], [usage] = ask(engine, [PROMPT])
     [other], _ = ask(
-        engine_of(model, kv={"evict": "recent:cap=8,every=2", "prefix_cache": False}), [PROMPT]
+        engine_of(model, kv={"evict": "recent:cap=8,every=2", "enable_prefix_caching": False}),
+        [PROMPT],
     )
 
     assert usage.cached_tokens == 8
@@ -188,7 +191,7 @@ def test_cached_prefixes_give_way_to_whoever_needs_the_room():
     for start in range(6):
         prompt = [start + 2] * 16
         [answer], _ = ask(engine, [prompt])
-        [alone], _ = ask(engine_of(model, kv={"prefix_cache": False}), [prompt])
+        [alone], _ = ask(engine_of(model, kv={"enable_prefix_caching": False}), [prompt])
         assert answer == alone
 
     assert engine.stats().num_preemptions == 0

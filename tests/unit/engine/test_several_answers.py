@@ -385,7 +385,7 @@ def test_answers_that_cannot_run_together_are_the_same(llama, limit):
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"room": 1.2}, {"max_num_seqs": 3}])
 def test_answers_that_take_turns_count_the_bytes_of_those_that_ran_at_once(llama, limits):
-    """FreePages for 1.2 of them, or for one, is what five can hold at any time."""
+    """Room for 1.2 of them, or for one, is what five can hold at any time."""
     engine = engine_of(llama, **limits)
     page_bytes = engine.pool.kv.memory.layout.page_classes[0].page_bytes
     usage = answer(engine, drawn(n=5)).usage

@@ -182,7 +182,7 @@ def test_a_request_must_fit_what_its_engine_is_sure_of(models):
     _, parties = together(models, "160KiB", llama_mqa="16KiB", gpt2="72KiB")
 
     with pytest.raises(NeverFits, match=r"pool has 16,384 B.* raise guaranteed= to \d+KiB"):
-        parties["llama_mqa"].submit(list(range(2, 120)), engines.greedy(200))
+        parties["llama_mqa"].submit(GenerationRequest(list(range(2, 120)), engines.greedy(200)))
 
 
 def test_guarantees_over_the_pool_are_refused_with_the_numbers():
@@ -258,7 +258,7 @@ def test_a_member_that_leaves_drops_its_cache_and_frees_its_guarantee(models, ex
     pool.check()
     assert parties["llama_mqa"].pool.kv.memory.total_bytes == pool.total_bytes
     with pytest.raises(NeverFits):
-        parties["gpt2"].submit([2, 3], engines.greedy(1))
+        parties["gpt2"].submit(GenerationRequest([2, 3], engines.greedy(1)))
     Engine(models["gpt2"], KV, pool=pool.join("gpt2", guaranteed="76KiB"))
 
 

@@ -47,7 +47,7 @@ def need(prompt, generated, eviction=KEEP_ALL, *, streams=True):
 
 
 @pytest.mark.parametrize(
-    ("peaks", "asked", "says"),
+    ("peaks", "requested", "says"),
     [
         pytest.param(
             peaks_of(FULL, FULL),

@@ -105,7 +105,7 @@ def test_writing_again_replaces_and_dropping_frees(tier):
 def test_a_full_tier_says_so_and_keeps_what_it_has(tier):
     tier.write("a", data_of(6 * MIB))
 
-    with pytest.raises(StorageError, match=r"'b' needs .*raise --(host|disk)-kv-memory"):
+    with pytest.raises(StorageError, match=r"'b' needs .*raise --(swap-space|disk-kv-memory)"):
         tier.write("b", data_of(3 * MIB))
     with pytest.raises(StorageError, match="'a' needs"):
         tier.write("a", data_of(3 * MIB))

@@ -161,8 +161,8 @@ def test_nothing_that_evicts_has_no_records():
     ("text", "reason"),
     [
         ("int4+residual=9+promoted=0:int8", "from 1 to 65536, and their codec"),
-        ("int4+residual=9+promoted=int8", "such as important=32:int8"),
-        ("int4+residual=9+promoted=3", "such as important=32:int8"),
+        ("int4+residual=9+promoted=int8", "such as promoted=32:int8"),
+        ("int4+residual=9+promoted=3", "such as promoted=32:int8"),
         ("int4+residual=9+promoted=3:float16", r"sinks= and residual= keep tokens as"),
         ("int4+residual=9+promoted=3:int8/int4_page", "encoded by itself"),
         ("int4+residual=9+promoted=3:int8_channel", "without measured constants"),
@@ -182,7 +182,7 @@ def test_records_that_cannot_be_are_refused(text, reason):
 
 def test_a_codec_without_records_is_the_same_but_for_them():
     assert without_records(MIXED) == "int4+residual=64"
-    assert without_records("int2 + important = 3:int8 + sinks=4") == "int2 + sinks=4"
+    assert without_records("int2 + promoted = 3:int8 + sinks=4") == "int2 + sinks=4"
     assert without_records("int8/int4") == "int8/int4"
 
 
@@ -226,7 +226,7 @@ def test_all_layers_may_be_plain():
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "reason"),
+    ("text", "requested", "reason"),
     [
         ("int8/int4_page", {"evicts": True}, "share their scales"),
         ("int8/int4_page", {"evicts": True, "by_page": True, "in_runs": True}, "in a run"),
@@ -246,7 +246,7 @@ def test_every_row_of_the_table_is_reached(text, requested, reason):
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"),
+    ("text", "requested"),
     [
         ("int8", {"evicts": True, "in_runs": True}),
         ("kivi4", {"in_runs": True}),

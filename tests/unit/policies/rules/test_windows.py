@@ -58,7 +58,7 @@ def test_tova_keeps_what_the_last_query_of_a_layer_looks_at(group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_tova_can_keep_a_set_for_each_kv_head(group):
     history = make_history(group=group, seed=1)
-    policy = TOVA(granularity="lane", sinks=1)
+    policy = TOVA(scope="lane", sinks=1)
     view = history.view(policy.statistics)
     keep = keep_of(view, 0.5)
 
