@@ -11,6 +11,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
     from quire.api.llm import LLM
+    from quire.config.generation_request import GenerationRequest
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
     from quire.sampling.outputs import OutputDelta, RequestOutput, Usage
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "GenerationRequest",
     "KVConfig",
     "OutputDelta",
     "RequestOutput",
@@ -29,11 +31,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "quire.api.llm",
-    "RequestOutput": "quire.sampling.outputs",
     "AsyncLLM": "quire.api.async_llm",
-    "OutputDelta": "quire.sampling.outputs",
+    "GenerationRequest": "quire.config.generation_request",
     "KVConfig": "quire.config.kv_config",
+    "LLM": "quire.api.llm",
+    "OutputDelta": "quire.sampling.outputs",
+    "RequestOutput": "quire.sampling.outputs",
     "SamplingParams": "quire.config.sampling_params",
     "ScheduleConfig": "quire.scheduler.schedule_config",
     "Usage": "quire.sampling.outputs",

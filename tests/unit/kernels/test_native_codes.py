@@ -173,7 +173,8 @@ def test_walks_with_queries_in_half_precision(path, case, group, softcap, sharpn
     expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
     got, sums = on_codes(native(path), lanes, pages, query, math)
 
-    torch.testing.assert_close(got.float(), expected, atol=2e-4, rtol=2**-8)
+    # an output that is near 0 because its terms cancel keeps the rounding of the terms
+    torch.testing.assert_close(got.float(), expected, atol=4e-4, rtol=2**-8)
     torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
 
 
