@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from type_checks import check_types
+from support.type_checks import check_types
 
 check_types()  # before anything of quire is imported
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-import zoo
 from quire.cli.main import app
+from support import zoo
 
 Quire = Callable[..., Result]
 

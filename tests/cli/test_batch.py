@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line import last_json, read_records, write_lines
 from quire.cli import batch_run
+from support.command_line import last_json, read_records, write_lines
 
 OPTIONS = ("--kv-memory", "64KiB", "--max-tokens", "6", "--no-verify")
 BAD = [

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import zoo
-from command_line import read_records, write_lines
+from support import zoo
+from support.command_line import read_records, write_lines
 
 KILLS = 6
 NUM_LINES = 120

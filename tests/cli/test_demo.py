@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from command_line import last_json
 from quire.api.llm import LLM
 from quire.cli import doctor as doctor_module
 from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
@@ -12,6 +11,7 @@ from quire.cli.exactness import Exactness, compare_with_generate
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, ModelError
 from quire.evals.tasks import rough_measure
+from support.command_line import last_json
 
 
 @pytest.fixture(scope="module")

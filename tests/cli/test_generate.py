@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import zoo
-from command_line import last_json, read_records
 from quire import LLM, KVConfig, SamplingParams
 from quire.serve.config import ServerConfig
+from support import zoo
+from support.command_line import last_json, read_records
 
 QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
 PROMPT = "<|doc|>The king said"

@@ -7,10 +7,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from option_sweep import VALUES, arguments_of, commands, options_of, problem
 from quire.cli.main import app
 from quire.cli.settings import Settings
 from quire.errors import QuireError
+from support.option_sweep import VALUES, arguments_of, commands, options_of, problem
 
 LOADING = ("generate", "chat", "batch", "serve", "eval gate")
 HUGE = "100000000000"

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from snippets import ROOT, snippets
+from support.snippets import ROOT, snippets
 
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "training" / "README.md"])

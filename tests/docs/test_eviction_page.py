@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.result import HeatMap, PartResult, Table
-from snippets import ROOT
+from support.snippets import ROOT
 
 
 @pytest.fixture

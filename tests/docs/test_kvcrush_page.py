@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from measured_pages import load_maker, run_object
+from support.measured_pages import load_maker, run_object
 
 
 @pytest.fixture

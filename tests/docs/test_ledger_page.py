@@ -3,10 +3,10 @@
 import json
 import re
 
-import engines
 from quire.config.generation_request import GenerationRequest
 from quire.scheduler.events import KEPT_EVENTS, KINDS
-from snippets import ROOT
+from support import engines
+from support.snippets import ROOT
 from unit.engine.test_ledger import prove_sums
 
 PAGE = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")

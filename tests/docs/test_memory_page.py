@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.memory.parts import PARTS
-from snippets import ROOT
+from support.snippets import ROOT
 
 
 @pytest.fixture

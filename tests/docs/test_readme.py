@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import zoo
 from quire.layout.refusals import REFUSED
 from quire.plan.sizes import format_size
-from snippets import ROOT, snippets
+from support import zoo
+from support.snippets import ROOT, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

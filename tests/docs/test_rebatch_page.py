@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 from benchmarks.rebatch.parts import PARTS
-from measured_pages import load_maker, run_object
 from quire.hf.dynamic.rules.registry import rule_names
-from snippets import ROOT, snippets
+from support.measured_pages import load_maker, run_object
+from support.snippets import ROOT, snippets
 
 PAGE = ROOT / "docs" / "rebatching.md"
 

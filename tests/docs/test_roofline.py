@@ -10,7 +10,7 @@ import pytest
 
 from quire.plan.measured import ENGINE
 from quire.plan.parts import PARTS
-from snippets import ROOT
+from support.snippets import ROOT
 
 
 @pytest.fixture

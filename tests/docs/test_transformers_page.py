@@ -2,7 +2,7 @@
 
 import pytest
 
-from snippets import ROOT, snippets
+from support.snippets import ROOT, snippets
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -8,8 +8,6 @@ from functools import cache
 import pytest
 from transformers.pytorch_utils import Conv1D
 
-from engines import load
-from exact_products import use_exact_products
 from fuzz.case import Case, RequestCase
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -18,6 +16,8 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.models.loader import LoadedModel, load_model
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import load
+from support.exact_products import use_exact_products
 
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pressure import POISON, poison
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
 from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.scheduler.eviction_trace import EvictionEntry
+from support.pressure import POISON, poison
 
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
 """Tokens, digests of the evictions so far, and rotary regime: what logits are a function of."""

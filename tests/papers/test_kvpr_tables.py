@@ -5,9 +5,9 @@ docs/offload.md lists the parts that contradict each other with the same arithme
 
 import pytest
 
-from offload_shapes import OPT_6_7B, OPT_13B, OPT_30B, opt
 from quire.plan.offload.rates import offload_rates
 from quire.plan.offload.split import paper_split
+from support.offload_shapes import OPT_6_7B, OPT_13B, OPT_30B, opt
 
 pytestmark = pytest.mark.paper
 MIB, GIB = 2**20, 2**30

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
-from engines import load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -28,6 +26,8 @@ from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_plan import StepPlan
+from support import zoo
+from support.engines import load
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from engines import load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers.registry import BATCHERS
 from quire.scheduler.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import load, make_prompts
 
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2")  # mistral: windows only
 FULL = ("llama", "opt", "gpt2")

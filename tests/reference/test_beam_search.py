@@ -6,12 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-import engines
-import zoo
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.sampling.outputs import OutputBuilder, RequestOutput
+from support import engines, zoo
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 10

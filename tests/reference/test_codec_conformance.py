@@ -4,7 +4,7 @@ A new codec, rule or store is in here by being there. Beside `undisturbed` (a re
 one by one) stands a run in chunks, with companions, in some store, whose requests are swapped out
 or read again behind evictions: the same tokens stay, and logits are within 1e-4.
 
-Products are exact (tests/exact_products.py), so that what should be equal is.
+Products are exact (tests/support/exact_products.py), so that what should be equal is.
 """
 
 from collections import Counter
@@ -14,8 +14,6 @@ from itertools import product
 import pytest
 import torch
 
-from engines import greedy, load, stored_in
-from exact_products import use_exact_products
 from quire.codecs.registry import registered as registered_codecs
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -35,6 +33,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from reference.test_eviction_matrix import Case
+from support.engines import greedy, load, stored_in
+from support.exact_products import use_exact_products
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
 MODELS = ("qwen3", "gemma2")

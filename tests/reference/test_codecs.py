@@ -1,7 +1,7 @@
 """Codecs in the engine: what disturbs a request changes no logit of it, and bytes are as counted.
 
-Every codec x store x rules of eviction, pairwise. Products are exact (tests/exact_products.py), so
-that what should be equal is.
+Every codec x store x rules of eviction, pairwise. Products are exact
+(tests/support/exact_products.py), so that what should be equal is.
 """
 
 from functools import cache
@@ -10,8 +10,6 @@ from itertools import cycle
 import pytest
 import torch
 
-from engines import greedy, load, make_prompts, stored_in
-from exact_products import use_exact_products
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -22,6 +20,8 @@ from quire.layout.kv_format import fill_plain, read_format
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
+from support.engines import greedy, load, make_prompts, stored_in
+from support.exact_products import use_exact_products
 
 MODEL = "qwen3"  # heads of 16 numbers
 BY_TOKEN = [

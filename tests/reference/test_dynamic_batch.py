@@ -8,11 +8,11 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
-from dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
-from engines import Expected, engine_for, expect, greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.hf import DynamicBatch
 from quire.kv.dense.slab import DenseSlab
+from support.dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
+from support.engines import Expected, engine_for, expect, greedy, load, make_prompts
 
 PROMPTS = make_prompts(10, 60, seed=5)
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2", "qwen2_window", "gpt_oss", "mixtral")

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 
-import zoo
-from engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
 from quire.sampling.sampler import SampledToken
+from support import zoo
+from support.engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load, make_prompts
 
 TOLERANCE = 1e-4
 NUM_PROMPTS, LONGEST = 32, 40

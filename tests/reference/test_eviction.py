@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-import zoo
-from engines import greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -12,6 +10,8 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import zoo
+from support.engines import greedy, load, make_prompts
 
 CAP, EVERY, SINKS = 24, 6, 2
 EVICT = f"recent:cap={CAP},every={EVERY},sinks={SINKS}"

@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 import torch
 
-from engines import greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from quire.policies.registry import policy_of, registered
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
+from support.engines import greedy, load, make_prompts
 
 CAP, EVERY, NEW_TOKENS = 24, 6, 14
 BLOCKS = f"cap={CAP},every={EVERY}"

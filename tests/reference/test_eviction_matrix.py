@@ -24,8 +24,6 @@ from itertools import cycle
 import pytest
 import torch
 
-import zoo
-from engines import make_prompts
 from quire.engine.core import Engine
 from quire.errors import UnsoundCombination
 from quire.eviction.eviction import PolicyEvictor
@@ -39,6 +37,8 @@ from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
 from quire.scheduler.eviction_trace import retained_sets
 from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
+from support import zoo
+from support.engines import make_prompts
 
 CAP, EVERY, PIECE, PAGE_TOKENS = 36, 5, 3, 4
 HIGH_AND_LOW = f"{CAP + 5}/{CAP - 5}"

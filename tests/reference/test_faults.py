@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from pressure import Watched, drive, engine_under, make_jobs, submit
 from reference.test_pressure import TOLERANCE, model_of
+from support.pressure import Watched, drive, engine_under, make_jobs, submit
 
 
 class Failing:

@@ -5,8 +5,6 @@ from functools import cache
 
 import pytest
 
-import zoo
-from engines import load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -17,6 +15,8 @@ from quire.scheduler.admission.need import Need
 from quire.scheduler.forks import NO_PAGES
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
+from support import zoo
+from support.engines import load
 
 NEW_TOKENS = 10
 LENGTHS = (30, 44, 58)  # of the prompts

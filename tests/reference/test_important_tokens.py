@@ -9,8 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engines import greedy, load, stored_in
-from exact_products import use_exact_products
 from quire.codecs.fp8 import Float8
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -22,6 +20,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_codec_conformance import RENUMBERS, Encoders, rule_of
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
+from support.engines import greedy, load, stored_in
+from support.exact_products import use_exact_products
 
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 RECORDS, EVERY = 5, 8

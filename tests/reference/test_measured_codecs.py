@@ -9,8 +9,6 @@ from functools import cache
 import pytest
 import torch
 
-from engines import greedy, load
-from exact_products import use_exact_products
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -24,6 +22,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference import test_eviction_engine
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
+from support.engines import greedy, load
+from support.exact_products import use_exact_products
 
 MODEL = "qwen3"
 MEASURED = [name for name, codec in CODECS.items() if codec.constants]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines import make_prompts
 from quire.kernels.native.library import NativeLibrary, load_library
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import run
+from support.engines import make_prompts
 
 MODEL = "qwen3"  # heads of 16 numbers
 JOBS = {f"r{i}": (prompt, "full") for i, prompt in enumerate(make_prompts(2, 60, seed=3))}
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("codec", ["int8", "int4/int8", "int4_outliers"])
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens):
-    """A number between two codes may become either: see tests/exact_products.py."""
+    """A number between two codes may become either: see tests/support/exact_products.py."""
     kv = {"codec": codec, "enable_prefix_caching": False}
     found = [
         run(JOBS, model=MODEL, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)

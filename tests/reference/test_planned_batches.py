@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.batch_max.batches import rows_that_fit
-from engines import load
 from quire.cli.plan_batches import BatchQuestion, batch_report
 from quire.config.kv_config import KVConfig
 from quire.plan.ceilings import NotUsable
+from support.engines import load
 
 
 @pytest.mark.parametrize(

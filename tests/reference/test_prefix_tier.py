@@ -14,8 +14,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engines import greedy, load
-from exact_products import use_exact_products
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -31,6 +29,8 @@ from quire.offload.tiers.wire import What
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
+from support.engines import greedy, load
+from support.exact_products import use_exact_products
 
 MIB = 1 << 20
 PROMPTS = {

@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from engines import load
-from pressure import Job, Watched, drive, engine_under, make_jobs, submit
 from quire.config.sampling_params import SamplingParams
 from quire.models.loader import LoadedModel
+from support.engines import load
+from support.pressure import Job, Watched, drive, engine_under, make_jobs, submit
 
 TOLERANCE = 1e-4
 ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2")  # full, both, windows only, no RoPE

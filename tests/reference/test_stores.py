@@ -2,14 +2,14 @@
 
 import pytest
 
-import zoo
-from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
 from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
 from reference.test_equality import TOLERANCE, Forced, drive
+from support import zoo
+from support.engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts, stored_in
 
 LONGEST = 40
 STORE_TOKENS = LONGEST + NEW_TOKENS

@@ -10,8 +10,6 @@ from functools import cache
 import pytest
 import torch
 
-import zoo
-from engines import greedy, load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -21,7 +19,9 @@ from quire.models.weights import weight_bytes
 from quire.offload.weights.placement import stream_weights
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
-from streamed import Dawdling, load_streamed, poison
+from support import zoo
+from support.engines import greedy, load
+from support.streamed import Dawdling, load_streamed, poison
 
 NEW_TOKENS = 6
 PROMPTS = {

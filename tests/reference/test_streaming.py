@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import zoo
-from engines import greedy, load, make_prompts
 from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -20,6 +18,8 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream
+from support import zoo
+from support.engines import greedy, load, make_prompts
 
 STREAM = Stream(cap=24, every=6, sinks=4)
 EVICT = f"streaming:cap={STREAM.cap},every={STREAM.every},sinks={STREAM.sinks}"

@@ -11,8 +11,6 @@ from functools import cache
 
 import pytest
 
-from engines import greedy, load
-from exact_products import use_exact_products
 from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -27,6 +25,8 @@ from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
+from support.engines import greedy, load
+from support.exact_products import use_exact_products
 
 NEW_TOKENS = 24
 PROMPTS = {

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from engines import greedy, load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -11,6 +10,7 @@ from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
+from support.engines import greedy, load
 
 pytestmark = pytest.mark.gpu
 

@@ -2,13 +2,13 @@
 
 import random
 
-import zoo
-from engines import load
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import zoo
+from support.engines import load
 
 NEW_TOKENS = 15
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
 from quire.config.generation_request import GenerationRequest
 from quire.kv.swap import append_tail, can_split, swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
 from reference.test_equality import TOLERANCE, Forced
+from support.engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
 
 LONGEST = 60
 ARCHITECTURES = ("llama", "gemma2", "mistral")  # full attention, both, windows only

@@ -27,10 +27,10 @@ from benchmarks.eviction.quality import Judge, measure_cells, run_quality
 from benchmarks.eviction.quality import claims as quality_claims
 from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
 from benchmarks.eviction.texts import RunningText, pieces
-from engines import load
 from quire.errors import ConfigError, UnknownName
 from quire.evals.haystack import book_text
 from quire.models.loader import LoadedModel, load_model
+from support.engines import load
 
 BOOKS = RunningText(text=book_text(), start="<|doc|>", name="books")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import command_line
-import engines
 from benchmarks.__main__ import app
 from benchmarks.soak.bench import ARMS, SoakConfig, SoakResult, run_arm, summarise
 from quire.config.kv_config import KVConfig
+from support import command_line, engines
 
 CONFIG = SoakConfig(tokens=1_000, max_num_seqs=16, prompt_tokens=24, new_tokens=32)
 TESTS = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-import engines
 from quire.cli import progress as module
 from quire.cli.progress import LiveProgress
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.stats import EngineStats
+from support import engines
 
 
 @pytest.fixture(scope="module")

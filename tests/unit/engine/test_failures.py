@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import engines
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -11,6 +10,7 @@ from quire.engine.core import Engine
 from quire.errors import PolicyError
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 

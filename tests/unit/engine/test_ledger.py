@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-import engines
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -22,6 +21,7 @@ from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 FLOAT = codec_spec("float32")
 PAGE = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B

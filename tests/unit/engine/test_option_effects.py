@@ -5,7 +5,6 @@ import logging
 import numpy as np
 import pytest
 
-import engines
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
@@ -13,6 +12,7 @@ from quire.kv.tables import LaneTable, table_bytes
 from quire.layout.layout import layout_for
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 
 @pytest.fixture(scope="module")

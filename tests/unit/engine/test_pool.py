@@ -6,7 +6,6 @@ import psutil
 import pytest
 import torch
 
-import engines
 import quire.engine.pool
 import quire.plan.container
 from quire.config.kv_config import KVConfig
@@ -16,6 +15,7 @@ from quire.errors import ConfigError
 from quire.kv.store import PageStore
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 MIB, GIB = 2**20, 2**30
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import engines
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import RequestError
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 PAGE = 4
 PROMPT = [5, 9, 13, 2, 7, 21, 3, 3, 8, 30, 11, 6, 19]  # 13 tokens: three whole pages and one more

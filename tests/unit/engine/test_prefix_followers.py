@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import engines
 from quire.config.generation_request import GenerationRequest
 from quire.engine.block_events import BlockEvents
+from support import engines
 from unit.engine.test_ledger import prove_sums
 
 PAGE_TOKENS = 4

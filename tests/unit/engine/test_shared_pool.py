@@ -4,7 +4,6 @@ import psutil
 import pytest
 import torch
 
-import engines
 from quire.api.async_llm import AsyncLLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -13,6 +12,7 @@ from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kernels.paging import move_slots
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 
 KIB = 1024
 KV = KVConfig(page_tokens=4)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import zoo
-from flat import sequences
 from quire.engine.runner import StepBridge
 from quire.kernels.gathered import GatheredAttention
 from quire.kv.lane_reader import LaneReader
@@ -13,6 +11,8 @@ from quire.kv.step import StepAttention, allocate_kv
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionShift, AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
+from support import zoo
+from support.flat import sequences
 
 CPU = torch.device("cpu")
 STATISTICS = (AttentionSum(), QueryRing(4), QueryMoments(2), AttentionShift())

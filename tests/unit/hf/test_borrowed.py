@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, PreTrainedModel
 
-import zoo
 from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
 from quire.hf.wrapped import _refuse
 from quire.models.adapter import TransformersDecoder
+from support import zoo
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")
 

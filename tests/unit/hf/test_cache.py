@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import zoo
 from quire.errors import (
     ConfigError,
     OutOfPages,
@@ -14,6 +13,7 @@ from quire.errors import (
     UnsoundCombination,
 )
 from quire.hf import QuireCache
+from support import zoo
 
 IDS = torch.tensor([[3, 5, 7, 9] * 10])
 

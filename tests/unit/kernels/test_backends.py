@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lanes import Lanes
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath, LaneSlots, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
+from support.lanes import Lanes
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()

@@ -7,8 +7,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coded_lanes import coded_twin
-from lanes import Lanes
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
@@ -16,6 +14,8 @@ from quire.kernels.native.coding import why_not
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.layout.codec_names import codec_pair, codec_spec
+from support.coded_lanes import coded_twin
+from support.lanes import Lanes
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()

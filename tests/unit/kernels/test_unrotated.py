@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lanes import Lanes
 from quire.kernels.backend import AttentionMath, LaneSlots, StepShape
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference import attend_reference
+from support.lanes import Lanes
 
 CPU = torch.device("cpu")
 TURNING = 6  # numbers of a head that turn, in pairs of neighbours as complex numbers

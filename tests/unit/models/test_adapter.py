@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
-from flat import flat_logits, sequences
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
 from quire.models.bridge import attend_through_bridge
 from quire.models.dense import DenseAttention
+from support import zoo
+from support.flat import flat_logits, sequences
 
 TOLERANCE = 1e-4
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-import zoo
 from quire.api.llm import LLM
 from quire.cli.plan_report import plan_report
 from quire.config.kv_config import KVConfig
@@ -21,6 +20,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ModelError, QuireError, UnsupportedModel
 from quire.models import shapes
 from quire.models.loader import load_model
+from support import zoo
 
 WEIGHTS = "model.safetensors"
 VALUES: tuple[object, ...] = (

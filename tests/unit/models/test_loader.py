@@ -9,11 +9,11 @@ import huggingface_hub.errors
 import pytest
 import torch
 
-import zoo
-from flat import flat_logits, sequences
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.models import source, widening
 from quire.models.loader import load_model
+from support import zoo
+from support.flat import flat_logits, sequences
 
 CUDA = torch.cuda.is_available()
 

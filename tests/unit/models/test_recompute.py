@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import OPTForCausalLM
 
-import zoo
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseAttention
+from support import zoo
 
 TOKENS = 23
 FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import zoo
-from flat import flat_logits, sequences
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.rope import RopeVariants
+from support import zoo
+from support.flat import flat_logits, sequences
 
 SHORT = zoo.LONGROPE_SHORT_TOKENS
 

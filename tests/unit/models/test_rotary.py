@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import CohereConfig, CohereForCausalLM
 
-import zoo
-from flat import sequences
 from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import MeanRotations
 from quire.models.rotary import Rotary
+from support import zoo
+from support.flat import sequences
 
 POSITIONS = torch.tensor([3, 0, 40, 7, 8])
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from quire.models.adapter import TransformersDecoder
 from quire.models.rowwise import (
     ONE_THREAD_NUMBERS,
@@ -12,6 +11,7 @@ from quire.models.rowwise import (
     make_activations_rowwise,
     rows_depend,
 )
+from support import zoo
 
 
 class Watched(nn.Module):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import zoo
-from flat import sequences
 from quire.layout.statistics import AttentionShift
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseAttention
 from quire.models.loader import load_model
+from support import zoo
+from support.flat import sequences
 
 # the part of a layer that is given the stream after attention, by the architecture's own code
 NEXT_PART = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import zoo
 from quire.errors import ConfigError, StorageError, UnsupportedModel
 from quire.models.weights import weight_bytes
 from quire.offload.weights.layer_major import LayerMajor
@@ -15,7 +14,8 @@ from quire.offload.weights.links import CudaLink, FileLink
 from quire.offload.weights.placement import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
-from streamed import Dawdling, least_bytes, load_streamed, poison
+from support import zoo
+from support.streamed import Dawdling, least_bytes, load_streamed, poison
 
 CPU = torch.device("cpu")
 

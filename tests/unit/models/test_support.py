@@ -15,12 +15,12 @@ from transformers import (
     T5Config,
 )
 
-import zoo
 from quire.errors import UnsupportedModel
 from quire.layout.refusals import REFUSED
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model
 from quire.models.support import model_class, refuse_class, refuse_config
+from support import zoo
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))

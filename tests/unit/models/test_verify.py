@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import zoo
 from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import LayerSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
 from quire.models.dense import DenseBatch
 from quire.models.verify import compare_with_transformers
+from support import zoo
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_model import HostedModel, step_of
 from quire.errors import ConfigError, LinkStalled
 from quire.offload.executors.base import Executor
 from quire.offload.executors.pace import Pace, ThrottledLink, expected
@@ -19,6 +18,7 @@ from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.rules import Rules
 from quire.offload.schedule.work import BatchTokens
 from quire.plan.rates import CopyRate
+from support.offload_model import HostedModel, step_of
 
 TOKENS = st.builds(
     BatchTokens,

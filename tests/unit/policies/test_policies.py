@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-import engines
 from quire.api.async_llm import AsyncLLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -19,6 +18,7 @@ from quire.policies.eviction import Eviction, make_eviction
 from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.view import KVView
+from support import engines
 
 VIEW = KVView(torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1]]), next_position=4)
 LANES = LaneShape(num_layers=2, heads=2, page_tokens=4, page_bytes=256)

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-import zoo
-from dynamic import CHANGING, RULES, build, check_empty, run
-from engines import make_prompts
 from quire.config.sampling_params import SamplingParams
 from quire.errors import (
     ConfigError,
@@ -18,6 +15,9 @@ from quire.errors import (
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.query import QueryState
 from quire.hf.dynamic.rules.registry import rule_names
+from support import zoo
+from support.dynamic import CHANGING, RULES, build, check_empty, run
+from support.engines import make_prompts
 
 PROMPTS = make_prompts(6, 30, seed=2)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import zoo
 from quire.errors import UnsupportedModel
 from quire.hf.dynamic.masks import MaskRule, check_implementation, visible
+from support import zoo
 
 _ = -1
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from dynamic import RULES, build, check_empty, run, run_at_random
-from engines import make_prompts
 from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.query import Query, QueryState
+from support.dynamic import RULES, build, check_empty, run, run_at_random
+from support.engines import make_prompts
 
 PROMPTS = make_prompts(8, 30, seed=5)
 

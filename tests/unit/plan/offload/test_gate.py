@@ -2,7 +2,8 @@
 
 import pytest
 
-from offload_shapes import (
+from quire.plan.offload.gate import activation_gate
+from support.offload_shapes import (
     LLAMA_2_7B,
     LLAMA_3_2_1B,
     LLAMA_3_8B,
@@ -12,7 +13,6 @@ from offload_shapes import (
     QWEN_3_0_6B,
     QWEN_3_1_7B,
 )
-from quire.plan.offload.gate import activation_gate
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_shapes import LLAMA_3_8B, OPT_6_7B
 from quire.errors import ConfigError
 from quire.plan.known_costs import assumed_prefill
 from quire.plan.offload.activation_range import ActivationRange, activation_range
@@ -20,6 +19,7 @@ from quire.plan.offload.restore import (
     x_restore_seconds,
 )
 from quire.plan.rates import PrefillRates
+from support.offload_shapes import LLAMA_3_8B, OPT_6_7B
 
 PREFILL = st.builds(
     PrefillRates,

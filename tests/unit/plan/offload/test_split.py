@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
 from quire.errors import ConfigError
 from quire.plan.offload.rates import OffloadRates, effective_bytes_per_s, offload_rates
 from quire.plan.offload.split import (
@@ -22,6 +21,7 @@ from quire.plan.offload.split import (
     step_seconds,
 )
 from quire.plan.rates import CopyRate
+from support.offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
 
 SECONDS = st.floats(1e-3, 1e3)
 RATES = st.builds(

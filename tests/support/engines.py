@@ -1,0 +1,114 @@
+"""Engines over tiny random models, and what Transformers itself says about the same prompts."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.models.adapter import TransformersDecoder
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
+from quire.scheduler.admission.need import Need
+from quire.scheduler.schedule_config import ScheduleConfig
+from support import zoo
+
+NEW_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Transformers' greedy answer to one prompt.
+
+    Attributes:
+        prompt, tokens: token ids.
+        logits: [len(tokens), vocab] from one plain forward over prompt and tokens.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+
+    def agrees(self, tokens: list[int], tolerance: float) -> bool:
+        """Whether tokens are equal up to the first step whose two top logits nearly tie."""
+        for i, (ours, theirs) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if ours != theirs:
+                top = self.logits[i].topk(2).values
+                return bool(top[0] - top[1] <= tolerance)
+        return len(tokens) == len(self.tokens)
+
+
+def load(architecture: str, device: str = "cpu", *, times: int = 1) -> LoadedModel:
+    """A zoo model behind Quire's adapter, in float32; its layers so many times."""
+    decoder = TransformersDecoder(zoo.build(architecture, times=times).to(device))
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        spec=decoder.spec,
+        name=architecture,
+        weight_bytes=0,
+    )
+
+
+def make_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    """Ragged prompts of 1 to `longest` random tokens."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+@torch.inference_mode()
+def expect(architecture: str, prompts: list[list[int]]) -> list[Expected]:
+    """Ask Transformers, prompt by prompt."""
+    model = zoo.build(architecture)
+    model.generation_config.eos_token_id = None
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens = out[0, len(prompt) :].tolist()
+        logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected.append(Expected(prompt, tokens, logits.clone()))
+    return expected
+
+
+def engine_for(
+    model: LoadedModel,
+    *,
+    room: float,
+    longest: int,
+    page_tokens: int,
+    chunk_tokens: int = 2048,
+    max_num_seqs: int = 64,
+    **kv: object,
+) -> Engine:
+    """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
+    schedule = ScheduleConfig(max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens)
+    probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
+    need = Need(longest, eviction=probe.pool.eviction.spec)
+    peak_bytes = probe.scheduler.peaks.peak_bytes(need)
+    memory = max(peak_bytes, int(room * peak_bytes))
+    return Engine(model, KVConfig(memory=memory, page_tokens=page_tokens, **kv), schedule)
+
+
+def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
+    """Greedy, never stopping early."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def stored_in(store: str, tokens: int) -> dict[str, object]:
+    """Options of a KV memory: a store, and the longest sequence where it reserves for one."""
+    reserves = store.startswith("contiguous")
+    return {"store": store} | ({"store_tokens": tokens} if reserves else {})

@@ -1,0 +1,33 @@
+"""Scripts of `docs/` that write measured pages, and runs of benches to give them."""
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+from benchmarks.common.result import PartResult, Table
+from support.snippets import ROOT
+
+
+def load_maker(name: str) -> ModuleType:
+    """The script `docs/NAME.py` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_object(bench: str, part: str, claims: dict[str, float]) -> dict[str, Any]:
+    """What `python -m benchmarks BENCH` ends with where one part of it ran."""
+    table = Table(name="t", caption="Of it.", columns=("a", "b"), rows=(("r", 1.5),))
+    made = PartResult(claims=claims, tables=(table,), raw={"a": [1]})
+    return {
+        "name": f"bench {bench}",
+        "claims": claims,
+        "arms": {part: made.to_json()},
+        "config": {"threads": 1},
+        "hardware": {"cpu": "a processor"},
+        "versions": {"torch": "2.13.0", "quire": "0.1.0"},
+        "commit": "abc",
+    }

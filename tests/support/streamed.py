@@ -1,0 +1,93 @@
+"""Zoo models whose layers are brought; slots hold no numbers until they are filled."""
+
+import random
+import time
+from functools import cache
+
+import torch
+
+from quire.layout.model import ModelSpec
+from quire.models.adapter import TransformersDecoder
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
+from quire.models.weights import weight_bytes
+from quire.offload.swap.transfer import ThreadTransferWorker
+from quire.offload.weights.layers import layer_weights
+from quire.offload.weights.placement import stream_weights
+from support import zoo
+
+
+class Dawdling(ThreadTransferWorker):
+    """Copies take as long as they like, and fail where they are told to."""
+
+    def __init__(self, seed: int = 0, most_s: float = 0.0005) -> None:
+        super().__init__()
+        self._rng, self._most_s = random.Random(seed), most_s
+        self.num_bytes = self.num_copies = 0
+        self.fails: dict[int, Exception] = {}  # by the number of the copy, from 0
+
+    def submit(self, copy, num_bytes):
+        delay_s, number = self._rng.random() * self._most_s, self.num_copies
+        self.num_copies += 1
+        self.num_bytes += num_bytes
+
+        def late():
+            time.sleep(delay_s)
+            if number in self.fails:
+                raise self.fails[number]
+            copy()
+
+        return super().submit(late, num_bytes)
+
+
+@cache
+def least_bytes(architecture: str, times: int = 3) -> tuple[int, int]:
+    """Bytes of all but layers with two slots, and of the largest layer."""
+    model = zoo.build(architecture, times=times)
+    layers = layer_weights(model, ModelSpec.from_config(model.config.to_dict()).num_layers)
+    own = sum(held.num_bytes for layer in layers for held in layer.held)
+    largest = max(layer.num_bytes for layer in layers)
+    return weight_bytes(model) - own + 2 * largest, largest
+
+
+def load_streamed(
+    architecture: str,
+    *,
+    stay: int = 0,
+    times: int = 3,
+    device: str = "cpu",
+    transfer_worker: Dawdling | None = None,
+) -> LoadedModel:
+    """A zoo model of which so many layers stay on the device beside two slots.
+
+    On a CPU every slot is filled with what is no number before it is filled.
+    """
+    least, largest = least_bytes(architecture, times)
+    model = zoo.build(architecture, times=times)
+    budget = least + stay * largest
+    place, weights = stream_weights(model, budget, torch.device(device))
+    if device == "cpu" and weights is not None:
+        poison(weights.link)
+        weights.link.transfer_worker = transfer_worker or Dawdling()
+    decoder = TransformersDecoder(model, weights)
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        spec=decoder.spec,
+        name=architecture,
+        weight_bytes=place.device_bytes,
+        weights=weights,
+        place=place,
+    )
+
+
+def poison(link) -> None:
+    """From now on a slot holds no numbers from when it is let go until it is filled."""
+    bring = link.bring
+
+    def poisoned(layer: int, slot: int) -> None:
+        link.slots[slot].fill_(0xFF)
+        bring(layer, slot)
+
+    link.bring = poisoned

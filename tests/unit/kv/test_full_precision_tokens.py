@@ -1,0 +1,89 @@
+"""Tokens that are attended as the model made them: token by token, as `kept_account` tells it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.reference_backend import ReferenceAttention
+from unit.kv.full_precision_account import CPU, Checked, play
+
+FORMATS = [
+    "int4+residual=5",
+    "int4+sinks=3",
+    "int8/int4+sinks=2+residual=6",
+    "int4_page/int4",
+    "int4_page/int8+sinks=1",
+    "int2_page+residual=2",
+    "int4_page/int4+sinks=2+residual=7",
+]
+
+
+@pytest.mark.parametrize("backend", ["gathered", "reference"])
+@pytest.mark.parametrize("text", FORMATS)
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10_000))
+def test_each_query_attends_to_what_it_should_however_prompts_are_cut(text, backend, seed):
+    made = GatheredAttention(CPU) if backend == "gathered" else ReferenceAttention()
+    play(Checked(f"{text}+plain=float32", made, seed))
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+@pytest.mark.parametrize("text", [text for text in FORMATS if "page" not in text])
+@settings(max_examples=2)
+@given(seed=st.integers(0, 10_000))
+def test_tokens_that_leave_take_nothing_with_them(text, heads_apart, seed):
+    checked = Checked(
+        f"{text}+plain=float32",
+        GatheredAttention(CPU),
+        seed,
+        evicting=True,
+        heads_apart=heads_apart,
+    )
+    play(checked, checked.evict_tokens)
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+@pytest.mark.parametrize("text", FORMATS)
+@settings(max_examples=2)
+@given(seed=st.integers(0, 10_000))
+def test_pages_that_leave_take_nothing_with_them(text, heads_apart, seed):
+    checked = Checked(
+        f"{text}+plain=float32",
+        GatheredAttention(CPU),
+        seed,
+        evicting=True,
+        heads_apart=heads_apart,
+    )
+    play(checked, checked.evict_pages)
+
+
+def test_a_row_whose_newest_tokens_were_kept_is_cut_to_nothing_only():
+    """Those that were the newest at an earlier length have made room for others."""
+    checked = Checked("int4_page/int4+plain=float32", GatheredAttention(CPU))
+    row = checked.start()
+    checked.step({row: 7})
+
+    with pytest.raises(ConfigError, match=r"newest 3 tokens .* truncated from 7 to 6"):
+        checked.memory.truncate(row, 6)
+    checked.memory.truncate(row, 7)
+    checked.memory.truncate(row, 0)
+
+    checked.memory.check()
+    assert not checked.memory.row_bytes(row)
+
+
+def test_a_row_that_keeps_its_first_tokens_only_can_be_cut():
+    checked = Checked("int4+sinks=3+plain=float32", GatheredAttention(CPU))
+    row = checked.start()
+    checked.step({row: 7})
+
+    checked.memory.truncate(row, 5)
+
+    _, lanes = checked.account.rows[row]
+    for lane in lanes:
+        del lane.pages[1][1:]
+    checked.account.rows[row] = (5, lanes)
+    checked.step({row: 1})
+    checked.step({row: 3})

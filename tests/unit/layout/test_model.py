@@ -1,0 +1,432 @@
+"""ModelSpec: what is read from a config.json, what follows from it, and what is refused."""
+
+import json
+import math
+import struct
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
+from quire.layout.config import read_config
+from quire.layout.dtypes import dtype_bytes
+from quire.layout.model import LayerSpec, ModelSpec
+from support import zoo
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "n_ctx": 1024,
+    "vocab_size": 50_257,
+}
+# as published with google/gemma-3-4b: the decoder is nested, and most of its keys are left out
+GEMMA3_4B: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    },
+}
+
+
+def without(config: dict[str, Any], *keys: str, **changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys} | changes
+
+
+def windows(config: dict[str, Any]) -> list[int | None]:
+    return [layer.window for layer in ModelSpec.from_config(config).layers]
+
+
+def test_grouped_heads_and_a_derived_head_dim_are_read():
+    model = ModelSpec.from_config(LLAMA_8B)
+
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (32, 8, 128)
+    assert model.max_positions == 8192
+    assert model.kv_bytes_per_token(2) == 131_072
+    assert windows(LLAMA_8B) == [None] * 32
+
+
+def test_absent_kv_heads_mean_one_per_query_head():
+    for config in (
+        without(LLAMA_8B, "num_key_value_heads"),
+        LLAMA_8B | {"num_key_value_heads": None},
+    ):
+        assert ModelSpec.from_config(config).num_kv_heads == 32
+
+
+def test_a_given_head_dim_wins_over_the_derived_one():
+    assert ModelSpec.from_config(LLAMA_8B | {"head_dim": 256}).head_dim == 256
+
+
+def test_gpt2_names_are_read():
+    model = ModelSpec.from_config(GPT2)
+
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (
+        12,
+        12,
+        12,
+        64,
+    )
+    assert (model.hidden_size, model.intermediate_size, model.max_positions) == (768, 3072, 1024)
+    assert model.tied_embeddings
+    assert not model.gated_mlp
+    assert ModelSpec.from_config(GPT2 | {"n_inner": 2000}).intermediate_size == 2000
+
+
+def test_multi_query_means_one_kv_head_unless_the_newer_falcon_says_otherwise():
+    bigcode = GPT2 | {"model_type": "gpt_bigcode"}
+    falcon = without(LLAMA_8B, "num_key_value_heads", "intermediate_size", model_type="falcon")
+
+    assert ModelSpec.from_config(bigcode).num_kv_heads == 1
+    assert ModelSpec.from_config(bigcode | {"multi_query": False}).num_kv_heads == 12
+    assert ModelSpec.from_config(falcon | {"num_kv_heads": 32}).num_kv_heads == 1
+    newer = falcon | {"num_kv_heads": 8, "new_decoder_architecture": True}
+    assert ModelSpec.from_config(newer).num_kv_heads == 8
+
+
+def test_opt_with_narrow_embeddings_counts_the_projections():
+    """OPT-350M: embeddings of 512, hidden 1024. Published: 331 million parameters."""
+    model = ModelSpec.from_config(
+        {
+            "model_type": "opt",
+            "hidden_size": 1024,
+            "word_embed_proj_dim": 512,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 50_272,
+            "max_position_embeddings": 2048,
+        }
+    )
+
+    assert model.num_parameters == pytest.approx(331_196_416, rel=0.01)
+
+
+def test_mistral_windows_all_layers_and_null_means_none():
+    mistral = LLAMA_8B | {"model_type": "mistral"}
+
+    assert windows(mistral | {"sliding_window": 4096}) == [4096] * 32
+    assert windows(mistral | {"sliding_window": None}) == [None] * 32
+
+
+def test_llama_takes_no_notice_of_a_stray_window():
+    assert windows(LLAMA_8B | {"sliding_window": 4096}) == [None] * 32
+
+
+def test_qwen2_has_windows_only_above_max_window_layers_and_only_if_asked():
+    qwen = LLAMA_8B | {"model_type": "qwen2", "sliding_window": 128, "max_window_layers": 30}
+
+    assert windows(qwen) == [None] * 32
+    assert windows(qwen | {"use_sliding_window": False}) == [None] * 32
+    assert windows(qwen | {"use_sliding_window": True}) == [None] * 30 + [128] * 2
+
+
+def test_layer_types_decide_which_layers_slide():
+    kinds = ["sliding_attention", "full_attention"] * 16
+
+    assert windows(LLAMA_8B | {"model_type": "x", "sliding_window": 8, "layer_types": kinds}) == (
+        [8, None] * 16
+    )
+
+
+def test_a_nested_gemma3_is_read_with_the_defaults_of_its_family():
+    model = ModelSpec.from_config(GEMMA3_4B)
+
+    assert model.architecture == "gemma3_text"
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
+    assert windows(GEMMA3_4B)[:7] == [1024] * 5 + [None, 1024]
+    assert model.tied_embeddings
+
+
+def test_gpt_neo_alternates_global_and_local_layers():
+    config = {
+        "model_type": "gpt_neo",
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "vocab_size": 50_257,
+        "max_position_embeddings": 2048,
+        "attention_types": [[["global", "local"], 6]],
+        "window_size": 256,
+    }
+
+    assert windows(config) == [None, 256] * 6
+
+
+WINDOWED = (
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "gpt_oss",
+    "olmo3",
+    "vaultgemma",
+    "mistral",
+    "qwen2",
+)
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_of_a_silent_config_are_those_of_transformers(kind: str):
+    reference = AutoConfig.for_model(kind)
+    config = without(reference.to_dict(), "layer_types", "sliding_window")
+    kinds = getattr(reference, "layer_types", None) or (
+        ["sliding_attention"] * reference.num_hidden_layers
+    )
+
+    assert windows(config) == [
+        reference.sliding_window if kind == "sliding_attention" else None for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "opt", "gemma", "falcon"])
+@pytest.mark.parametrize("key", ["tie_word_embeddings"])
+def test_silent_configs_are_tied_as_in_transformers(kind: str, key: str):
+    config = AutoConfig.for_model(kind).to_dict()
+
+    assert ModelSpec.from_config(without(config, key)).tied_embeddings == config[key]
+
+
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
+    "gemma3_text", "phi", "phi3", "phimoe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
+    "gpt_oss", "opt", "bloom", "falcon", "mpt", "cohere", "cohere2", "stablelm", "starcoder2",
+    "olmo2", "olmoe", "granite", "granitemoe", "smollm3", "ernie4_5_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_parameters_are_within_one_percent_of_the_model_itself(kind: str):
+    config = AutoConfig.for_model(kind)
+    layers = "num_layers" if kind == "gpt_neo" else "num_hidden_layers"
+    if kind != "gpt_neo":  # fewer layers build faster; its layer list must have the full length
+        setattr(config, layers, 4)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:4]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+
+    assert ModelSpec.from_config(config.to_dict()).num_parameters == pytest.approx(
+        expected, rel=0.01
+    )
+
+
+def test_parameters_of_the_packaged_model_are_exact():
+    folder = Path(str(resources.files("quire") / "assets" / "quire-tiny"))
+    with (folder / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        tensors = json.loads(file.read(length))
+    stored = sum(math.prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
+
+    assert ModelSpec.from_config(read_config(folder)).num_parameters == stored
+
+
+def test_known_models_have_their_published_size():
+    """Llama 3 8B: 8,030,261,248; 70B: 70,553,706,496; Mixtral 8x7B: 46.7e9, 12.9e9 active."""
+    big = LLAMA_8B | {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    }
+    mixtral = LLAMA_8B | {
+        "model_type": "mixtral",
+        "vocab_size": 32_000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+    assert ModelSpec.from_config(LLAMA_8B).num_parameters == 8_030_261_248
+    assert ModelSpec.from_config(big).num_parameters == 70_553_706_496
+    assert ModelSpec.from_config(mixtral).num_parameters == 46_702_792_704
+    assert ModelSpec.from_config(mixtral).num_active_parameters == pytest.approx(12.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_parameter_is_counted_biases_and_norms_too(name: str):
+    model = zoo.build(name)
+
+    spec = ModelSpec.from_config(model.config.to_dict())
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_query_key_and_value_biases_of_qwen2_are_counted():
+    """Qwen2.5-7B: 28 layers of 3584 + 2 * 512 biases. Published: 7,615,616,512 parameters."""
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+    }
+
+    assert ModelSpec.from_config(config).num_parameters == 7_615_616_512
+
+
+def test_experts_in_some_layers_only_are_counted_there():
+    """Layers 1, 3 of 4 have 4 experts of width 10 and a shared part of 6; layers 0, 2 are dense.
+
+    MLP values = 3 * 8 * (2 * (4 * 10 + 6) + 2 * 20) + 2 * 8 * 4 (router) = 24 * 132 + 64 = 3232.
+    """
+    config = {
+        "model_type": "qwen2_moe",
+        "hidden_size": 8,
+        "intermediate_size": 20,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "vocab_size": 5,
+        "max_position_embeddings": 16,
+    }
+    model = ModelSpec.from_config(config)
+    rest = 4 * (4 * 8 * 8 + 2 * 8 + 3 * 8) + 2 * 5 * 8 + 8  # attention, norms, QKV biases
+
+    assert model.num_parameters == 3232 + rest
+    assert model.num_parameters - model.num_active_parameters == 2 * 2 * (3 * 8 * 10)
+
+
+def test_window_layers_hold_at_most_their_window():
+    """2 KV heads of 4, K and V, 2 bytes: 32 B a token and layer; 100 tokens: 100 + 10 + 100."""
+    model = ModelSpec(
+        architecture="x",
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        hidden_size=16,
+        intermediate_size=32,
+        vocab_size=10,
+        max_positions=128,
+        tied_embeddings=True,
+        gated_mlp=True,
+        layers=(LayerSpec(window=None), LayerSpec(window=10), LayerSpec(window=None)),
+    )
+
+    assert model.kv_bytes(100, 2) == 32 * (100 + 10 + 100)
+    assert model.kv_bytes(7, 2) == 7 * model.kv_bytes_per_token(2) == 7 * 96
+    assert model.kv_bytes(3, 0.5) == 3 * 24
+    assert model.kv_bytes(0, 2) == 0
+    assert model.weight_bytes(2) == 2 * model.num_parameters
+    with pytest.raises(ConfigError, match="tokens=-1"):
+        model.kv_bytes(-1, 2)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
+)
+def test_a_missing_key_is_named(key: str):
+    with pytest.raises(ModelError, match=key):
+        ModelSpec.from_config(without(LLAMA_8B, key))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "4096"}, "'hidden_size' is '4096'"),
+        ({"hidden_size": -1}, "'hidden_size' is -1"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' is True"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes'"),
+        ({"num_key_value_heads": 5}, "not a multiple of num_key_value_heads=5"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 8}, "add 'head_dim'"),
+        ({"layer_types": ["full_attention"]}, "1 layers, but the model has 32"),
+        ({"layer_types": ["sliding_attention"] * 32}, "no 'sliding_window'"),
+        ({"num_local_experts": 8}, "no 'num_experts_per_tok'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_name(change: dict[str, Any], message: str):
+    with pytest.raises(ModelError, match=message):
+        ModelSpec.from_config(LLAMA_8B | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "caches a latent"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"type_vocab_size": 2}, "is an encoder"),
+        ({"state_size": 16}, "recurrent"),
+        ({"num_kv_shared_layers": 4}, "keys and values of other layers"),
+        ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
+    ],
+)
+def test_models_whose_kv_is_not_plain_are_refused_with_the_reason(
+    change: dict[str, Any], reason: str
+):
+    with pytest.raises(UnsupportedModel, match=reason):
+        ModelSpec.from_config(LLAMA_8B | change)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mamba2", "jamba", "bert", "gemma3n_text", "lfm2"])
+def test_transformers_own_configs_of_such_models_are_refused(kind: str):
+    with pytest.raises(UnsupportedModel):
+        ModelSpec.from_config(AutoConfig.for_model(kind).to_dict())
+
+
+def test_a_spec_built_by_hand_is_checked(tmp_path: Path):
+    good = ModelSpec.from_config(LLAMA_8B)
+    fields = {name: getattr(good, name) for name in good.__dataclass_fields__}
+
+    with pytest.raises(ConfigError, match="expected 32 layers, got 1"):
+        ModelSpec(**(fields | {"layers": (LayerSpec(),)}))
+    with pytest.raises(ConfigError, match="num_heads=32"):
+        ModelSpec(**(fields | {"num_kv_heads": 5}))
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="no such folder"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="expected a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_config(tmp_path)
+
+
+def test_dtypes_have_sizes_and_unknown_ones_get_a_hint():
+    assert dtype_bytes("float32") == 4
+    assert dtype_bytes("torch.bfloat16") == 2
+    with pytest.raises(UnknownName, match="did you mean"):
+        dtype_bytes("floot16")

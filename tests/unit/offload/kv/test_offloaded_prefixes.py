@@ -1,0 +1,440 @@
+"""Sequences whose first pages are on the host attend as those whose pages are all in the arena.
+
+Two memories take the same steps. In one, fronts go to the host and come back as a seed says, and
+all staging is filled with NaN behind every step: what was attended must have been brought.
+"""
+
+import time
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, HostPoolFull, OutOfPages
+from quire.kernels.backend import AttentionMath
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.kv.compaction import plan_compaction
+from quire.kv.memory import KVMemory
+from quire.kv.sharing import borrow, fork, reference_pages, release_reference
+from quire.kv.step import PagedKV, StepAttention
+from quire.kv.step_log import ClockMarks
+from quire.kv.store import PageStore
+from quire.kv.swap import swap_out
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.offloadable import SLOTS
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.step_offload import KVOffload
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.host_store import host_copies
+from quire.offload.swap.transfer import ThreadTransferWorker
+from support.pressure import stored_pages
+
+CPU = torch.device("cpu")
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
+MODEL = ModelSpec(
+    architecture="llama",
+    num_layers=6,
+    num_heads=NUM_HEADS,
+    num_kv_heads=NUM_KV_HEADS,
+    head_dim=HEAD_DIM,
+    hidden_size=32,
+    intermediate_size=64,
+    vocab_size=128,
+    max_positions=512,
+    tied_embeddings=False,
+    gated_mlp=True,
+    layers=tuple(LayerSpec(window=9 if layer == 2 else None) for layer in range(6)),
+)
+FULL_LAYERS = 5
+MATH = AttentionMath(scale=0.5)
+
+
+class SlowCarrier(ThreadTransferWorker):
+    """Dawdles, so that who does not wait finds NaN."""
+
+    def submit(self, copy, num_bytes):
+        def slowly():
+            time.sleep(0.002)
+            copy()
+
+        return super().submit(slowly, num_bytes)
+
+
+class BrokenCarrier:
+    """Loses what it carries."""
+
+    def submit(self, copy, num_bytes):
+        lost = Future()
+        lost.set_exception(OSError("the link is gone"))
+        return lost
+
+    def marks(self):
+        return ClockMarks()
+
+
+class OneFails(ThreadTransferWorker):
+    """Loses the copy of one number and dawdles over those behind it."""
+
+    number = 8  # of the last of 5 layers, after two for each of the others
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def submit(self, copy, num_bytes):
+        number = len(self.copies)
+
+        def one_fails():
+            if number == self.number:
+                raise OSError("the link is gone")
+            time.sleep(0.2 if number > self.number else 0)
+            copy()
+
+        self.copies.append(super().submit(one_fails, num_bytes))
+        return self.copies[-1]
+
+
+def make(
+    codec="float32",
+    *,
+    backend=None,
+    transfer_worker=None,
+    evicting=False,
+    sequences=8,
+    host_bytes=1 << 20,
+):
+    layout = layout_for(MODEL, codec=codec, page_tokens=PAGE, evicting=evicting)
+    backend = backend or GatheredAttention(CPU)
+    make_store = partial(PageStore, device=CPU, mover=backend.move)
+    total_bytes = layout.smallest_sequence_bytes * 8 * sequences
+    memory = KVMemory(layout, total_bytes, max_rows=8, store=make_store)
+    memory.store.arena.fill_(0xFF)
+    pool = HostPool(host_bytes, host_copies(memory.store, host_bytes, 1))
+    fronts = OffloadedPrefixes(memory, pool, memory.store.page_positions)
+    kv_offload = KVOffload(memory, fronts, transfer_worker or ThreadTransferWorker())
+    return PagedKV(memory, memory.store, backend, offload=kv_offload)
+
+
+def step(kv, tokens, seed):
+    """Grow rows and attend in every layer: [layer, token, head, number]."""
+    order = sorted(tokens, key=lambda row: tokens[row] != 1)
+    rows = np.array(order, dtype=np.int64)
+    counts = np.array([tokens[row] for row in order], dtype=np.int32)
+    kv.memory.grow(rows, counts)
+    attention = StepAttention(kv, rows, counts)
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for layer in range(MODEL.num_layers):
+        query, key, value = (
+            torch.randn(int(counts.sum()), heads, HEAD_DIM, generator=generator)
+            for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        )
+        out.append(attention.attend(layer, MATH, query, key, value))
+    return torch.stack(out)
+
+
+def page_bytes(kv):
+    """Of pages in use, without what slab borders waste."""
+    return sum(pool.used_bytes for pool in kv.memory.pools.values())
+
+
+def poison(kv):
+    """What lay in the staging is gone."""
+    fronts = kv.offload.fronts
+    for row in fronts.rows:
+        for piece in fronts.pieces(row):
+            page_class = kv.memory.tables[piece.group].group.page_class
+            whole = kv.store.views(page_class).whole
+            whole[torch.from_numpy(piece.staging.reshape(-1)).long()] = 0xFF
+
+
+@pytest.mark.parametrize(
+    ("codec", "backend"),
+    [
+        ("float32", GatheredAttention),
+        ("int8/int4", GatheredAttention),
+        ("int4+sinks=2+residual=6+plain=float32", GatheredAttention),
+        ("int4_page/int8+plain=float32", GatheredAttention),
+        ("float32", ReferenceAttention),
+    ],
+)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 10_000), evicting=st.booleans())
+def test_a_front_on_the_host_changes_nothing(codec, backend, seed, evicting):
+    make_backend = ReferenceAttention if backend is ReferenceAttention else lambda: backend(CPU)
+    offloaded, whole = (
+        make(codec, backend=make_backend(), transfer_worker=transfer_worker, evicting=evicting)
+        for transfer_worker in (SlowCarrier(), None)
+    )
+    rng, fronts = np.random.default_rng(seed), offloaded.offload.fronts
+    rows = [offloaded.memory.start() for _ in range(3)]
+    assert rows == [whole.memory.start() for _ in range(3)]
+    for number in range(6):
+        chosen = [row for row in rows if rng.random() < 0.8] or rows
+        tokens = {row: int(rng.choice([1, 1, 3, 9])) for row in chosen}
+        found, expected = (step(kv, tokens, seed + number) for kv in (offloaded, whole))
+        assert torch.equal(found, expected)
+        poison(offloaded)
+        row = int(rng.choice(rows))
+        length = int(offloaded.memory.lengths[row])
+        if rng.random() < 0.7:
+            tokens = int(rng.integers(length + 1)) if rng.random() < 0.5 else length
+            before, gain = page_bytes(offloaded), fronts.gain_bytes(row, tokens)
+            fronts.host(row, tokens)
+            assert page_bytes(offloaded) == before - gain
+        elif row in fronts.rows:
+            fronts.bring_back(row)
+        row = int(rng.choice(rows))
+        if rng.random() < 0.3:
+            before = page_bytes(offloaded)
+            freed = fronts.halve_staging(row)
+            assert page_bytes(offloaded) == before - freed
+        if rng.random() < 0.3:
+            before = page_bytes(offloaded)
+            fronts.repack(row)
+            assert page_bytes(offloaded) == before
+        offloaded.memory.check()
+    offloaded.memory.release(rows)
+    offloaded.memory.check()
+    assert not fronts.rows
+    assert not offloaded.memory.used_bytes
+    assert not fronts.pool.used_bytes
+
+
+def test_of_a_front_the_arena_holds_two_layers():
+    """24 tokens are 6 pages in each of 5 layers; 2 x 6 stay, and 2 layers' windows as they were."""
+    kv = make()
+    row = kv.memory.start()
+    step(kv, {row: 24}, 0)
+    each = kv.memory.tables["full"].group.page_class.page_bytes
+    before = page_bytes(kv)
+
+    gain = kv.offload.fronts.gain_bytes(row, 24)
+    moved = kv.offload.fronts.host(row, 24)
+
+    assert gain == (FULL_LAYERS - SLOTS) * 6 * each
+    assert moved == kv.offload.fronts.pool.used_bytes == FULL_LAYERS * 6 * each
+    assert page_bytes(kv) == before - gain
+    assert kv.offload.fronts.host(row, 24) == 0
+    kv.memory.check()
+
+
+def test_one_staging_slot_holds_one_layer_at_a_time():
+    """24 tokens are 6 pages in each of 5 layers; 6 of them stay in the arena."""
+    kv, whole = make(transfer_worker=SlowCarrier()), make()
+    rows = [one.memory.start() for one in (kv, whole)]
+    for one, row in zip((kv, whole), rows, strict=True):
+        step(one, {row: 24}, 0)
+    each = kv.memory.tables["full"].group.page_class.page_bytes
+    before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
+    kv.offload.fronts.host(rows[0], 24)
+
+    freed = kv.offload.fronts.halve_staging(rows[0])
+
+    assert freed == (SLOTS - 1) * 6 * each
+    assert page_bytes(kv) == before - (FULL_LAYERS - 1) * 6 * each
+    assert kv.memory.row_bytes(rows[0]) == held - (FULL_LAYERS - 1) * 6 * each
+    assert kv.offload.fronts.halve_staging(rows[0]) == 0
+    kv.memory.check()
+    for number in range(2):
+        poison(kv)
+        found, expected = (
+            step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
+        )
+        assert torch.equal(found, expected)
+    kv.offload.fronts.bring_back(rows[0])
+    assert page_bytes(kv) == page_bytes(whole)
+    kv.memory.check()
+
+
+def test_a_full_host_takes_no_part_of_a_group():
+    kv = make(host_bytes=FULL_LAYERS * 2 * 256)
+    row = kv.memory.start()
+    step(kv, {row: 24}, 0)
+    before = page_bytes(kv)
+
+    with pytest.raises(HostPoolFull):
+        kv.offload.fronts.host(row, 24)
+
+    assert not kv.offload.fronts.pool.used_bytes
+    assert page_bytes(kv) == before
+    kv.memory.check()
+    assert kv.offload.fronts.host(row, 4)
+
+
+def test_a_row_counts_its_staging_once():
+    """6 pages of a lane: 2 slots of them for 5 layers, where there were 5 times as many."""
+    kv = make()
+    row = kv.memory.start()
+    step(kv, {row: 26}, 0)
+    before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
+
+    kv.offload.fronts.host(row, 26)
+
+    assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
+
+
+def test_a_full_arena_makes_room_by_hosting():
+    """What goes makes room for its own staging, and then for others."""
+    kv = make(sequences=1)
+    row = kv.memory.start()
+    while kv.memory.can_grow(np.array([row]), np.array([PAGE], dtype=np.int32)):
+        step(kv, {row: PAGE}, 1)
+    held = int(kv.memory.lengths[row])
+
+    kv.offload.fronts.host(row, held)
+    step(kv, {row: PAGE}, 2)
+
+    assert int(kv.memory.lengths[row]) == held + PAGE
+    kv.memory.check()
+
+
+def test_a_borrowed_prefix_is_hosted_without_touching_the_lender():
+    kv, whole = make(), make()
+    cached_references = []
+    for one in (kv, whole):
+        lender = one.memory.start()
+        step(one, {lender: 12}, 3)
+        # layers with a window lend what a query still sees: nothing is dropped yet
+        cached_references.append(reference_pages(one.memory, lender, 0, 8))
+    rows = [
+        borrow(one.memory, [cached_reference])
+        for one, cached_reference in zip((kv, whole), cached_references, strict=True)
+    ]
+
+    assert kv.offload.fronts.gain_bytes(rows[0], 8) < 0
+    kv.offload.fronts.host(rows[0], 8)
+
+    for number in range(3):
+        found, expected = (
+            step(one, {0: 1, row: 2}, number) for one, row in zip((kv, whole), rows, strict=True)
+        )
+        assert torch.equal(found, expected)
+        poison(kv)
+    kv.memory.release(rows[:1])
+    release_reference(kv.memory, cached_references[0])
+    kv.memory.check()
+
+
+def test_what_would_read_or_move_a_front_is_refused():
+    kv = make(evicting=True)
+    row = kv.memory.start()
+    step(kv, {row: 12}, 4)
+    kv.offload.fronts.host(row, 8)
+    keep = np.ones((FULL_LAYERS, 12), dtype=bool)
+    keep[:, 3] = False
+
+    for refused in (
+        lambda: fork(kv.memory, row),
+        lambda: reference_pages(kv.memory, row, 0, 8),
+        lambda: swap_out(kv.memory, [row]),
+        lambda: plan_compaction(kv.memory, "full", row, keep),
+        lambda: kv.memory.truncate(row, 5),
+    ):
+        with pytest.raises(ConfigError, match=r"first 2 pages .* are on the host; bring them back"):
+            refused()
+    kv.memory.check()
+    kv.offload.fronts.bring_back(row)
+    plan_compaction(kv.memory, "full", row, keep)
+    swap_out(kv.memory, [row])
+
+
+def test_a_front_is_of_slots_that_there_are():
+    """Of a sequence that has lost a token, 11 slots fill 2 pages."""
+    kv = make(evicting=True)
+    row = kv.memory.start()
+    step(kv, {row: 12}, 5)
+    kv.memory.tables["full"].num_slots[row] -= 1
+
+    kv.offload.fronts.host(row, 12)
+
+    assert kv.memory.tables["full"].staged[row] == 2
+
+
+def test_a_front_comes_back_only_where_there_is_room():
+    kv = make(sequences=2)
+    row, other = kv.memory.start(), kv.memory.start()
+    step(kv, {row: 24}, 6)
+    kv.offload.fronts.host(row, 24)
+    while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
+        kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
+
+    with pytest.raises(OutOfPages, match="18 pages needed to bring a front back"):
+        kv.offload.fronts.bring_back(row)
+    kv.memory.check()
+    kv.memory.release([other])
+    kv.offload.fronts.bring_back(row)
+    assert not kv.offload.fronts.rows
+    kv.memory.check()
+
+
+def test_a_front_comes_back_in_the_room_of_its_pages():
+    """Its staging is a part of them: of a memory with room for no more than all it comes back."""
+    kv = make(sequences=2)
+    row = kv.memory.start()
+    step(kv, {row: 24}, 6)
+    [(page_class, pool)] = kv.memory.pools.items()
+    before = list(stored_pages(kv.memory, kv.store, row))
+    kv.offload.fronts.host(row, 24)
+    poison(kv)
+    taken = []
+    while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
+        taken += pool.allocate(1).tolist()
+
+    kv.offload.fronts.bring_back(row)
+
+    assert list(stored_pages(kv.memory, kv.store, row)) == before
+    pool.release(np.array(taken, dtype=np.int32))
+    kv.memory.check()
+
+
+def test_a_copy_that_fails_is_told_to_who_would_have_attended():
+    kv = make(transfer_worker=BrokenCarrier())
+    row = kv.memory.start()
+    step(kv, {row: 12}, 7)
+    kv.offload.fronts.host(row, 8)
+
+    with pytest.raises(OSError, match="the link is gone"):
+        step(kv, {row: 1}, 8)
+    kv.memory.release([row])
+    kv.memory.check()
+
+
+def test_where_one_copy_of_a_layer_fails_the_others_are_waited_for():
+    """A layer's bytes come in a copy for fronts with one staging slot and one for the others."""
+    kv = make(transfer_worker=OneFails())
+    rows = [kv.memory.start() for _ in range(2)]
+    for row in rows:
+        step(kv, {row: 16}, 9)
+        kv.offload.fronts.host(row, 16)
+    kv.offload.fronts.halve_staging(rows[0])
+
+    with pytest.raises(OSError, match="the link is gone"):
+        step(kv, dict.fromkeys(rows, 1), 10)
+    kv.memory.release(rows)
+
+    copies = kv.offload.transfer_worker.copies
+    assert len(copies) == 2 * FULL_LAYERS
+    assert all(copy.done() for copy in copies)
+
+
+def test_a_step_that_ends_early_writes_into_nobody_elses_pages():
+    """The copy for a layer that never ran is done before its pages change hands."""
+    kv = make(transfer_worker=SlowCarrier())
+    row = kv.memory.start()
+    step(kv, {row: 16}, 9)
+    kv.offload.fronts.host(row, 16)
+    kv.memory.grow(np.array([row]), np.array([1], dtype=np.int32))
+    StepAttention(kv, np.array([row]), np.array([1], dtype=np.int32))  # and no layer attends
+
+    kv.memory.release([row])
+    kv.store.arena.fill_(0x11)
+    time.sleep(0.02)
+
+    assert (kv.store.arena == 0x11).all()

@@ -1,0 +1,192 @@
+"""Rows of a static batch: against rows that grow until they fail, and against the engine's own."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import NeverFits, OutOfPages
+from quire.kv.memory import KVMemory
+from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
+from quire.scheduler.admission.batches import rows_at_once
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import load
+
+MOST_ROWS = 64
+
+
+def model_of(*windows, kv_heads=2, head_dim=8):
+    return ModelSpec(
+        architecture="x",
+        num_layers=len(windows),
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=32,
+        intermediate_size=32,
+        vocab_size=100,
+        max_positions=1000,
+        tied_embeddings=True,
+        gated_mlp=True,
+        layers=tuple(LayerSpec(window=window) for window in windows),
+    )
+
+
+def layout_of(spec, *, page_tokens=4, windows=(None, None), **shape):
+    return layout_for(
+        model_of(*windows, **shape),
+        codec="float32",
+        page_tokens=page_tokens,
+        evicting=spec.cap is not None,
+        heads_apart=spec.cap is not None,
+        statistics=spec.statistics,
+    )
+
+
+def found_rows(layout, kv_bytes, spec, prompt, new):
+    first = min(prompt, spec.least_cap) if spec.prefills_in_blocks else prompt
+    return rows_at_once(
+        KVMemory(layout, kv_bytes, 1),
+        Need(prompt + new - 1, prompt, spec),
+        first_tokens=first,
+        chunk_tokens=first,
+    )
+
+
+def rows_that_grow(layout, kv_bytes, spec, tokens):
+    """Rows of so many tokens that a memory takes one after another until it has no page left."""
+    memory = KVMemory(layout, kv_bytes, MOST_ROWS)
+    names = statistics_used(layout, spec.statistics)
+    for rows in range(MOST_ROWS):
+        row = memory.start(names)
+        try:
+            memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
+        except OutOfPages:
+            memory.check()
+            return rows
+    return MOST_ROWS
+
+
+def admitted_rows(layout, kv_bytes, spec, prompt, new):
+    """Rows that reserved admission lets into a memory whose newcomers grow as they enter."""
+    first = min(prompt, spec.least_cap) if spec.prefills_in_blocks else prompt
+    memory = KVMemory(layout, kv_bytes, MOST_ROWS)
+    peaks = Peaks(memory, first)
+    peak = peaks.counts([Need(prompt + new - 1, prompt, spec)])[0]
+    if not peaks.fit_alone(peak):
+        return 0
+    owed = np.zeros_like(peak)
+    for rows in range(MOST_ROWS):
+        if rows and not memory.fits(peaks.by_class(peak + owed)):
+            return rows
+        before = {c: pool.num_used for c, pool in memory.pools.items()}
+        row = memory.start(statistics_used(layout, spec.statistics))
+        memory.grow(np.array([row]), np.array([first], dtype=np.int32))
+        held = [memory.pools[c].num_used - before[c] for c in peaks.page_classes]
+        owed += np.maximum(peak - np.array(held), 0)
+    return MOST_ROWS
+
+
+SPECS = st.sampled_from(
+    [
+        KEEP_ALL,
+        EvictionSpec(cap=2, every=1, when=DECODE),
+        EvictionSpec(cap=24, every=8, when=DECODE, statistics=(AttentionSum(),)),
+        EvictionSpec(cap=24, every=8, when=PREFILL_AND_DECODE),
+        EvictionSpec(cap=21, every=8, when=PREFILL_AND_DECODE, statistics=(AttentionSum(),)),
+        EvictionSpec(
+            cap=30,
+            every=4,
+            when=PREFILL_AND_DECODE,
+            statistics=(AttentionSum(), QueryRing(window=5), QueryMoments()),
+        ),
+    ]
+)
+
+
+def cuts_pages(layout, kv_bytes):
+    slab_bytes = KVMemory(layout, kv_bytes, 1).arena.slab_bytes
+    return any(slab_bytes % c.page_bytes for c in layout.page_classes)
+
+
+@given(
+    spec=SPECS,
+    kv_bytes=st.integers(200_000, 2_000_000),
+    lengths=st.tuples(st.integers(1, 90), st.integers(1, 40)),
+    page_tokens=st.sampled_from([1, 4, 16]),
+    head_dim=st.sampled_from([8, 20]),
+)
+def test_as_many_rows_as_reserved_admission_lets_in(spec, kv_bytes, lengths, page_tokens, head_dim):
+    layout = layout_of(spec, page_tokens=page_tokens, head_dim=head_dim)
+    expected = admitted_rows(layout, kv_bytes, spec, *lengths)
+
+    assert min(found_rows(layout, kv_bytes, spec, *lengths), MOST_ROWS) == expected
+
+
+@given(
+    spec=SPECS,
+    kv_bytes=st.integers(200_000, 2_000_000),
+    lengths=st.tuples(st.integers(1, 90), st.integers(1, 40)),
+    page_tokens=st.sampled_from([1, 4, 16]),
+)
+def test_as_many_rows_as_grow_to_their_peak_before_the_memory_is_full(
+    spec, kv_bytes, lengths, page_tokens
+):
+    """Where slab borders cut pages, a page of each slab may be promised to nobody."""
+    prompt, new = lengths
+    layout = layout_of(spec, page_tokens=page_tokens)
+    rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MOST_ROWS)
+    grown = rows_that_grow(layout, kv_bytes, spec, spec.peak_tokens(prompt + new - 1, prompt))
+
+    assert rows <= grown
+    if not cuts_pages(layout, kv_bytes):
+        assert rows == grown
+
+
+def test_some_layouts_have_slabs_that_cut_pages():
+    spec = EvictionSpec(cap=30, every=4, statistics=(AttentionSum(), QueryMoments()))
+
+    assert cuts_pages(layout_of(spec, head_dim=20), 400_000)
+    assert not cuts_pages(layout_of(KEEP_ALL), 400_000)
+
+
+@pytest.mark.parametrize(
+    ("evict", "held"),
+    [
+        ("full", 59),
+        ("recent:cap=2,every=1,when=decode", 50),
+        ("average:cap=16,every=4,when=decode", 50),
+        ("average:cap=16,every=4", 16),
+    ],
+)
+@pytest.mark.parametrize("kv_bytes", [66_000, 81_000, 131_072])
+def test_as_many_rows_as_the_engine_runs_together(evict, held, kv_bytes):
+    """Prompts of 50 tokens and 10 new: all rows are in the first step, and all end together."""
+    schedule = ScheduleConfig(max_num_batched_tokens=8_192, admission="reserved", low_watermark=1.0)
+    kv = KVConfig(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
+    engine = Engine(load("llama"), kv, schedule)
+    spec = engine.pool.rules.resolve(engine.pool.rules.default, 50).spec
+    expected = found_rows(engine.pool.kv.memory.layout, kv_bytes, spec, 50, 10)
+    assert spec.peak_tokens(59, 50) == held
+
+    options = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    try:
+        for _ in range(expected + 1):
+            engine.submit(GenerationRequest([1] * 50, options))
+    except NeverFits:
+        assert expected == 0
+        return
+    engine.step()
+    assert len(engine.scheduler.running) == expected
+    while engine.scheduler.running:
+        engine.step()
+    assert engine.scheduler.num_preemptions == 0

@@ -1,0 +1,213 @@
+"""What admission counts for a request, against the pages that it takes while it runs.
+
+Every layout that a cache can have: codecs with full-precision windows, sliding windows, eviction
+rules with statistics, stores; requests alone, of several draws, and of several beams.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from quire.errors import ConfigError, NeverFits
+from quire.kv.memory import KVMemory
+from quire.kv.stores.registry import placement_maker
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.scheduler.admission.need import need_of
+from quire.scheduler.group import num_rows
+from unit.scheduler.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
+
+MAX_TOKENS, AMPLE_BYTES = 80, 1 << 24
+PLAIN = ("float32", "int8", "int8+sinks=2+residual=8")
+PAGE_CODECS = ("int4_page/int4", "int4_page/int4+sinks=2+residual=12")
+STORES = ("paged", "contiguous_max", "contiguous_growing", "ring")
+
+
+class AnyLayout(SchedulerLoad):
+    """A load whose refusals are not checked by the bytes of a few slabs: there are more classes."""
+
+    def _check_refusal(self, request):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One request and the engine that it is sent to.
+
+    Attributes:
+        windows: of the model's layers.
+        width: sequences that answer the prompt.
+        beams: whether they are those of a beam search.
+        offload: whether the first pages of a sequence may be offloaded.
+    """
+
+    codec: str = "float32"
+    windows: tuple[int | None, ...] = (None,)
+    page_tokens: int = 4
+    store: str = "paged"
+    eviction: EvictionSpec = KEEP_ALL
+    width: int = 1
+    beams: bool = False
+    offload: bool = False
+    chunk_tokens: int = 64
+    prompt: int = 34
+    answer: int = 2
+
+    def memory(self, total_bytes: int) -> KVMemory:
+        """A memory of so many bytes."""
+        layers = tuple(LayerSpec(window=window) for window in self.windows)
+        layout = layout_for(
+            replace(MODEL, num_layers=len(layers), layers=layers),
+            codec=f"{self.codec}+plain=float32" if self.codec != "float32" else self.codec,
+            page_tokens=self.page_tokens,
+            evicting=self.eviction.cap is not None,
+            heads_apart=self.eviction.cap is not None,
+            statistics=self.eviction.statistics,
+        )
+        limits = LaneLimits.of(MAX_TOKENS, self.eviction)
+        return KVMemory(
+            layout, total_bytes, self.width, placement=placement_maker(self.store, limits)
+        )
+
+    def load(self, total_bytes: int) -> SchedulerLoad:
+        """A scheduler over that memory, and the request in its queue.
+
+        Raises:
+            ConfigError, NeverFits: the memory is too small.
+        """
+        setting = Setting(
+            cap=None if self.eviction.cap is None else 20,  # of no request
+            max_num_seqs=max(2, self.width),
+            max_num_batched_tokens=256,
+            chunk_tokens=self.chunk_tokens,
+            offload_bytes=total_bytes if self.offload else 0,
+        )
+        load = AnyLayout(setting, self.memory(total_bytes))
+        members = [load.request(self.prompt, self.answer) for _ in range(self.width)]
+        names = statistics_used(load.memory.layout, self.eviction.statistics)
+        for member in members:
+            member.eviction, member.statistics = self.eviction, names
+        if self.width > 1:
+            load.submit_group(members, atomic=self.beams)
+        else:
+            load.submit(members[0])
+        if not load.requests:
+            raise NeverFits("see above")
+        return load
+
+
+MODEL = ModelSpec(
+    architecture="x",
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    intermediate_size=32,
+    vocab_size=100,
+    max_positions=1000,
+    tied_embeddings=True,
+    gated_mlp=True,
+    layers=(LayerSpec(window=None),),
+)
+
+
+WINDOWS = [(None,), (None, 8), (None, 3, 12), (None,) * 6, (None, 8) * 5]
+DRAWN = st.fixed_dictionaries(
+    {
+        "codec": st.sampled_from(PLAIN + PAGE_CODECS),
+        "windows": st.sampled_from(WINDOWS),
+        "page_tokens": st.sampled_from([2, 4, 16]),
+        "store": st.sampled_from(STORES),
+        "evicts": st.booleans(),
+        "above": st.integers(1, 30),
+        "every": st.integers(1, 6),
+        "when": st.sampled_from([PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE]),
+        "statistics": st.sampled_from([(), (SUMS,), (SUMS, RING)]),
+        "width": st.sampled_from([1, 1, 2, 3]),
+        "beams": st.booleans(),
+        "offload": st.booleans(),
+        "chunk_tokens": st.sampled_from([1, 5, 16, 64]),
+        "prompt": st.integers(1, 50),
+        "answer": st.integers(1, 20),
+    }
+)
+
+
+def request_of(values) -> Drawn:
+    """A request that the engine takes: without what does not go together with the rest."""
+    rest = dict(values)
+    evicts, above, every, when, statistics = map(
+        rest.pop, ("evicts", "above", "every", "when", "statistics")
+    )
+    runs, pages = rest["store"].startswith("contiguous"), rest["codec"] in PAGE_CODECS
+    assume(not (evicts and pages))  # slots of pages in codes do not move
+    assume(not (runs and (rest["beams"] or rest["offload"])))
+    assume(not (evicts and rest["offload"]))  # a request that evicts has its pages back for it
+    assume(not rest["offload"] or len(rest["windows"]) > 5)  # more layers than staging slots
+    assume(rest["store"] != "ring" or any(rest["windows"]))
+    assume(not rest["beams"] or rest["width"] > 1)
+    eviction = KEEP_ALL
+    if evicts:
+        eviction = EvictionSpec(cap=every + above, every=every, when=when, statistics=statistics)
+    return Drawn(**rest, eviction=eviction)
+
+
+def in_least_memory(request: Drawn) -> SchedulerLoad:
+    """A scheduler in the least memory, to a twentieth, that takes a request."""
+    total_bytes = request.memory(AMPLE_BYTES).layout.smallest_sequence_bytes
+    while total_bytes < AMPLE_BYTES:
+        try:
+            return request.load(total_bytes)
+        except (ConfigError, NeverFits):
+            total_bytes += total_bytes // 20 + 1
+    raise AssertionError("no memory is enough")
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_beams_behind_a_prompt_free_what_its_windows_held(width):
+    """The prompt was read in one chunk: its window lanes hold all of it until the next token."""
+    beams = Drawn(codec="int4_page/int4", windows=(None, 8), width=width, beams=True)
+
+    in_least_memory(beams).drain()
+
+
+@given(values=DRAWN)
+def test_a_request_runs_in_the_least_memory_that_admits_it(values):
+    load = in_least_memory(request_of(values))
+
+    load.drain()  # fails where the request ends with an error, or does not go on
+
+
+@given(values=DRAWN)
+def test_no_more_pages_are_taken_than_are_counted(values):
+    request = request_of(values)
+    # in ample memory nothing is short: neither loses tokens under pressure nor is offloaded
+    assume(request.eviction.when != PRESSURE or request.eviction.cap is None)
+    load = replace(request, offload=False).load(AMPLE_BYTES)
+    peaks, first = load.scheduler.peaks, next(iter(load.requests.values()))
+    width = num_rows(first) if first.group is not None else request.width
+    need = need_of(first, first.final_tokens)
+    counted = peaks.by_class(peaks.whole_counts(need, num_rows(first)))
+    times = width // num_rows(first)  # sequences that run apart
+
+    while load.scheduler.has_work:
+        load.step()
+        for page_class, pool in load.memory.pools.items():
+            assert pool.num_used <= counted[page_class] * times
+
+
+@pytest.mark.parametrize("store", STORES[:3])
+@pytest.mark.parametrize("statistics", [(), (SUMS,)])
+def test_a_request_is_admitted_in_twice_what_it_takes(store, statistics):
+    """Sixteen lanes, and slabs of a 64th of the memory."""
+    eviction = EvictionSpec(cap=43, every=5, statistics=statistics)
+    request = Drawn(store=store, windows=(None,) * 8, eviction=eviction, prompt=45, answer=3)
+    ample = request.load(AMPLE_BYTES)
+    ample.drain()
+
+    request.load(2 * ample.memory.arena_peak_bytes).drain()

@@ -1,0 +1,345 @@
+"""Events of KV: numbered, remembered within bounds, passed on, and written one line each."""
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from quire.config.sampling_params import SamplingParams
+from quire.engine import event_file
+from quire.engine.event_file import EventFile
+from quire.errors import ConfigError, UnknownName
+from quire.scheduler.events import KINDS, EventLog, KVEvent
+from quire.scheduler.request import Request
+from support.command_line import read_records
+
+REQUEST = Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        self.now_s += 0.5
+        return self.now_s
+
+
+def filled(kinds, **options):
+    log = EventLog(Clock(), **options)
+    for kind in kinds:
+        log.emit(kind, REQUEST, tokens=3)
+    return log
+
+
+def test_an_event_says_what_when_whose_and_how_much():
+    log = filled(["admitted"])
+
+    [event] = log.newest()
+
+    assert event == KVEvent("admitted", 0.5, "a", "red", {"tokens": 3}, 1)
+    assert json.loads(json.dumps(event.as_dict())) == {
+        "number": 1,
+        "kind": "admitted",
+        "time_s": 0.5,
+        "request_id": "a",
+        "tenant": "red",
+        "tokens": 3,
+    }
+
+
+def test_an_event_of_the_pool_belongs_to_nobody():
+    log = EventLog(Clock())
+    log.emit("uncached", None, tokens=16, kv_bytes=4096)
+
+    assert [(e.request_id, e.tenant) for e in log.newest()] == [("", "")]
+
+
+def test_data_cannot_hide_whose_event_it_is():
+    event = KVEvent("freed", 1.0, "a", "red", {"tenant": "blue", "number": 9}, 4)
+
+    assert (event.as_dict()["tenant"], event.as_dict()["number"]) == ("red", 4)
+
+
+def test_only_the_newest_events_are_remembered():
+    log = filled(["chunk"] * 10, kept=3)
+
+    assert [event.number for event in log.newest()] == [8, 9, 10]
+    assert log.num_events == 10
+
+
+def test_events_are_found_by_kind_number_and_count():
+    log = filled(["admitted", "chunk", "chunk", "freed", "chunk"])
+
+    def numbers(*arguments, **options):
+        return [event.number for event in log.newest(*arguments, **options)]
+
+    assert numbers(["chunk"]) == [2, 3, 5]
+    assert numbers(["chunk", "freed"], since=2) == [3, 4, 5]
+    assert numbers(most=2) == [4, 5]
+    assert numbers(["chunk"], since=2, most=1) == [5]
+    assert numbers(since=5) == numbers(most=0) == []
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(UnknownName, match="did you mean preempted"):
+        EventLog().newest(["preempt"])
+
+
+def test_every_listener_hears_every_event_until_it_leaves():
+    log, heard, left = EventLog(), [], []
+    log.subscribe(heard.append)
+    log.subscribe(left.append)
+    log.emit("chunk", REQUEST)
+    log.unsubscribe(left.append)
+    log.unsubscribe(print)
+    log.emit("freed", REQUEST)
+
+    assert [event.kind for event in heard] == ["chunk", "freed"]
+    assert [event.kind for event in left] == ["chunk"]
+
+
+def test_a_listener_that_raises_is_dropped_and_the_others_go_on(caplog):
+    log, heard = EventLog(), []
+    calls = []
+
+    def broken(event):
+        calls.append(event)
+        raise RuntimeError("no more")
+
+    log.subscribe(broken)
+    log.subscribe(heard.append)
+    for _ in range(3):
+        log.emit("chunk", REQUEST)
+
+    assert len(calls) == 1
+    assert len(heard) == len(log.newest()) == 3
+    assert [record.message for record in caplog.records] == [
+        "a listener of KV events is dropped: it raised"
+    ]
+
+
+def test_a_file_has_each_event_at_once_as_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"from": "before"}\n')
+    log = EventLog(Clock())
+    with EventFile(path) as file:
+        log.subscribe(file)
+        for number, kind in enumerate(KINDS, start=1):
+            log.emit(kind, REQUEST, reason="größer")
+
+            records = read_records(path)
+            assert len(records) == number + 1
+
+    assert records[0] == {"from": "before"}
+    assert records[1:] == [event.as_dict() for event in log.newest()]
+
+
+def test_two_writers_of_one_file_do_not_cut_each_others_lines(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventFile(path) as first, EventFile(path) as second:
+        for number in range(50):
+            for writer in (first, second):
+                writer(KVEvent("chunk", 0.0, "a", "red", {"reason": "x" * number}, number))
+
+    assert [record["number"] for record in read_records(path)] == sorted([*range(50)] * 2)
+
+
+def test_a_write_cut_short_is_finished(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    with EventFile(tmp_path / "events.jsonl") as file:
+        file(KVEvent("chunk", 0.0, "a", "red", {}, 1))
+
+    [record] = read_records(tmp_path / "events.jsonl")
+    assert record["request_id"] == "a"
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.events\.jsonl: No such file"):
+        EventFile(tmp_path / "nowhere" / "events.jsonl")
+
+
+class Disk:
+    """Writes only so many bytes."""
+
+    def __init__(self, monkeypatch):
+        self.free_bytes, self._write = 0, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor, data):
+        if not self.free_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(descriptor, data[: self.free_bytes])
+        self.free_bytes -= written
+        return written
+
+
+def chunk(number):
+    return KVEvent("chunk", 0.0, "a", "red", {}, number)
+
+
+def test_events_of_a_full_disk_are_written_when_there_is_room(tmp_path, monkeypatch, caplog):
+    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+    with EventFile(path) as file:
+        for disk.free_bytes in (0, 20):  # room for a part of a line, which is no line
+            file(chunk(1 if not disk.free_bytes else 2))
+            assert read_records(path) == []
+        disk.free_bytes = 1000
+        file(chunk(3))
+
+        assert [record["number"] for record in read_records(path)] == [1, 2, 3]
+
+    assert len(caplog.records) == 1
+    assert "events.jsonl: No space left on device" in caplog.text
+
+
+def test_a_disk_that_stays_full_ends_in_one_error_with_what_is_lost(tmp_path, monkeypatch):
+    path, disk = tmp_path / "events.jsonl", Disk(monkeypatch)
+    disk.free_bytes = len(json.dumps(chunk(1).as_dict())) + 1
+    log = EventLog(Clock())
+    file = EventFile(path)
+    log.subscribe(file)
+    for _ in range(3):
+        log.emit("chunk", None)
+
+    with pytest.raises(ConfigError, match="No space left on device; the file lacks 2 events"):
+        file.__exit__(None, None, None)
+    assert len(read_records(path)) == 1
+    assert len(log.newest()) == 3
+
+
+def test_events_held_for_a_full_disk_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file, "MOST_HELD_BYTES", 200)
+    disk, file = Disk(monkeypatch), EventFile(tmp_path / "events.jsonl")
+    for number in range(5):
+        file(chunk(number))
+    lost = file.num_lost
+    disk.free_bytes = 1000
+
+    assert 0 < lost < 5
+    with pytest.raises(ConfigError, match=f"the file lacks {lost} events"):
+        file.close()
+    assert len(read_records(tmp_path / "events.jsonl")) == 5 - lost
+
+
+def test_an_error_of_the_command_is_not_hidden_by_a_full_disk(tmp_path, monkeypatch, caplog):
+    Disk(monkeypatch)
+    file = EventFile(tmp_path / "events.jsonl")
+    file(chunk(1))
+
+    file.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+    assert "the file lacks 1 events" in caplog.text
+
+
+class Pipe:
+    """A FIFO of 4,096 bytes, and its reader."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self.path, self.read = path, b""
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, 4096)
+
+    def take(self, num_bytes=1 << 20):
+        with suppress(BlockingIOError):
+            self.read += os.read(self.descriptor, num_bytes)
+
+    def close(self):
+        os.close(self.descriptor)
+
+    @property
+    def numbers(self):
+        return [json.loads(line)["number"] for line in self.read.splitlines()]
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return Pipe(tmp_path / "events")
+
+
+def long_chunk(number):
+    return KVEvent("chunk", 0.0, "a" * 3000, "red", {}, number)
+
+
+def test_a_line_that_a_pipe_took_in_part_goes_on_where_it_ended(pipe, caplog):
+    """Nothing can be cut off a pipe; each write waits for nobody."""
+    file = EventFile(pipe.path)
+    for number in range(1, 6):
+        file(long_chunk(number))
+    for _ in range(8):
+        pipe.take(1000)  # from the middle of a line to the middle of another
+        file(chunk(100))
+    pipe.take()
+    while file._held:
+        file(chunk(100))
+        pipe.take()
+    file.close()
+    pipe.take()
+
+    assert pipe.numbers == [1, 2, 3, 4, 5] + [100] * (len(pipe.numbers) - 5)
+    assert file.num_lost == file._held_bytes == 0
+    assert len(caplog.records) == 1
+    assert "its reader does not keep up" in caplog.text
+
+
+def test_a_pipe_is_waited_for_at_the_end(pipe):
+    file = EventFile(pipe.path)
+    for number in range(1, 6):
+        file(long_chunk(number))
+    reader = threading.Thread(target=lambda: [(time.sleep(0.01), pipe.take()) for _ in range(20)])
+    reader.start()
+    file.close()
+    reader.join()
+    pipe.take()
+
+    assert pipe.numbers == [1, 2, 3, 4, 5]
+
+
+def test_a_pipe_whose_reader_stands_still_ends_in_one_error(pipe, monkeypatch):
+    monkeypatch.setattr(event_file, "CLOSE_WAIT_S", 0.05)
+    file = EventFile(pipe.path)
+    for number in range(1, 4):
+        file(long_chunk(number))
+
+    with pytest.raises(ConfigError, match=r"does not keep up; the file lacks 2 events"):
+        file.close()
+
+
+def test_a_pipe_that_its_reader_leaves_ends_in_one_error(pipe):
+    file = EventFile(pipe.path)
+    file(chunk(1))
+    pipe.close()
+    file(chunk(2))
+
+    with pytest.raises(ConfigError, match="its reader has closed it; the file lacks 1 events"):
+        file.close()
+
+
+def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "events")
+
+    with pytest.raises(ConfigError, match="no process has opened it for reading; choose another"):
+        EventFile(tmp_path / "events")
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFBLK, stat.S_IFSOCK])
+def test_what_is_no_file_pipe_or_terminal_is_refused(tmp_path, monkeypatch, kind):
+    found = os.stat_result((kind | 0o600, *[0] * 9))
+    monkeypatch.setattr(os, "fstat", lambda _: found)
+
+    with pytest.raises(ConfigError, match="it is no regular file, pipe or terminal"):
+        EventFile(tmp_path / "events")
+
+
+def test_events_may_go_to_a_device():
+    with EventFile(Path(os.devnull)) as file:
+        file(chunk(1))

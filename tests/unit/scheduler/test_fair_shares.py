@@ -1,0 +1,159 @@
+"""Tenants beside each other, in steps: a flood, equal shares, a guarantee; and work done twice."""
+
+import random
+
+import numpy as np
+import pytest
+
+from quire.scheduler.request import Request, RequestState
+from quire.sim.fairness import jain_index
+from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+
+PROMPT, ANSWER = 24, 16
+SETTING = Setting(page_tokens=8, pages=120, max_num_batched_tokens=64, max_num_seqs=8)
+NUM_STEPS = 600
+
+
+def send(load: SchedulerLoad, tenant: str, prompt: int = PROMPT, answer: int = ANSWER) -> Request:
+    request = load.request(prompt, answer)
+    request.tenant = tenant
+    load.submit(request)
+    return request
+
+
+def queue_steps(flood_each: int, pages: int) -> np.ndarray:
+    """Steps that each request of the small tenant waits; the other sends so many in that time."""
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
+    )
+    sent: list[tuple[Request, int]] = []
+    entered: dict[str, int] = {}
+    for step in range(NUM_STEPS):
+        if step % 10 == 0:
+            for _ in range(flood_each):
+                send(load, "flood")
+            sent.append((send(load, "small"), step))
+        load.step()
+        for request, _ in sent:
+            if request.entries:
+                entered.setdefault(request.request_id, step)
+    return np.array([entered.get(r.request_id, NUM_STEPS) - start for r, start in sent])
+
+
+@pytest.mark.parametrize("pages", [24, 120])  # the pool is the bottleneck, or the rows are
+def test_who_sends_little_does_not_wait_behind_who_sends_20_times_as_much(pages):
+    alone = np.percentile(queue_steps(0, pages), 99)
+    beside = np.percentile(queue_steps(20, pages), 99)
+
+    prefill_steps = -(-PROMPT // SETTING.max_num_batched_tokens)
+    assert beside <= max(2 * alone, 1 + prefill_steps)
+
+
+@pytest.mark.parametrize("pages", [24, 120])
+def test_tenants_of_equal_weight_are_served_alike_while_both_wait(pages):
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=pages, max_num_batched_tokens=64, max_num_seqs=8)
+    )
+    rng = random.Random(1)
+    for number in range(210):
+        send(load, "flood" if number % 21 else "small", rng.randint(1, 2 * PROMPT))
+    for _ in range(60):
+        send(load, "small", rng.randint(1, 2 * PROMPT))
+    served = {"flood": 0.0, "small": 0.0}
+    while set(load.scheduler.waiting.backlogged) == set(served):
+        load.step(served=served)
+
+    assert sum(served.values()) > 4000
+    assert jain_index(served) >= 0.98
+
+
+@pytest.mark.parametrize("guaranteed", [30, 60])
+def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
+    load = SchedulerLoad(
+        Setting(
+            page_tokens=8,
+            pages=24,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            guaranteed=guaranteed,
+        )
+    )
+    for _ in range(20):
+        send(load, "b", PROMPT, 60)
+    for _ in range(20):
+        load.step()
+    book = load.scheduler.fairness.book
+    left_bytes = load.memory.total_bytes - book.held_bytes("b")
+    assert left_bytes < book.spec("a").guaranteed_bytes // 2
+    mine = send(load, "a")
+    waited = 0
+    while mine.state is RequestState.WAITING:
+        load.step()
+        waited += 1
+
+    assert waited <= 2
+    load.drain()
+
+
+@pytest.mark.parametrize(("num_takeable", "enters"), [(1, False), (4, True)])
+def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_takeable, enters):
+    """Those who have just come back give nothing: what the others could give is counted first."""
+    load = SchedulerLoad(
+        Setting(page_tokens=8, pages=24, max_num_batched_tokens=64, max_num_seqs=8, guaranteed=60)
+    )
+    for _ in range(20):
+        send(load, "b", PROMPT, 60)
+    for _ in range(20):
+        load.step()
+    reasons: list[object] = []
+    load.scheduler.sequence_memory.events.subscribe(
+        lambda event: reasons.append(event.data.get("reason"))
+    )
+    for request in load.scheduler.running[num_takeable:]:
+        request.entries, request.entered_tokens = 2, request.num_tokens
+    mine = send(load, "a", 12 * 8)
+    load.step()
+
+    taken = "tenant a asks for what is its own" in reasons
+    assert (mine.state is RequestState.RUNNING, taken) == (enters, enters)
+
+
+@pytest.mark.parametrize("host_pages", [0, 40])
+@pytest.mark.parametrize("pages", [8, 12, 20])
+def test_a_load_on_too_small_a_pool_does_not_go_in_circles(pages, host_pages):
+    setting = Setting(pages=pages, page_tokens=8, host_pages=host_pages, preempt="swap")
+    load, rng, wanted = SchedulerLoad(setting), random.Random(pages), 0
+    for _ in range(60):
+        request = load.request(rng.randint(1, 40), rng.randint(1, 24))
+        assert load.submit(request)
+        wanted += request.final_tokens
+    load.drain()
+
+    assert load.scheduler.num_preemptions > 3
+    assert load.without_progress == 0
+    assert load.processed_tokens <= 2 * wanted
+
+
+@pytest.mark.parametrize("admission", ["optimistic", "reserved", "estimated"])
+def test_a_tenant_never_holds_more_than_its_limit(admission):
+    """Its requests fit when they enter and grow from there: the last ones give way in time."""
+    load = SchedulerLoad(
+        Setting(
+            page_tokens=8,
+            pages=24,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            guaranteed=0,
+            burst=40,
+            admission=admission,
+        )
+    )
+    for _ in range(12):
+        send(load, "b", 8, 60)
+    fairness, most = load.scheduler.fairness, 0
+    while load.scheduler.has_work:
+        load.step()
+        fairness.recount(load.scheduler.running)
+        most = max(most, fairness.book.held_bytes("b"))
+
+    assert 0 < most <= fairness.book.spec("b").limit_bytes

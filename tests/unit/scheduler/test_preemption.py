@@ -1,0 +1,59 @@
+"""Groups that are thrown out or cancelled in the middle, and turns that must not go in circles."""
+
+import pytest
+
+from quire.scheduler.request import RequestState
+from unit.scheduler.scheduler_load import SchedulerLoad, Setting
+
+
+def group_being_read(**setting):
+    """Two members with different answers, thrown out while the second of them is being read.
+
+    That one comes first in order of answers; the first is to be copied from it.
+    """
+    load = SchedulerLoad(Setting(pages=60, chunk_tokens=2, **setting))
+    members = [load.request(6, 9) for _ in range(2)]
+    for member, token in zip(members, (5, 4), strict=True):
+        member.output_token_ids.append(token)
+    load.submit_group(members, atomic=False)
+    load.step()
+    assert [member.state is RequestState.RUNNING for member in members] == [False, True]
+    assert members[0].group.forks[0].parent is members[1]
+    return load, members
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("host_pages", [0, 60])
+def test_a_member_is_cancelled_while_its_group_is_being_read_or_away(host_pages, away, cancelled):
+    load, members = group_being_read(host_pages=host_pages, preempt="swap")
+    if away:
+        load.scheduler.preempt()
+    load.scheduler.finish(load.requests.pop(members[cancelled].request_id))
+
+    load.check()
+    load.drain()
+
+
+@pytest.mark.parametrize("host_pages", [0, 60])
+def test_a_group_that_is_thrown_out_before_it_was_copied_goes_on(host_pages):
+    load, members = group_being_read(host_pages=host_pages, preempt="swap")
+    load.scheduler.preempt()
+    load.check()
+    load.step()
+
+    load.check()
+    load.drain()
+    assert all(len(member.output_token_ids) == 9 for member in members)
+
+
+def test_a_chunk_that_is_read_whole_is_not_divided_among_tenants():
+    """A step of 7 tokens holds a chunk of 7 under eviction, whoever else has prompts to read."""
+    setting = Setting(cap=20, pages=60, max_num_batched_tokens=7, max_num_seqs=2, guaranteed=0)
+    load = SchedulerLoad(setting)
+    for text in (1, 2, 1, 2):
+        load.submit(load.request(60, 1, text=text))
+    load.drain()
+
+    assert load.scheduler.num_preemptions == 0
+    assert load.processed_tokens == 4 * 60
