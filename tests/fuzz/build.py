@@ -112,7 +112,7 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
 def _start(case: Case, memory: int, host: int, stream: int) -> Engine:
     kv = dict(case.kv)
     if not stream:
-        kv = {name: value for name, value in kv.items() if not name.startswith("stream_")}
+        kv = {name: value for name, value in kv.items() if not name.startswith("offload_")}
     config = KVConfig(
         memory=memory, swap_space=host, offload_memory=stream, record_evictions=True, **kv
     )

@@ -351,7 +351,7 @@ def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tok
     assert deltas[-1].finish_reason == "length"
     with pytest.raises(NeverFits):
         Engine(model_of("qwen3"), less, ScheduleConfig(chunk_tokens=16)).submit(
-            PROMPTS["b"], greedy(8)
+            GenerationRequest(PROMPTS["b"], greedy(8))
         )
 
 
@@ -566,7 +566,9 @@ def test_what_auto_leaves_out_is_said_once(caplog):
     caplog.set_level("INFO", logger="quire")
     why("llama_mha", codec="int4_page+plain=float32")
 
-    said = [record.getMessage() for record in caplog.records if "--stream-" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "--kv-offload-" in record.getMessage()
+    ]
     assert [text.partition(":")[0] for text in said] == [
         "--kv-offload-recompute auto recomputes no KV",
         "--kv-offload-cpu-attention auto attends on the device alone",

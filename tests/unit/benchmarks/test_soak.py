@@ -19,7 +19,8 @@ TESTS = Path(__file__).parents[2]
 TRACED = """
 import gc, json, tracemalloc
 from collections import deque
-import torch, engines
+import torch
+from support import engines
 from benchmarks.soak.bench import Soak, SoakConfig
 from quire.config.kv_config import KVConfig
 

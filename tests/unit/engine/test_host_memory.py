@@ -50,7 +50,8 @@ print(json.dumps(found))
 """
 ENGINES = """
 import sys
-import torch, engines
+import torch
+from support import engines
 import quire.engine.core
 from quire.engine.core import Engine
 from quire.config.kv_config import KVConfig
