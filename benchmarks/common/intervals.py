@@ -1,36 +1,31 @@
-"""Confidence intervals of shares and of means."""
+"""Confidence intervals of shares and of means, by SciPy."""
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
-Z_95 = 1.959964  # two-sided, 95 %
+Sample = NDArray[np.float64]
 
 
-def wilson(hits: int, n: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's interval of a share: where the true one lies in 95 of 100 such draws.
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: where the true one lies in 95 of 100 such draws.
 
     Args:
         hits: of `n`; n > 0.
         n: draws.
-        z: quantile of the normal distribution.
 
     Returns:
         Lower and upper end, inside [0, 1].
-
-    Source: Wilson 1927: (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n).
     """
-    share, squared = hits / n, z * z
-    middle = share + squared / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + squared / (4 * n * n))
-    whole = 1 + squared / n
-    return max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
+    interval = stats.binomtest(hits, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def bootstrap_mean(
-    groups: Sequence[Sequence[float] | NDArray[np.float64]],
+    groups: Sequence[Sequence[float] | Sample],
     *,
     groups_too: bool,
     resamples: int = 2_000,
@@ -49,14 +44,39 @@ def bootstrap_mean(
 
     Source: Efron 1979; of groups first, then inside them: Davison and Hinkley 1997, section 3.8.
     """
-    rng, count = np.random.default_rng(seed), len(groups)
-    drawn = np.broadcast_to(np.arange(count), (resamples, count))
-    if groups_too:
-        drawn = rng.integers(count, size=(resamples, count))
-    means = np.empty((resamples, count))
-    for number, group in enumerate(groups):
-        numbers, places = np.asarray(group, dtype=np.float64), np.nonzero(drawn == number)
-        picked = rng.integers(len(numbers), size=(len(places[0]), len(numbers)))
-        means[places] = numbers[picked].mean(axis=1)
-    low, high = np.percentile(means.mean(axis=1), (2.5, 97.5))
-    return float(low), float(high)
+    samples = [_sample(group) for group in groups]
+    rng = np.random.default_rng(seed)
+
+    def mean_of_means(*resampled: Sample, axis: int) -> Sample:
+        means: Sample = np.mean([numbers.mean(axis=axis) for numbers in resampled], axis=0)
+        return means
+
+    def mean_of_drawn(drawn: NDArray[np.int64], axis: int) -> Sample:
+        means: Sample = np.empty(drawn.shape)
+        for number, sample in enumerate(samples):
+            chosen = drawn == number
+            if chosen.any():
+                found = _resample((sample,), np.mean, int(chosen.sum()), rng)
+                means[chosen] = found.bootstrap_distribution
+        mean: Sample = means.mean(axis=axis)
+        return mean
+
+    if groups_too and len(samples) > 1:
+        found = _resample((np.arange(len(samples)),), mean_of_drawn, resamples, rng)
+    else:
+        found = _resample(samples, mean_of_means, resamples, rng)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def _sample(numbers: Sequence[float] | Sample) -> Sample:
+    """At least two numbers, which SciPy asks for; the mean of one number has no spread."""
+    found = np.asarray(numbers, dtype=np.float64)
+    return found if len(found) > 1 else np.repeat(found, 2)
+
+
+def _resample(
+    data: Sequence[NDArray[Any]], statistic: Any, resamples: int, rng: np.random.Generator
+) -> Any:
+    return stats.bootstrap(
+        data, statistic, n_resamples=resamples, method="percentile", vectorized=True, rng=rng
+    )

@@ -5,7 +5,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.rig import RESIDENT, DeviceRig, expected_seconds, median_ms
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.offload.arms import BY_NAME, Layout
-from benchmarks.offload.arms_part import percentile, ratio
+from benchmarks.offload.arms_part import error_p95, ratio
 from benchmarks.offload.rig import ArmStep
 from quire.models.device_memory import free_device_bytes
 
@@ -56,8 +56,7 @@ def _claims(model: str, steps: dict[str, list[ArmStep]]) -> Numbers:
     for name in ("prefetch", "lA"):
         found[f"{model}_gain_lB_over_{name}"] = ratio(steps, name, "lB")
     moved = [step for name, run in steps.items() if name != RESIDENT for step in run]
-    errors = sorted(step.model_error for step in moved)
-    found[f"{model}_model_error_p95"] = percentile(errors, 0.95)
+    found[f"{model}_model_error_p95"] = error_p95([step.model_error for step in moved])
     found[f"{model}_output_error"] = max(step.error for step in moved)
     return found
 

@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from scipy import stats
+
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import PerplexityConfig
@@ -53,7 +55,7 @@ class RuleTexts:
             nats, and the standard error of that mean; 0 for one text.
         """
         more = [a - b for a, b in zip(self.nats, other.nats, strict=True)]
-        error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
+        error = float(stats.sem(more)) if len(more) > 1 else 0.0
         return statistics.mean(more), error
 
 

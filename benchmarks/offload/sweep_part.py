@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.common.result import Cell, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
-from benchmarks.offload.arms_part import model_errors, percentile, ratio, run_rounds
+from benchmarks.offload.arms_part import error_p95, model_errors, ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.rig import Rig
 from quire.offload.executors.virtual import VirtualClock
@@ -35,7 +35,7 @@ def run_sweep(config: OffloadBenchConfig) -> PartResult:
             "never_slower": int(never),
             "slowest_over_prefetch": max(slower),
             "slowest_over_prefetch_virtual": max(virtual),
-            "sweep_model_error_p95": percentile(sorted(errors), 0.95),
+            "sweep_model_error_p95": error_p95(errors),
         },
         tables=(_table(config, rows),),
         raw={"threads": slower, "virtual": virtual},

@@ -237,6 +237,18 @@ def test_groups_are_drawn_too_where_others_could_have_been_asked():
     assert bootstrap_mean(groups, groups_too=True) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("groups_too", [False, True])
+def test_the_mean_of_one_number_has_no_spread(groups_too: bool):
+    assert bootstrap_mean([[0.25]], groups_too=groups_too) == (0.25, 0.25)
+
+
+def test_one_group_is_drawn_once():
+    """Nothing is known about other groups: the interval is that of the group's numbers."""
+    numbers = [0.0, 1.0] * 20
+
+    assert bootstrap_mean([numbers], groups_too=True) == bootstrap_mean([numbers], groups_too=False)
+
+
 def test_claims_by_hand():
     """All rules alone are right twice of four, one-set ones once, all others three times."""
     config = QualityConfig(prompts=4, tasks=("a", "b"))
