@@ -27,7 +27,7 @@ def show_parts(
     Returns:
         The parts by name, and the claims of all.
     """
-    from benchmarks.common.tables import plain
+    from benchmarks.common.rendering import plain
 
     results: dict[str, PartResult] = {}
     claims: dict[str, int | float] = {}
@@ -77,14 +77,13 @@ def part_files(
 ) -> dict[str, bytes]:
     """Tables, pictures and the run, by name of the file."""
     from benchmarks.common.charts import svg
-    from benchmarks.common.tables import as_csv, markdown
+    from benchmarks.common.rendering import as_csv, report
 
     tables = [table for result in results.values() for table in result.tables]
     pictures = [picture for result in results.values() for picture in result.pictures]
-    page = f"# python -m benchmarks {bench}\n\n" + "\n".join(markdown(table) for table in tables)
     files = {
         f"{bench}.json": (json.dumps(run, indent=2) + "\n").encode(),
-        f"{bench}.md": page.encode(),
+        f"{bench}.md": report(bench, tables).encode(),
     }
     files |= {f"{table.name}.csv": as_csv(table).encode() for table in tables}
     return files | {f"{picture.name}.svg": svg(picture) for picture in pictures}

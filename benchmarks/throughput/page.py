@@ -3,31 +3,25 @@
 Made from the JSON object of `python -m benchmarks throughput`, so a stored run can be drawn again.
 """
 
-import html
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.common.rendering import environment
 from quire.errors import ConfigError
 from quire.plan.measured import KINDS, StepMeasure, part_rows
+from quire.sim.svg import drawn_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     "part", "MB", "GFLOP", "FLOP/B", "floor ms", "measured ms", "over floor", "share"
 )  # fmt: skip
 _STYLES = dict(zip(KINDS, (("#b3261e", "o"), ("#1a7f5a", "^")), strict=True))
 _NAME_PLACES = (((6, -3), "left"), ((6, 6), "left"), ((-6, 4), "right"), ((-6, -10), "right"))
-_CSS = (
-    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1c1c1c}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;text-align:right;"
-    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
-    "tr.total td{font-weight:bold}svg{max-width:100%;height:auto}"
-)
-
-_NO_CLAIMS = "<p>None: a <code>--quick</code> run has small shapes.</p>"
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +78,15 @@ def page(roofline: Roofline) -> str:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    tables = "".join(
-        f"<h2>{measure.kind.capitalize()}</h2><p>{html.escape(_step_words(measure))}</p>"
-        + _table(COLUMNS, cells(measure, roofline))
-        for measure in roofline.measures
-    )
     claims = [(name, f"{value:,.6g}") for name, value in roofline.claims.items()]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>Quire: roofline</title><style>{_CSS}</style></head><body>"
-        f"<h1>Where the time of a step goes</h1><p>{html.escape(roofline.about)}.</p>"
-        f"<p>{html.escape(ceiling_words(roofline))}</p>{svg(roofline)}{tables}"
-        f"<h2>Claims</h2>{_table(('name', 'value'), claims) if claims else _NO_CLAIMS}"
-        "</body></html>\n"
+    template = environment(_TEMPLATES, autoescape=True).get_template("roofline.html.j2")
+    return template.render(
+        roofline=roofline,
+        ceilings=ceiling_words(roofline),
+        picture=svg(roofline),
+        columns=COLUMNS,
+        cells=cells,
+        claims=claims,
     )
 
 
@@ -133,25 +123,14 @@ def svg(roofline: Roofline) -> str:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "the roofline page is drawn with matplotlib, which is not installed: "
-            'pip install "quire[report]", or leave --page out'
-        ) from error
-    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        _draw(figure.add_subplot(), roofline)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None}, facecolor="white")
-    drawn = text.getvalue()
-    return drawn[drawn.index("<svg") :]
+    text = drawn_figure(lambda figure: _draw(figure, roofline)).decode()
+    return text[text.index("<svg") :]
 
 
-def _draw(axes: "Axes", roofline: Roofline) -> None:
+def _draw(figure: "Figure", roofline: Roofline) -> None:
     """Points are parts with FLOPs; the rest and the engine have none and no place here."""
+    figure.set_size_inches(9, 5)
+    axes = figure.add_subplot()
     corner = roofline.flops_per_s / roofline.read_bytes_per_s
     intensities = [corner]
     for measure in roofline.measures:
@@ -172,18 +151,4 @@ def _draw(axes: "Axes", roofline: Roofline) -> None:
     roof = [min(x * roofline.read_bytes_per_s, roofline.flops_per_s) for x in ends]
     axes.plot(ends, roof, color="#444444", linewidth=1.5, label="ceilings")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="FLOP/s")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-
-
-def _step_words(measure: StepMeasure) -> str:
-    return f"{measure.tokens:,.0f} tokens in a step; mean of {measure.steps} steps, median run."
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(tag: str, texts: Sequence[str]) -> str:
-        made = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-        style = ' class="total"' if texts[0] == "total" else ""
-        return f"<tr{style}>{made}</tr>"
-
-    return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"

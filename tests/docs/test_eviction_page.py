@@ -1,6 +1,5 @@
-"""docs/make_eviction.py: from runs of both benches to one page."""
+"""docs/make_page.py eviction: from runs of both benches to one page."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -9,17 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.common.result import HeatMap, PartResult, Table
-from support.snippets import ROOT
+from support.measured_pages import load_maker
 
 
 @pytest.fixture
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_eviction", ROOT / "docs/make_eviction.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_maker()
 
 
 def run_object(bench: str, **parts: PartResult) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path)
+    maker.main(["eviction", str(tmp_path / "a"), str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "eviction-measured.md").read_text()
     assert "| `bm_quality_over_fkv` | 0.5 | at least 0.975 |" in text
@@ -69,12 +63,12 @@ def test_the_two_benches_share_a_page(maker: ModuleType, tmp_path: Path):
     assert set(kept["arms"]) == {"batch-max-quality", "rules-quality", "rules-kept"}
     assert "raw" not in kept["arms"]["rules-kept"]
 
-    maker.main([], tmp_path)
+    maker.main(["eviction"], tmp_path)
     assert (tmp_path / "eviction-measured.md").read_text() == text
 
     later = run_object("eviction", quality=part("full_quality", 0.8)) | {"commit": "def"}
     (tmp_path / "c").write_text(json.dumps(later))
-    maker.main([str(tmp_path / "c")], tmp_path)
+    maker.main(["eviction", str(tmp_path / "c")], tmp_path)
     text = (tmp_path / "eviction-measured.md").read_text()
     assert "## Rules, budgets, tasks\n\nCommit def, 2 threads." in text
     assert text.count("Commit abc, 2 threads.") == 2
@@ -100,4 +94,4 @@ def test_every_part_has_a_title(maker: ModuleType):
     names = [f"batch-max-{name}" for name in (*batch_max_parts(nothing, nothing), "paper")]
     names += [f"rules-{name}" for name in eviction_parts(material)]
 
-    assert list(maker.TITLES) == names
+    assert list(maker.PAGES["eviction"].parts) == names

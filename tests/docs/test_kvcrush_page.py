@@ -1,4 +1,4 @@
-"""docs/make_kvcrush.py: from runs of the bench, part by part, to a page."""
+"""docs/make_page.py kvcrush: from runs of the bench, part by part, to a page."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.measured_pages import load_maker, run_object
 
 @pytest.fixture
 def maker() -> ModuleType:
-    return load_maker("make_kvcrush")
+    return load_maker()
 
 
 def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
@@ -24,8 +24,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a")], tmp_path)
-    maker.main([str(tmp_path / "b")], tmp_path)
+    maker.main(["kvcrush", str(tmp_path / "a")], tmp_path)
+    maker.main(["kvcrush", str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "kvcrush-measured.md").read_text()
     assert "| `overhead_fraction` | 0.003 | at most 0.005 |" in text
@@ -53,7 +53,7 @@ def test_every_part_has_a_title(maker: ModuleType):
         show=nothing,
     )
 
-    assert list(maker.TITLES) == list(make_parts(material))
+    assert list(maker.PAGES["kvcrush"].parts) == list(make_parts(material))
 
 
 def test_a_row_of_another_commit_is_named_with_it(maker: ModuleType, tmp_path: Path):
@@ -61,12 +61,12 @@ def test_a_row_of_another_commit_is_named_with_it(maker: ModuleType, tmp_path: P
         (tmp_path / folder).mkdir()
     run = run_object("kvcrush", "overhead", {"overhead_fraction": 0.003})
     (tmp_path / "a").write_text(json.dumps(run))
-    maker.main([str(tmp_path / "a")], tmp_path)
+    maker.main(["kvcrush", str(tmp_path / "a")], tmp_path)
     path = tmp_path / "results" / "kvcrush.json"
     kept = json.loads(path.read_text())
     kept["arms"]["overhead"]["made"]["rows"] = {"average": "0123456789"}
     path.write_text(json.dumps(kept))
-    maker.main([], tmp_path)
+    maker.main(["kvcrush"], tmp_path)
 
     assert ". Row `average`: commit 0123456.\n" in (tmp_path / "kvcrush-measured.md").read_text()
 

@@ -1,6 +1,5 @@
-"""docs/make_memory.py: from runs of the memory bench to the page, and again from what it kept."""
+"""docs/make_page.py memory: from runs to the page, and again from what it kept."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,17 +9,12 @@ import pytest
 
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.memory.parts import PARTS
-from support.snippets import ROOT
+from support.measured_pages import load_maker
 
 
 @pytest.fixture
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_memory", ROOT / "docs/make_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_maker()
 
 
 def run_object(**parts: PartResult) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def test_runs_become_a_page_pictures_and_kept_numbers(maker: ModuleType, tmp_pat
     for name, run in (("a", first), ("b", run_object(beam=part(1.25)))):
         (tmp_path / name).write_text("some words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path)
+    maker.main(["memory", str(tmp_path / "a"), str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "memory-measured.md").read_text()
     assert "| `beam4_memory_ratio` | 1.25 | at most 1.10 |" in text
@@ -63,9 +57,9 @@ def test_runs_become_a_page_pictures_and_kept_numbers(maker: ModuleType, tmp_pat
     assert "raw" not in kept["arms"]["beam"]
 
     (tmp_path / "memory-measured.md").unlink()
-    maker.main([], tmp_path)
+    maker.main(["memory"], tmp_path)
     assert (tmp_path / "memory-measured.md").read_text() == text
 
 
 def test_every_part_has_a_title(maker: ModuleType):
-    assert list(maker.TITLES) == list(PARTS)
+    assert list(maker.PAGES["memory"].parts) == list(PARTS)

@@ -1,4 +1,4 @@
-"""docs/make_offload.py: from runs of the bench, part by part, to a page."""
+"""docs/make_page.py offload: from runs of the bench, part by part, to a page."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from support.measured_pages import load_maker, run_object
 
 @pytest.fixture
 def maker() -> ModuleType:
-    return load_maker("make_offload")
+    return load_maker()
 
 
 def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
@@ -25,8 +25,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a")], tmp_path)
-    maker.main([str(tmp_path / "b")], tmp_path)
+    maker.main(["offload", str(tmp_path / "a")], tmp_path)
+    maker.main(["offload", str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "offload-measured.md").read_text()
     assert "| `gain_lB_over_prefetch` | 1.7 | at least 1.46 |" in text
@@ -34,4 +34,4 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
 
 
 def test_every_part_has_a_title(maker: ModuleType):
-    assert list(maker.TITLES) == list(PARTS)
+    assert list(maker.PAGES["offload"].parts) == list(PARTS)

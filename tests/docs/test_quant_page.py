@@ -1,4 +1,4 @@
-"""docs/make_quant.py: from runs of the bench, part by part, to a page."""
+"""docs/make_page.py quant: from runs of the bench, part by part, to a page."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.measured_pages import load_maker, run_object
 
 @pytest.fixture
 def maker() -> ModuleType:
-    return load_maker("make_quant")
+    return load_maker()
 
 
 def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
@@ -24,8 +24,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a")], tmp_path)
-    maker.main([str(tmp_path / "b")], tmp_path)
+    maker.main(["quant", str(tmp_path / "a")], tmp_path)
+    maker.main(["quant", str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "quant-measured.md").read_text()
     assert "| `int8_attention_speedup` | 2 | at least 1.5 |" in text
@@ -52,4 +52,4 @@ def test_every_part_has_a_title(maker: ModuleType):
         show=nothing,
     )
 
-    assert list(maker.TITLES) == list(make_parts(material))
+    assert list(maker.PAGES["quant"].parts) == list(make_parts(material))

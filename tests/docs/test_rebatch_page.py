@@ -1,4 +1,4 @@
-"""docs/make_rebatch.py and docs/rebatching.md."""
+"""docs/make_page.py rebatch and docs/rebatching.md."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "rebatching.md"
 
 @pytest.fixture
 def maker() -> ModuleType:
-    return load_maker("make_rebatch")
+    return load_maker()
 
 
 def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
@@ -31,8 +31,8 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
     for name, run in zip("ab", runs, strict=True):
         (tmp_path / name).write_text("words\n" + json.dumps(run) + "\n")
 
-    maker.main([str(tmp_path / "a")], tmp_path)
-    maker.main([str(tmp_path / "b")], tmp_path)
+    maker.main(["rebatch", str(tmp_path / "a")], tmp_path)
+    maker.main(["rebatch", str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "rebatch-measured.md").read_text()
     assert "| `w1_batonpd_over_bound_b8` | 0.95 | at least 0.9 |" in text
@@ -40,7 +40,7 @@ def test_parts_that_ran_apart_share_a_page(maker: ModuleType, tmp_path: Path):
 
 
 def test_every_part_has_a_title(maker: ModuleType):
-    assert list(maker.TITLES) == list(PARTS)
+    assert list(maker.PAGES["rebatch"].parts) == list(PARTS)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,6 +1,5 @@
-"""docs/make_roofline.py: from a run of the throughput bench to the page, and again from that."""
+"""docs/make_page.py roofline: from a run of a bench to the page, and again from that."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,17 +9,13 @@ import pytest
 
 from quire.plan.measured import ENGINE
 from quire.plan.parts import PARTS
+from support.measured_pages import load_maker
 from support.snippets import ROOT
 
 
 @pytest.fixture
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_roofline", ROOT / "docs/make_roofline.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_maker()
 
 
 def run_object() -> dict[str, Any]:
@@ -52,7 +47,7 @@ def test_a_run_becomes_a_page_a_picture_and_kept_numbers(maker: ModuleType, tmp_
         (tmp_path / folder).mkdir()
     (tmp_path / "run.out").write_text("read 1 GB/s\n" + json.dumps(run_object()) + "\n")
 
-    maker.main([str(tmp_path / "run.out")], tmp_path)
+    maker.main(["roofline", str(tmp_path / "run.out")], tmp_path)
 
     text = (tmp_path / "roofline.md").read_text()
     assert "| Quire | 2.50 | 1.25 | 20.0 | 819 | 4.0 | 0.5000 |" in text
@@ -69,11 +64,11 @@ def test_the_page_can_be_made_again_from_what_was_kept(maker: ModuleType, tmp_pa
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run.out").write_text(json.dumps(run_object()))
-    maker.main([str(tmp_path / "run.out")], tmp_path)
+    maker.main(["roofline", str(tmp_path / "run.out")], tmp_path)
     first = (tmp_path / "roofline.md").read_text()
     (tmp_path / "roofline.md").unlink()
 
-    maker.main([], tmp_path)
+    maker.main(["roofline"], tmp_path)
 
     assert (tmp_path / "roofline.md").read_text() == first
 
@@ -84,6 +79,6 @@ def test_the_committed_page_is_that_of_the_committed_run(maker: ModuleType):
         pytest.skip("no run of the throughput bench has been kept yet")
     run = json.loads(kept.read_text(encoding="utf-8"))
 
-    made = maker.document(run, maker.roofline_from(run))
+    made = maker.roofline_page(run)
 
     assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == made

@@ -1,4 +1,4 @@
-"""Scripts of `docs/` that write measured pages, and runs of benches to give them."""
+"""`docs/make_page.py`, and runs of benches to give it."""
 
 import importlib.util
 from types import ModuleType
@@ -8,9 +8,9 @@ from benchmarks.common.result import PartResult, Table
 from support.snippets import ROOT
 
 
-def load_maker(name: str) -> ModuleType:
-    """The script `docs/NAME.py` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+def load_maker() -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("make_page", ROOT / "docs/make_page.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

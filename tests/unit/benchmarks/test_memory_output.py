@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.common.charts import svg
+from benchmarks.common.rendering import as_csv, plain, report, shown
 from benchmarks.common.result import Chart, PartResult, Table
-from benchmarks.common.tables import as_csv, markdown, plain, shown
 from benchmarks.memory import parts
 
 TABLE = Table(
@@ -43,7 +43,7 @@ def test_a_table_in_three_forms():
         "bb    0.1235",
         "c",
     ]
-    assert markdown(TABLE).splitlines()[2:4] == ["| name | value |", "| --- | ---: |"]
+    assert report("memory", [TABLE]).splitlines()[4:6] == ["| name | value |", "| --- | ---: |"]
     [head, first, second, last] = csv.reader(io.StringIO(as_csv(TABLE)))
     assert (head, first, second, last) == (
         ["name", "value"],

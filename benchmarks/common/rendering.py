@@ -1,10 +1,15 @@
-"""Tables as text: for a terminal, Markdown, CSV."""
+"""Results as text: tables for a terminal, Markdown and CSV, and pages from Jinja2 templates."""
 
 import csv
 import io
 from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.common.result import Cell, Table
+
+SHARED_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 def shown(cell: Cell) -> str:
@@ -16,6 +21,30 @@ def shown(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+
+
+def environment(folder: Path = SHARED_TEMPLATES, *, autoescape: bool = False) -> Environment:
+    """Templates of a folder, and the shared ones; an undefined name is an error.
+
+    Args:
+        folder: searched first.
+        autoescape: whether values are escaped for HTML.
+    """
+    templates = Environment(
+        loader=FileSystemLoader([folder, SHARED_TEMPLATES]),
+        autoescape=autoescape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    templates.filters["shown"] = shown
+    return templates
+
+
+def report(bench: str, tables: Sequence[Table]) -> str:
+    """The Markdown page of one run: tables, each under its caption."""
+    return environment().get_template("report.md.j2").render(bench=bench, found=tables)
 
 
 def plain(table: Table) -> str:
@@ -32,14 +61,6 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
         for i, (text, width) in enumerate(zip(line, widths, strict=True))
     )
     return [first, *others]
-
-
-def markdown(table: Table) -> str:
-    """As Markdown, under its caption."""
-    marks = ("---",) + ("---:",) * (len(table.columns) - 1)
-    rows = [[shown(cell) for cell in row] for row in table.rows]
-    lines = ("| " + " | ".join(line) + " |\n" for line in (table.columns, marks, *rows))
-    return f"{table.caption}\n\n" + "".join(lines)
 
 
 def as_csv(table: Table) -> str:

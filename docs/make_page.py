@@ -1,0 +1,130 @@
+"""Writes a page of measured results from runs of benchmarks, or again from the results stored.
+
+    python -m benchmarks memory --json > memory.out          perhaps --parts swap,beam
+    python -m docs.make_page memory memory.out               needs the dependency group bench
+    python -m docs.make_page memory                          from docs/results/memory.json alone
+
+The last line of each file is a run. With several files, later ones replace the parts they hold, and
+the last run says with what it was measured. What is stored, without its repeats, is
+docs/results/NAME.json. `roofline` is of `python -m benchmarks throughput --json`, `demo` of
+`quire demo --json`: each takes one run, and of the demo only a picture is drawn.
+"""
+
+import json
+import sys
+import tomllib
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.measured_page import (
+    MeasuredPage,
+    Run,
+    last_line,
+    store,
+    write_measured_page,
+)
+from benchmarks.common.rendering import environment
+from benchmarks.throughput.page import COLUMNS, ceiling_words, cells, roofline_from, svg
+from quire.sim.svg import drawn_figure
+
+DOCS = Path(__file__).resolve().parent
+TEMPLATES = environment(DOCS / "templates")
+LISTED: dict[str, Any] = tomllib.loads((DOCS / "templates" / "pages.toml").read_text("utf-8"))
+ROOFLINE = LISTED.pop("roofline")
+PAGES = {name: MeasuredPage(**listed) for name, listed in LISTED.items()}
+MIB = 1024 * 1024
+
+
+def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
+    """Store the numbers of runs, if any are given, and write the page."""
+    parser = ArgumentParser(prog="python -m docs.make_page")
+    parser.add_argument("name", choices=[*PAGES, "roofline", "demo"])
+    parser.add_argument("outputs", nargs="*", type=Path, help="outputs of benchmarks")
+    chosen = parser.parse_args(arguments)
+    runs = [last_line(path) for path in chosen.outputs]
+    if chosen.name == "roofline":
+        write_roofline(runs, docs)
+    elif chosen.name == "demo":
+        draw_demo(runs, docs)
+    else:
+        write_measured_page(chosen.name, PAGES[chosen.name], runs, docs, TEMPLATES)
+
+
+def write_roofline(runs: Sequence[Run], docs: Path) -> None:
+    """The page and its picture; of a run its rounds are not stored."""
+    stored = docs / "results" / "throughput.json"
+    for run in runs:
+        store(run | {"arms": {"parts": run["arms"]["parts"]}}, stored)
+    run = json.loads(stored.read_text(encoding="utf-8"))
+    (docs / "images" / "roofline.svg").write_text(svg(roofline_from(run)), encoding="utf-8")
+    (docs / "roofline.md").write_text(roofline_page(run), encoding="utf-8")
+
+
+def roofline_page(run: Run) -> str:
+    """The page as Markdown."""
+    claims, targets, roofline = run["claims"], ROOFLINE["targets"], roofline_from(run)
+    return TEMPLATES.get_template("roofline.md.j2").render(
+        run=run,
+        roofline=roofline,
+        ceilings=ceiling_words(roofline),
+        columns=COLUMNS,
+        cells=cells,
+        variants=variant_rows(claims),
+        reached=[(f"`{n}`", f"{claims[n]:.3f}", targets[n]) for n in targets if n in claims],
+    )
+
+
+def variant_rows(claims: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """What was reached by each variant that ran."""
+    return [
+        (
+            words,
+            f"{claims[f'{name}_total_s']:.2f}",
+            f"{claims[f'{name}_prefill_s']:.2f}",
+            f"{claims[f'{name}_decode_step_s'] * 1e3:.1f}",
+            f"{claims[f'{name}_tokens_per_s']:,.0f}",
+            f"{claims[f'{name}_kv_bytes'] / 1e6:,.1f}",
+            f"{claims[f'{name}_mean_regret']:.4f}",
+        )
+        for name, words in ROOFLINE["variants"].items()
+        if f"{name}_total_s" in claims
+    ]
+
+
+def draw_demo(runs: Sequence[Run], docs: Path) -> None:
+    """The picture of the README; a test compares its figures with those that are stored."""
+    stored = docs / "results" / "demo.json"
+    for run in runs:
+        store({key: value for key, value in run.items() if key != "arms"}, stored)
+    claims = json.loads(stored.read_text(encoding="utf-8"))["claims"]
+    picture = drawn_figure(lambda figure: draw_bars(figure, claims))
+    (docs / "images" / "memory.svg").write_bytes(picture)
+
+
+def draw_bars(figure: Any, claims: Mapping[str, float]) -> None:
+    """Three bars: what the requests that ran at once take, by who hands out the memory."""
+    bars = [
+        ("Quire: pages in use", claims["crowd_used_bytes"] / MIB, "#1a7f5a"),
+        ("prompt + max_tokens\nreserved ahead", claims["crowd_reserved_bytes"] / MIB, "#9aa3ad"),
+        ("whole context\nreserved ahead", claims["crowd_contiguous_bytes"] / MIB, "#9aa3ad"),
+    ]
+    figure.set_size_inches(8, 2.6)
+    axes = figure.add_subplot()
+    names, sizes, colours = zip(*reversed(bars), strict=True)
+    drawn = axes.barh(names, sizes, color=colours, height=0.62)
+    axes.bar_label(drawn, [f"{size:,.2f} MiB" for size in sizes], padding=4)
+    memory = claims["kv_total_bytes"] / MIB
+    axes.axvline(memory, color="#b3261e", linewidth=1, linestyle="--")
+    axes.set_title(
+        f"KV of the same {claims['most_running']} requests; dashed: the KV memory, {memory:g} MiB",
+        fontsize=10,
+        loc="left",
+    )
+    axes.set_xlim(0, max(sizes) * 1.18)
+    axes.set_xlabel("MiB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
