@@ -23,7 +23,8 @@ from benchmarks.rebatch.command import rebatch
 from benchmarks.soak.command import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput
-from quire.cli.main import QuireGroup, reflowed
+from quire.cli.command import register
+from quire.cli.main import QuireGroup
 
 app = typer.Typer(
     name="python -m benchmarks",
@@ -52,7 +53,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "batch-plan": batch_plan,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name, help=reflowed(_command.__doc__ or ""))(_command)
+    register(app, _command, _name)
 
 
 if __name__ == "__main__":

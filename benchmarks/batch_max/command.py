@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STANDARD, PAPER = "standard", "paper"
 
 
-@with_settings(MODEL, KV, model_as="option")
+@with_settings(MODEL, KV)
 def batch_max(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
@@ -53,8 +53,8 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     protocol: Annotated[
         str,
         typer.Option(
-            help="standard (random weights for speed, --model for quality), or paper (what the "
-            "paper did, with --model, --task and --data)."
+            help="standard (random weights for speed, MODEL for quality), or paper (what the "
+            "paper did, with MODEL, --task and --data)."
         ),
     ] = STANDARD,
     task: Annotated[

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.eviction.config import CellsConfig, EvictionBenchConfig
 
 
-@with_settings(MODEL, model_as="option")
+@with_settings(MODEL)
 def eviction(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,

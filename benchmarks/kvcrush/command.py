@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.kvcrush.config import KVCrushBenchConfig, QualityConfig
 
 
-@with_settings(MODEL, model_as="option")
+@with_settings(MODEL)
 def kvcrush(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.quant.config import QuantBenchConfig
 
 
-@with_settings(MODEL, model_as="option")
+@with_settings(MODEL)
 def quant(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,

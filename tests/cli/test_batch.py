@@ -34,7 +34,7 @@ def batch(quire, zoo_folder: Path, tmp_path: Path):
         if lines is not None:
             write_lines(source, lines)
         target = tmp_path / "out.jsonl"
-        result = quire("batch", source, target, "--model", zoo_folder, *OPTIONS, *arguments)
+        result = quire("batch", zoo_folder, source, target, *OPTIONS, *arguments)
         return result, target
 
     return run
@@ -231,7 +231,7 @@ def test_the_input_is_never_overwritten(quire, zoo_folder: Path, tmp_path: Path)
     source = write_lines(tmp_path / "in.jsonl", prompts(2))
     before = source.read_bytes()
 
-    result = quire("batch", source, source, "--model", zoo_folder, "--overwrite")
+    result = quire("batch", zoo_folder, source, source, "--overwrite")
 
     assert result.exit_code == 2
     assert source.read_bytes() == before
@@ -245,11 +245,11 @@ def test_events_are_never_written_among_records_or_requests(
     source, target = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
     (tmp_path / "link.jsonl").symlink_to(target)
     if is_there:
-        quire("batch", source, target, "--model", zoo_folder, *OPTIONS)
+        quire("batch", zoo_folder, source, target, *OPTIONS)
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.exists()}
 
     events = ("--kv-events", tmp_path / name)
-    result = quire("batch", source, target, "--model", zoo_folder, "--overwrite", *events)
+    result = quire("batch", zoo_folder, source, target, "--overwrite", *events)
 
     assert result.exit_code == 2
     assert "give another file to --kv-events" in " ".join(result.stderr.split())
@@ -281,7 +281,7 @@ def test_lines_share_kv_with_those_of_their_salt(batch, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
 def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
-    result = quire("batch", tmp_path / name, tmp_path / "out.jsonl")
+    result = quire("batch", "quire-tiny", tmp_path / name, tmp_path / "out.jsonl")
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
@@ -291,7 +291,7 @@ def test_an_input_that_is_no_file_is_refused(quire, tmp_path: Path, name: str):
 def test_an_output_that_cannot_be_written_is_refused(quire, tmp_path: Path):
     source = write_lines(tmp_path / "in.jsonl", prompts(1))
 
-    result = quire("batch", source, tmp_path / "nowhere" / "out.jsonl")
+    result = quire("batch", "quire-tiny", source, tmp_path / "nowhere" / "out.jsonl")
 
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
@@ -321,12 +321,22 @@ def test_text_gets_the_prefix_and_a_chat_its_template(quire, tmp_path: Path):
     source, target = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     quick = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "4", "--dtype", "float32")
 
-    quire("batch", source, target, "--prompt-key", "question", "--prefix", "<|doc|>", *quick)
+    quire(
+        "batch",
+        "quire-tiny",
+        source,
+        target,
+        "--prompt-key",
+        "question",
+        "--prefix",
+        "<|doc|>",
+        *quick,
+    )
 
     chat = {"messages": [{"role": "user", "content": "The king"}]}  # its template adds <|doc|>
     write_lines(source, [chat, {"prompt": "<|doc|>The queen"}])
     by_template = tmp_path / "chat.jsonl"
-    quire("batch", source, by_template, *quick)
+    quire("batch", "quire-tiny", source, by_template, *quick)
     texts = [{r["line"]: r["text"] for r in read_records(path)} for path in (target, by_template)]
     assert texts[0] == texts[1]
     assert texts[0][1]
@@ -432,3 +442,19 @@ def test_a_full_disk_for_events_loses_no_record(batch):
     )
     assert last_json(result)["claims"]["requests_answered"] == 3
     assert len(read_records(target)) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("in.jsonl", "out.jsonl"), "name the model first, as in quire batch quire-tiny in.jsonl"),
+        (("in.jsonl",), ", got in.jsonl"),
+        ((), ", got no arguments"),
+    ],
+)
+def test_a_batch_without_its_model_is_refused_with_what_to_type(quire, tmp_path, given, said):
+    result = quire("batch", *given)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: expected quire batch MODEL INPUT OUTPUT")
+    assert said in result.stderr

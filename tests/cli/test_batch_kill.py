@@ -107,8 +107,6 @@ def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp
     model = zoo.save("llama", tmp_path / "model")
     source = write_lines(tmp_path / "in.jsonl", requests())
     options = (
-        "--model",
-        model,
         "--kv-memory",
         "32KiB",
         "--max-num-seqs",
@@ -119,11 +117,11 @@ def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp
     )
     calm, target = tmp_path / "calm.jsonl", tmp_path / "out.jsonl"
 
-    assert forker.run("batch", source, calm, *options) == DONE
+    assert forker.run("batch", model, source, calm, *options) == DONE
 
     sizes = set()
     for kill_when in moments(rng, target, PATIENCE_S):
-        status = forker.run("batch", source, target, *options, kill_when=kill_when)
+        status = forker.run("batch", model, source, target, *options, kill_when=kill_when)
         size = target.stat().st_size if target.exists() else 0
         sizes.add(size)
         if status == DONE:
@@ -132,7 +130,7 @@ def test_killed_at_any_moment_every_request_is_answered_exactly_once(forker, tmp
         if size and rng.random() < 0.5:  # as if the machine had died in the middle of a write
             os.truncate(target, rng.randrange(max(0, size - 300), size))
 
-    assert forker.run("batch", source, target, *options) == DONE
+    assert forker.run("batch", model, source, target, *options) == DONE
     assert answers_of(target) == answers_of(calm)
     assert answers_of(target).keys() == set(range(1, NUM_LINES + 1))
     assert len(sizes - {0}) >= 3, "too few kills hit the middle"
@@ -145,7 +143,7 @@ def test_the_installed_program_survives_a_kill(tmp_path: Path):
         pytest.skip("quire is not installed here as a script")
     model = zoo.save("llama", tmp_path / "model")
     source, target = write_lines(tmp_path / "in.jsonl", requests()), tmp_path / "out.jsonl"
-    command = [program, "batch", source, target, "--model", model, "--kv-memory", "32KiB"]
+    command = [program, "batch", model, source, target, "--kv-memory", "32KiB"]
     command += ["--max-num-seqs", "2", "--threads", "1"]
 
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -298,3 +298,43 @@ def test_a_prefix_cache_that_was_asked_for_and_cannot_be_is_refused(quire):
     assert (
         "--enable-prefix-caching has no effect: a page of a contiguous run has one" in result.stderr
     )
+
+
+def test_the_prompt_may_be_the_second_argument(quire, expected):
+    assert quire("generate", "quire-tiny", PROMPT, *QUICK).stdout == expected.text + "\n"
+    assert quire("generate", "quire-tiny", *QUICK, input=PROMPT).stdout == expected.text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("quire-tiny", "x", "-p", "y"), ("two prompts, 'x' and --prompt 'y'", "leave one out")),
+        (("quire-tiny",), ("prompt is empty", "quire generate MODEL PROMPT", "--prompt")),
+        ((PROMPT,), ("as the first argument", f"quire generate quire-tiny '{PROMPT}'")),
+        (("--model", "m", "-p", "x"), ("--model is not an option", "quire generate MODEL PROMPT")),
+    ],
+)
+def test_arguments_out_of_place_are_refused_with_what_to_type(quire, arguments, parts):
+    assert_refused(quire("generate", *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (("chat",), "quire chat MODEL"),
+        (("serve",), "quire serve MODEL"),
+        (("batch", "in.jsonl", "out.jsonl"), "quire batch MODEL INPUT OUTPUT"),
+        (("simulate", "--trace", "t.csv"), "quire simulate MODEL"),
+        (("profile",), "quire profile MODEL"),
+        (("calibrate",), "quire calibrate MODEL"),
+        (("plan",), "quire plan MODEL"),
+        (("eval", "gate"), "quire eval gate MODEL"),
+        (("bench", "latency"), "quire bench latency MODEL"),
+    ],
+)
+@pytest.mark.parametrize("given", [("--model", "m"), ("--model=m",), ("-m", "m")])
+def test_a_model_given_as_an_option_is_refused_with_what_to_type(quire, command, usage, given):
+    result = quire(*command, *given)
+
+    assert_refused(result, f"{given[0][:7]} is not an option: the model is the first argument")
+    assert result.stderr.strip().endswith(f"as in {usage}")

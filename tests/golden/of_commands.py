@@ -63,7 +63,7 @@ def batch_input(path: Path, names: tuple[str, ...] = tuple(BATCH_LINES)) -> Path
 def generate(workshop: Workshop) -> object:
     options = ("--max-tokens=4", "--temperature=0", *SMALL)
     several = ("--n=2", "--use-beam-search", "--beam-width=2", "--max-tokens=2", *SMALL)
-    one = workshop.run("generate", "-p", PROMPT, *options, "--kv-events=events.jsonl")
+    one = workshop.run("generate", "quire-tiny", PROMPT, *options, "--kv-events=events.jsonl")
     beams = workshop.run("generate", "-p", PROMPT, *several)
     events = (workshop.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return one | {"beams": {"choices": beams["choices"]}, "events": list(map(json.loads, events))}
@@ -73,7 +73,7 @@ def generate(workshop: Workshop) -> object:
 def batch(workshop: Workshop) -> object:
     source = batch_input(workshop.folder / "in.jsonl")
     allow = ("--evict-allow=all", "--temperature=0")
-    last = workshop.run("batch", source, "out.jsonl", *allow, *SMALL, exit_code=1)
+    last = workshop.run("batch", "quire-tiny", source, "out.jsonl", *allow, *SMALL, exit_code=1)
     text = (workshop.folder / "out.jsonl").read_text(encoding="utf-8")
     records = {record["line"]: record for record in map(json.loads, text.splitlines())}
     named = {name: records[number] for number, name in enumerate(BATCH_LINES, start=1)}
@@ -121,7 +121,7 @@ def simulate(workshop: Workshop) -> object:
     trace.write_text("".join(line.format(2 * i, i // 2 + 2) for i in range(8)), encoding="utf-8")
     sizes = ("--kv-memory=4MiB", "--swap-space=8MiB", "--preempt=swap", "--tenants=a; b")
     tenants = "--trace-tenants=round_robin:a,b"
-    return workshop.run("simulate", "--model=quire-tiny", "--trace", trace, *sizes, tenants)
+    return workshop.run("simulate", "quire-tiny", "--trace", trace, *sizes, tenants)
 
 
 @case(maps=("arms.ceilings.attention_bytes_per_s", "arms.ceilings.copies"))
@@ -135,7 +135,7 @@ def profile(workshop: Workshop) -> object:
 @case()
 def calibrate(workshop: Workshop) -> object:
     return workshop.run(
-        *("calibrate", "-m", "quire-tiny", "--tokens=64", "--threads=1"),
+        *("calibrate", "quire-tiny", "--tokens=64", "--threads=1"),
         *("--output", workshop.folder_for("calibrated")),
     )
 

@@ -209,7 +209,7 @@ def _read_constants(workshop: Workshop, folder: Path) -> object:
 def measured_constants(workshop: Workshop, folder: Path) -> None:
     """As `quire calibrate` leaves them."""
     workshop.run(
-        *("calibrate", "-m", "quire-tiny", "--tokens=64", "--threads=1"),
+        *("calibrate", "quire-tiny", "--tokens=64", "--threads=1"),
         *("--kv-codec", _CODECS, "--output", folder),
     )
 
@@ -321,7 +321,7 @@ def _read_batch(workshop: Workshop, folder: Path) -> object:
     state = json.loads(state_path(path).read_text(encoding="utf-8"))
     with BatchOutput(path, RunState(**state | {"seed": 1}), overwrite=False) as output:
         assert output.seed == state["seed"] != 1, "lines that are left would draw other tokens"
-    run: Any = workshop.run("batch", folder / "in.jsonl", path, *_BATCH, exit_code=1)
+    run: Any = workshop.run("batch", "quire-tiny", folder / "in.jsonl", path, *_BATCH, exit_code=1)
     after = path.read_bytes()
     assert after.startswith(before + b"\n")
     lines = [json.loads(line)["line"] for line in after.splitlines()]
@@ -335,7 +335,7 @@ _BATCH = (*ENGINE_OPTIONS, "--kv-memory=2MiB", "--temperature=0", "--seed=7")
 def batch_output(workshop: Workshop, folder: Path) -> None:
     """Two records, and the half of a third."""
     paths = (batch_input(folder / "in.jsonl", _LINES), folder / "out.jsonl")
-    workshop.run("batch", *paths, *_BATCH, exit_code=1)
+    workshop.run("batch", "quire-tiny", *paths, *_BATCH, exit_code=1)
     records = sorted(
         (folder / "out.jsonl").read_bytes().splitlines(), key=lambda line: json.loads(line)["line"]
     )

@@ -60,14 +60,14 @@ def arguments_of(name: str, folder: Path) -> list[str]:
     model = ["--kv-memory=2MiB", "--threads=1", "--no-verify"]
     engine = [*model, "--max-tokens=2"]
     own = {
-        "generate": ["--prompt=a", *engine],
+        "generate": ["quire-tiny", "a", *engine],
         "chat": engine,
-        "batch": [str(lines), str(folder / "out.jsonl"), "--overwrite", *engine],
+        "batch": ["quire-tiny", str(lines), str(folder / "out.jsonl"), "--overwrite", *engine],
         "serve": ["--port=0", *model],
         "eval gate": ["--quick", "--threads=1"],
-        "simulate": [f"--trace={trace}", "--model=quire-tiny"],
+        "simulate": ["quire-tiny", f"--trace={trace}"],
         "kv-store": ["--memory=1MiB", "--port=0"],
-        "calibrate": ["--model=quire-tiny", "--tokens=64", f"--output={folder}"],
+        "calibrate": ["quire-tiny", "--tokens=64", f"--output={folder}"],
         "profile": ["--quick", "--threads=1"],
         "demo": ["--requests=1", "--max-tokens=2"],
     }

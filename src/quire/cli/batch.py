@@ -28,16 +28,19 @@ if TYPE_CHECKING:
 _SEED_BITS = 62
 
 
-@with_settings(defaults={"max-tokens": 128}, model_as="option")
+@with_settings(defaults={"max-tokens": 128}, model_required=True)
 def batch(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     source: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.", show_default=False)
+        Path, typer.Argument(metavar="INPUT", help="File of requests, one a line, as JSON.")
     ],
     target: Annotated[
         Path,
-        typer.Argument(metavar="OUT.jsonl", help="Records, in the order they finish."),
+        typer.Argument(
+            metavar="OUTPUT",
+            help="File for the records, one a line, in the order in which requests finish.",
+        ),
     ],
     prompt_key: Annotated[
         str,
@@ -50,7 +53,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
         bool, typer.Option("--with-prompt", help="Repeat the prompt in records of plain lines.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Throw away what is in OUT.jsonl.")
+        bool, typer.Option("--overwrite", help="Throw away what is in OUTPUT.")
     ] = False,
     retry_failed: Annotated[
         bool,
@@ -68,7 +71,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
     sampling options. Lines with a cache_salt share KV only with those of the same one. A broken
     line gets an error record and the others run. Killed at any moment and started again with the
     same arguments, it goes on where it was. In bfloat16, answers that were missing may then differ
-    from those of an unbroken run, except with --batch-invariant. Exit code 1 when OUT.jsonl has
+    from those of an unbroken run, except with --batch-invariant. Exit code 1 when OUTPUT has
     error records at the end.
     """
     settings.refuse_other_tenants()

@@ -1,12 +1,13 @@
 """`quire bench`: how fast a model answers on this machine, as throughput and as latency."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from quire.cli.command import register
 from quire.cli.common import AsJson
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -107,12 +108,7 @@ def _finish(
         typer.echo(json.dumps(envelope(f"bench {name}", claims, {"rounds": rounds}, used)))
 
 
-def add_to(app: typer.Typer, described: Callable[[str], str]) -> None:
-    """Add the commands to `quire bench`.
-
-    Args:
-        app: of `quire bench`.
-        described: makes a docstring fit for `--help`.
-    """
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to `quire bench`."""
     for command in (throughput, latency):
-        app.command(help=described(command.__doc__ or ""))(command)
+        register(app, command)

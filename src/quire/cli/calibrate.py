@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
+from quire.cli.common import ABOUT_MODEL, AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.report import envelope
 from quire.errors import ConfigError
 
@@ -19,8 +19,8 @@ LONGEST_TOKEN_CHARACTERS = 16  # more of a text would not be read
 
 
 def calibrate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=ABOUT_MODEL, show_default=False)],
     *,
-    model: Annotated[str, typer.Option("--model", "-m", help="Folder or name of the model.")],
     text: Annotated[
         Path | None,
         typer.Option(

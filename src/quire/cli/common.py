@@ -7,6 +7,11 @@ import typer
 
 from quire.errors import ConfigError
 
+PACKAGED_MODEL = "quire-tiny"
+ABOUT_MODEL = (
+    "A model folder in Hugging Face format, a hub name, or quire-tiny, which is in this package."
+)
+
 _MOST_THREADS_PER_CPU = 8
 _LEAST_LIMIT = 64
 

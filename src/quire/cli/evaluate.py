@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.command import register
 from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope
@@ -31,7 +32,6 @@ def _group() -> None:
     pass
 
 
-@eval_app.command()
 @with_settings(MODEL, KV, SCHEDULE)
 def gate(
     settings: Settings,
@@ -93,6 +93,9 @@ class Judge:
             llm = LLM(self._llm.model, kv=kv, schedule=self._settings.schedule)
             self._evicting = (evict, llm)
         return self._evicting[1]
+
+
+register(eval_app, gate)
 
 
 def _show(report: GateReport) -> None:

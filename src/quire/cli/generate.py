@@ -1,19 +1,25 @@
 """`quire generate`: one prompt, its answer as it is made."""
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import PACKAGED_MODEL, AsJson
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 
 if TYPE_CHECKING:
     from quire.sampling.outputs import RequestOutput, Usage
+
+_HOW_TO_PROMPT = (
+    "give a text as in quire generate MODEL PROMPT, with --prompt, or on standard input"
+)
 
 
 @with_settings(defaults={"max-tokens": 128})
@@ -22,15 +28,21 @@ def generate(
     *,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="The prompt. Without it, standard input is read."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="The prompt. Default: --prompt, else standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_option: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt, in place of the argument."),
     ] = None,
     kv_events: KVEventsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text goes to standard output, what it took to standard error."""
-    text = _standard_input() if prompt is None else prompt
-    if not text:
-        raise RequestError("the prompt is empty: give some text with --prompt or standard input")
+    text = _prompt(settings, prompt, prompt_option)
     with watching(kv_events) as watch:
         answer = _stream(settings, text, watch)
         typer.echo(usage_line(answer.usage, settings.kv.evict), err=True)
@@ -52,9 +64,30 @@ def usage_line(usage: "Usage", evict: str) -> str:
     )
 
 
+def _prompt(settings: Settings, argument: str | None, option: str | None) -> str:
+    if argument is not None and option is not None:
+        raise RequestError(f"two prompts, {argument!r} and --prompt {option!r}: leave one out")
+    text = option if argument is None else argument
+    if text is None:
+        _refuse_prompt_as_model(settings.model)
+        text = _standard_input()
+    if not text:
+        raise RequestError(f"the prompt is empty: {_HOW_TO_PROMPT}")
+    return text
+
+
+def _refuse_prompt_as_model(model: str) -> None:
+    """A name with spaces and no folder behind it is the prompt, given in the model's place."""
+    if len(model.split()) > 1 and not Path(model).exists():
+        raise RequestError(
+            f"expected a model as the first argument, got {model!r}: type quire generate "
+            f"{PACKAGED_MODEL} {shlex.quote(model)}"
+        )
+
+
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise RequestError("no prompt: give --prompt TEXT or pipe one into standard input")
+        raise RequestError(f"no prompt: {_HOW_TO_PROMPT}")
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:

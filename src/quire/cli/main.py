@@ -1,6 +1,5 @@
 """`quire`: the command line. Every command loads what it needs when it runs, not for `--help`."""
 
-import inspect
 import sys
 import traceback
 from typing import Annotated, Any, no_type_check
@@ -12,6 +11,7 @@ from quire.cli.batch import batch
 from quire.cli.bench import add_to as add_bench_commands
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
+from quire.cli.command import register
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
@@ -65,12 +65,6 @@ def error_text(error: QuireError | OSError | MemoryError) -> str:
     return f"{where} cannot be used: {error.strerror or error}; give another one, or make room"
 
 
-def reflowed(docstring: str) -> str:
-    """A docstring with its paragraphs on one line each, for `--help` to wrap."""
-    paragraphs = inspect.cleandoc(docstring).split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 app = typer.Typer(
     name="quire",
     cls=QuireGroup,
@@ -84,10 +78,10 @@ _COMMANDS = (
     *(policies, codecs, kv_store),
 )
 for _command in _COMMANDS:
-    app.command(help=reflowed(_command.__doc__ or ""))(_command)
+    register(app, _command)
 app.add_typer(eval_app, name="eval")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure throughput and latency.")
-add_bench_commands(bench_app, reflowed)
+add_bench_commands(bench_app)
 app.add_typer(bench_app, name="bench")
 
 

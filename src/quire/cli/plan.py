@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.common import AsJson, refuse_no_name
+from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, AsJson, refuse_no_name
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
@@ -19,13 +19,12 @@ __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
 
 ALL_WEIGHTS = "all"
 DEFAULT_BATCH = 8
-_PACKAGED = "quire-tiny"
 
 
 def plan(  # noqa: PLR0913 - one parameter per option
     model: Annotated[
-        str, typer.Argument(help="A model folder, a hub name, or quire-tiny (inside this package).")
-    ] = _PACKAGED,
+        str, typer.Argument(metavar="MODEL", help=f"{ABOUT_MODEL} Weights are not read.")
+    ] = PACKAGED_MODEL,
     *,
     memory: Annotated[
         str | None,

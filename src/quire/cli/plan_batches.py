@@ -218,7 +218,7 @@ def stored_rates(ceilings: Ceilings | NotUsable, model: ModelSpec, *, dtype: str
             return ceilings
         key = steps_key(model_key(model, dtype=dtype, device="cpu"), evict)
         rule = key.rpartition("; ")[2]
-        again = f"steps of this model with {rule} were not measured: run `quire profile --model"
-        return ceilings.steps.get(key) or NotUsable(f"{again} MODEL --evict {rule}`")
+        again = f"steps of this model with {rule} were not measured: run `quire profile MODEL"
+        return ceilings.steps.get(key) or NotUsable(f"{again} --evict {rule}`")
 
     return rates

@@ -25,18 +25,19 @@ DEFAULT_EVICT = "average"
 
 
 def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Also measure how fast this model reads prompts and decodes. "
+            "Default: only the machine is measured.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     output: Annotated[
         Path | None,
         typer.Option(help="File to write. Default: quire/ceilings.json in the user's cache."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="A model whose rates of reading prompts and decoding are measured.",
-        ),
     ] = None,
     evict: Annotated[
         str | None,
@@ -65,8 +66,8 @@ def profile(
     refuse_no_name(model)
     if evict is not None and model is None:
         raise ConfigError(
-            f"--evict {evict!r} has no effect: rules are measured on a model; give --model, or "
-            "leave --evict out"
+            f"--evict {evict!r} has no effect: rules are measured on a model: give MODEL "
+            f"(quire profile MODEL --evict {evict!r}), or leave --evict out"
         )
     evict = DEFAULT_EVICT if evict is None else evict
     # what a quick run finds are no ceilings: it never takes the place of those

@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.common import refuse_no_name, use_threads
+from quire.cli.command import Command
+from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name, use_threads
 from quire.cli.config_file import read_config_file
 from quire.cli.options import (
     KV,
@@ -35,18 +36,11 @@ from quire.sim.traces.options import TraceOptions
 if TYPE_CHECKING:
     from quire.api.llm import LLM
 
-PACKAGED_MODEL = "quire-tiny"
-ABOUT_MODEL = (
-    "A model folder in Hugging Face format, a hub name, or quire-tiny, which is inside this "
-    "package and the default."
-)
 VERBOSE_KEY = "quire.cli.verbose"
 """Where the command line's context keeps whether tracebacks are wanted."""
 
 PREFIX_CACHE = "kv_enable_prefix_caching"
 """The parameter of --enable-prefix-caching."""
-
-Command = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +143,19 @@ class Settings:
 def with_settings(
     *sections: Section,
     defaults: Mapping[str, object] | None = None,
-    model_as: Literal["argument", "option"] = "argument",
     model_default: str = PACKAGED_MODEL,
+    model_required: bool = False,
     about_model: str = ABOUT_MODEL,
 ) -> Callable[[Command], Command]:
-    """Give a command a model and the options of some sections.
+    """Give a command MODEL as its first argument, and the options of some sections.
 
     The command declares a parameter `settings: Settings` and its own options after it.
 
     Args:
         sections: whose options it takes; all of them by default.
         defaults: flag to this command's own default.
-        model_as: whether the model is an argument or `--model`.
-        model_default: the model where nobody names one.
+        model_default: the model where neither the command line nor the file names one.
+        model_required: whether the command line must name a model.
         about_model: help of the model.
     """
     options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
@@ -180,7 +174,7 @@ def with_settings(
 
         parameters = [
             _keyword("ctx", typer.Context, inspect.Parameter.empty),
-            _model_parameter(model_as, about_model),
+            _model_parameter(about_model, None if model_required else model_default),
             *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
             *map(_parameter, options),
             *_shared_parameters(),
@@ -193,11 +187,11 @@ def with_settings(
     return decorate
 
 
-def _model_parameter(model_as: Literal["argument", "option"], about: str) -> inspect.Parameter:
-    if model_as == "option":
-        shown: Any = typer.Option("--model", "-m", help=about, show_default=False)
-    else:
-        shown = typer.Argument(metavar="MODEL", help=about, show_default=False)
+def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
+    if default is None:
+        shown = typer.Argument(metavar="MODEL", help=about)
+        return _keyword("model", Annotated[str, shown], inspect.Parameter.empty)
+    shown = typer.Argument(metavar="MODEL", help=f"{about} Default: {default}.", show_default=False)
     return _keyword("model", Annotated[str | None, shown], None)
 
 

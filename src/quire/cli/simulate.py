@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
 _ABOUT_MODEL = (
-    "A shape by name: llama-3-8b, llama-3.1-8b (the default), llama-3.1-70b, llama-3.2-1b, "
+    "A shape by name: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
     "qwen2.5-7b, opt-6.7b, quire-tiny; or a folder with a config.json. No weights are read."
 )
 _PROGRESS_S = 2.0
@@ -44,7 +44,6 @@ _PROGRESS_S = 2.0
     SIMULATED_SCHEDULE,
     TRACE,
     MACHINE,
-    model_as="option",
     model_default=DEFAULT_MODEL,
     about_model=_ABOUT_MODEL,
 )

@@ -45,7 +45,7 @@ def known_costs(
     if stored and copies is None:
         missing.append(f"copies with {device} were not measured: run `quire profile`")
     if stored and prefill is None:
-        missing.append("prefill of this model was not measured: run `quire profile --model`")
+        missing.append("prefill of this model was not measured: run `quire profile MODEL`")
     costs = Costs(
         copies=copies or CopyRates(out=ASSUMED_COPY, back=ASSUMED_COPY),
         prefill=prefill

@@ -1,6 +1,6 @@
 """Rates of whole engine steps under one eviction rule: reading prompts, decoding, evicting.
 
-They hold for one model on one machine: `quire profile --model` measures and stores them.
+They hold for one model on one machine: `quire profile MODEL` measures and stores them.
 """
 
 import math

@@ -119,7 +119,7 @@ def test_the_papers_protocol_runs_on_a_model_and_examples_of_the_users(tmp_path:
     data.write_text("\n".join(map(json.dumps, SUMS)))
 
     result = benchmark(
-        *("batch-max", "--protocol", "paper", "--model", "quire-tiny", "--task", "gsm8k"),
+        *("batch-max", "quire-tiny", "--protocol", "paper", "--task", "gsm8k"),
         *("--data", str(data), "--samples", "40", "--input-tokens", "384", "--new-tokens", "32"),
         *("--kv-memory", "1200KiB", "--quick", "--json"),
     )

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnknownName
 def quire_calibrate(*arguments: str) -> Result:
     app = typer.Typer()
     app.command("calibrate")(calibrate)
-    return CliRunner().invoke(app, ["--model", "quire-tiny", *arguments])
+    return CliRunner().invoke(app, ["quire-tiny", *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import quire.cli.main as cli
+from quire.cli.command import reflowed
 from quire.errors import QuireError
 from quire.version import __version__
 
@@ -166,7 +167,7 @@ def test_a_number_that_is_none_is_refused():
     "arguments",
     [
         *(("generate", "", "-p", "x"), ("generate", " ", "-p", "x"), ("chat", ""), ("serve", "")),
-        *(("plan", ""), ("calibrate", "-m", ""), ("profile", "-m", ""), ("eval", "gate", "")),
+        *(("plan", ""), ("calibrate", ""), ("profile", ""), ("eval", "gate", "")),
         ("bench", "throughput", ""),
     ],
 )
@@ -183,7 +184,7 @@ def test_an_empty_model_name_is_not_the_default(failing, arguments):
 @pytest.mark.parametrize("threads", ["100000", "-1", "99999999999"])
 @pytest.mark.parametrize(
     "command",
-    [("generate", "-p", "x"), ("calibrate", "-m", "quire-tiny"), ("bench", "throughput")],
+    [("generate", "-p", "x"), ("calibrate", "quire-tiny"), ("bench", "throughput")],
 )
 def test_more_threads_than_a_machine_can_run_are_refused(command, threads):
     result = quire(*command, "--threads", threads)
@@ -213,7 +214,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(failing, arguments, 
 
 
 def test_paragraphs_of_help_are_on_one_line():
-    assert cli.reflowed("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
+    assert reflowed("One\n    two.\n\n    Three\n    four.") == "One two.\n\nThree four."
 
 
 def test_the_entry_point_is_installed():

@@ -53,7 +53,7 @@ def test_a_profile_is_written_and_read_again(tmp_path: Path):
 def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
     path = tmp_path / "ceilings.json"
     arguments = ("profile", "--quick", "--output", str(path), "--json")
-    first = last_line(quire(*arguments, "--model", "quire-tiny"))
+    first = last_line(quire(*arguments, "quire-tiny"))
     last_line(quire(*arguments))
 
     found = read_ceilings(path, this_machine(first["config"]["threads"]))
@@ -65,7 +65,7 @@ def test_a_profile_keeps_the_rates_of_models_measured_before(tmp_path: Path):
 
 
 def test_a_profile_of_a_model_that_is_not_there_measures_nothing(tmp_path: Path):
-    result = quire("profile", "--quick", "--model", str(tmp_path / "none"))
+    result = quire("profile", "--quick", str(tmp_path / "none"))
 
     assert result.exit_code != 0
     assert "GB/s" not in result.output
@@ -88,7 +88,7 @@ def test_a_quick_profile_takes_no_ones_place(cache: Path):
     [
         (("kv-store", "--memory", "1MiB", "--host", ""), "say 0.0.0.0 for that"),
         (("serve", "--host", ""), "0.0.0.0 for all"),
-        (("calibrate", "--model", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one codec"),
+        (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one codec"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(arguments, says):

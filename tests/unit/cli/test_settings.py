@@ -22,7 +22,7 @@ def look(
     seen.append((settings, extra))
 
 
-@with_settings(MODEL, KV, model_as="option")
+@with_settings(MODEL, KV)
 def look_at_less(settings: Settings) -> None:
     """Look at fewer settings."""
     seen.append((settings, None))
@@ -95,7 +95,7 @@ def test_a_commands_own_options_come_to_it():
 
 
 def test_a_command_takes_only_the_sections_it_names():
-    assert settings_of(look_at_less, "--model", "m", "--kv-memory", "1MiB").model == "m"
+    assert settings_of(look_at_less, "m", "--kv-memory", "1MiB").model == "m"
     assert run(look_at_less, "--max-tokens", "3").exit_code == 2
 
 

@@ -30,7 +30,7 @@ def last_object(result):
 
 
 def test_the_last_line_is_one_object_with_the_usual_members(trace: Path):
-    made = last_object(simulate("--trace", trace, "--model", "quire-tiny", "--json"))
+    made = last_object(simulate("quire-tiny", "--trace", trace, "--json"))
 
     assert set(made) == {
         *("name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"),
@@ -50,7 +50,7 @@ def test_a_person_reads_percentiles_and_memory(trace: Path):
 
 def test_options_of_engine_and_trace_reach_the_run(trace: Path):
     result = simulate(
-        *("--trace", trace, "--model", "quire-tiny", "--kv-memory", "1MiB", "--max-num-seqs", 3),
+        *("quire-tiny", "--trace", trace, "--kv-memory", "1MiB", "--max-num-seqs", 3),
         *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
         *("--trace-tenants", "round_robin:a,b", "--machine", "h100", "--request-rate", 100),
     )
@@ -63,7 +63,7 @@ def test_options_of_engine_and_trace_reach_the_run(trace: Path):
 
 
 def test_an_eviction_rule_bounds_the_memory(trace: Path):
-    common = ("--trace", trace, "--model", "quire-tiny", "--no-enable-prefix-caching", "--json")
+    common = ("quire-tiny", "--trace", trace, "--no-enable-prefix-caching", "--json")
 
     capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
     whole = last_object(simulate(*common))
@@ -88,7 +88,7 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--model", "llama-9"), "unknown model shape"),
+        (("llama-9",), "unknown model shape"),
         (("--machine", "a10"), "unknown machine 'a10'"),
         (("--kv-memory", "1kB"), "holds no page"),
         (("--kv-memory", "9999999TiB"), "pages, 268,435,456 at most can be kept account of"),
@@ -141,7 +141,7 @@ def test_what_is_refused_left_out_or_cut_is_said(tmp_path: Path):
     lines = "\n".join(f"{prompt},{answer}" for prompt, answer in rows)
     path.write_text(f"num_prefill_tokens,num_decode_tokens\n{lines}\n")
 
-    shown = simulate("--trace", path, "--model", "quire-tiny", "--max-length", 5000).stdout
+    shown = simulate("quire-tiny", "--trace", path, "--max-length", 5000).stdout
 
     assert "refused: 1 longer than the context, 0 larger than the memory" in shown
     assert "left out as too long: 1; answers cut at the context: 1" in shown
@@ -160,7 +160,7 @@ def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5000,1\n")
     result = simulate(
-        *("--trace", path, "--model", "quire-tiny", "--out", tmp_path / "out", "--json"),
+        *("quire-tiny", "--trace", path, "--out", tmp_path / "out", "--json"),
     )
 
     assert result.exit_code == 0, result.output
@@ -169,7 +169,7 @@ def test_a_trace_of_which_nothing_runs_is_shown_too(tmp_path: Path):
 
 def test_fairness_is_said_where_there_are_tenants(trace: Path):
     shown = simulate(
-        *("--trace", trace, "--model", "quire-tiny", "--max-num-seqs", 2),
+        *("quire-tiny", "--trace", trace, "--max-num-seqs", 2),
         *("--trace-tenants", "round_robin:a,b"),
     ).stdout
 

@@ -94,7 +94,7 @@ def test_a_file_from_before_swaps_were_measured_gives_its_products():
     assert known.costs.copies.out == ASSUMED_COPY
     assert known.costs.prefill == assumed_prefill(MODEL, 1e11)
     assert "copies with cpu were not measured" in known.notice
-    assert "`quire profile --model`" in known.notice
+    assert "`quire profile MODEL`" in known.notice
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"device": "a card"}], ids=str)

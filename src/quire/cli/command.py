@@ -1,0 +1,84 @@
+"""How a command is added to the program: its help, `--help-all`, and MODEL as its first argument.
+
+Options that a command declares with `hidden=True` are the rare ones: `--help` leaves them out and
+`--help-all` shows them.
+"""
+
+import inspect
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from quire.cli.common import PACKAGED_MODEL
+from quire.errors import ConfigError
+
+Command = Callable[..., None]
+_OLD_MODEL_OPTIONS = ("--model", "-m")
+
+
+class QuireCommand(TyperCommand):
+    """A command whose arguments, when they are out of place, are refused with what to type."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line.
+
+        Raises:
+            ConfigError: the model is given as an option, or an argument is missing.
+        """
+        self._refuse_model_option(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param not in self._arguments() or error.message:
+                raise
+            raise ConfigError(self._missing(ctx)) from error
+
+    def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
+        declared = {name for parameter in self.params for name in parameter.opts}
+        if not any(parameter.name == "model" for parameter in self._arguments()):
+            return
+        options = args[: args.index("--")] if "--" in args else args
+        for text in options:
+            name = text.partition("=")[0]
+            if name in _OLD_MODEL_OPTIONS and name not in declared:
+                raise ConfigError(
+                    f"{name} is not an option: the model is the first argument, as in "
+                    f"{self._usage(ctx)}"
+                )
+
+    def _missing(self, ctx: Any) -> str:
+        """What to type where an argument is missing; the model is the one people leave out."""
+        values = [ctx.params.get(parameter.name) for parameter in self._arguments()]
+        given = shlex.join(str(value) for value in values if value is not None)
+        if len(given) == 0 or values.count(None) > 1:
+            return f"expected {self._usage(ctx)}, got {given or 'no arguments'}"
+        return (
+            f"expected {self._usage(ctx)}, got {given}: name the model first, as in "
+            f"{ctx.command_path} {PACKAGED_MODEL} {given}"
+        )
+
+    def _usage(self, ctx: Any) -> str:
+        return " ".join([ctx.command_path, *(str(p.metavar) for p in self._arguments())])
+
+    def _arguments(self) -> list[Any]:
+        return [p for p in self.params if p.param_type_name == "argument"]
+
+
+def register(app: typer.Typer, command: Command, name: str | None = None) -> None:
+    """Add a command to a program or a group.
+
+    Args:
+        app: the program or the group.
+        command: its docstring becomes the help; options that are hidden need `--help-all`.
+        name: where it differs from the function's.
+    """
+    app.command(name, cls=QuireCommand, help=reflowed(command.__doc__ or ""))(command)
+
+
+def reflowed(docstring: str) -> str:
+    """A docstring with its paragraphs on one line each, for `--help` to wrap."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
