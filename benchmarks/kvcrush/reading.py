@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from benchmarks.common.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.arms import Arm
 from benchmarks.kvcrush.config import FidelityConfig
-from benchmarks.kvcrush.listening import Listening
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -73,14 +73,14 @@ class Reader:
     """
 
     def __init__(self, model: LoadedModel, config: FidelityConfig, arm: Arm | None) -> None:
-        self._config, self._heard = config, Listening(model.decoder)
+        self._config, self._recorder = config, RecordingDecoder(model.decoder)
         length = config.tokens + config.new_tokens
         memory = 2 * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
         evict = FULL if arm is None else arm.rule.evict(arm.cap, config.every, arm.when)
         kv = KVConfig(
             memory=memory, page_tokens=config.page_tokens, evict=evict, enable_prefix_caching=False
         )
-        self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
+        self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 
     def read(self, text: list[int]) -> Read:
         """Read a text, and go on.
@@ -95,10 +95,10 @@ class Reader:
             prompt_logprobs=0,  # logits of all tokens
         )
         [answer] = self._llm.generate([text], options)
-        heard = self._heard.take()
-        if answer.error is not None or len(heard) < len(text):
+        logits = self._recorder.take()
+        if answer.error is not None or len(logits) < len(text):
             raise InvariantError(f"a text of a bench was not read: {answer.error}")
-        rows = heard[self._config.cap : len(text)]
+        rows = logits[self._config.cap : len(text)]
         return Read(
             logprobs=rows.log_softmax(dim=1),
             text=answer.text,

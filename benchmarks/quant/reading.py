@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from benchmarks.common.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
-from benchmarks.kvcrush.listening import Listening
 from benchmarks.kvcrush.reading import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig
 from quire.api.llm import LLM
@@ -70,7 +70,7 @@ class Reader:
     def __init__(
         self, model: LoadedModel, config: TextsConfig, codec: str, evict: str = FULL
     ) -> None:
-        self._config, self._heard = config, Listening(model.decoder)
+        self._config, self._recorder = config, RecordingDecoder(model.decoder)
         memory = 3 * model.spec.kv_bytes(config.tokens, model.decoder.dtype.itemsize) + (8 << 20)
         kv = KVConfig(
             memory=memory,
@@ -79,7 +79,7 @@ class Reader:
             evict=evict,
             enable_prefix_caching=False,
         )
-        self._llm = LLM(replace(model, decoder=self._heard), kv=kv)
+        self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 
     def read(self, text: list[int]) -> tuple[Float[Tensor, "token vocab"], int]:
         """Natural logarithms of what each scored token's successor was given, and KV bytes.
@@ -89,10 +89,10 @@ class Reader:
         """
         options = SamplingParams(max_tokens=0, prompt_logprobs=0)  # logits of all tokens
         [answer] = self._llm.generate([text], options)
-        heard = self._heard.take()
-        if answer.error is not None or len(heard) < len(text) - 1:
+        logits = self._recorder.take()
+        if answer.error is not None or len(logits) < len(text) - 1:
             raise InvariantError(f"a text of a bench was not read: {answer.error}")
-        rows = heard[self._config.first : len(text) - 1]
+        rows = logits[self._config.first : len(text) - 1]
         return rows.log_softmax(dim=1), answer.usage.kv_peak_bytes
 
 

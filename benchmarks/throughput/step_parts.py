@@ -13,15 +13,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from benchmarks.common.decoders import ForwardingDecoder
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
-from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
-from quire.models.base import AttentionCall, MeanRotations, PagedAttention
+from quire.models.base import AttentionCall, PagedAttention
 from quire.plan.measured import ENGINE, KINDS, StepMeasure
 from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -36,7 +36,7 @@ _MODULES = {
 }
 
 
-class TimedDecoder:
+class TimedDecoder(ForwardingDecoder):
     """A decoder that adds up in `seconds` what its parts take.
 
     Args:
@@ -44,48 +44,12 @@ class TimedDecoder:
     """
 
     def __init__(self, inner: TransformersDecoder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.seconds = dict.fromkeys(PARTS, 0.0)
         for name, module in inner.model.named_modules():
             part = _MODULES.get(name.rpartition(".")[2])
             if part is not None:
                 self._watch(module, part)
-
-    @property
-    def spec(self) -> ModelSpec:
-        """See `Decoder`."""
-        return self._inner.spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Decoder`."""
-        return self._inner.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """See `Decoder`."""
-        return self._inner.device
-
-    @property
-    def num_rope_variants(self) -> int:
-        """See `Decoder`."""
-        return self._inner.num_rope_variants
-
-    def rope_variant(self, final_tokens: int) -> int:
-        """See `Decoder`."""
-        return self._inner.rope_variant(final_tokens)
-
-    def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder`."""
-        return self._inner.prepare(statistic)
-
-    def prepare_pre_rope(self) -> str | None:
-        """See `Decoder`."""
-        return self._inner.prepare_pre_rope()
-
-    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
-        """See `Decoder`."""
-        return self._inner.rotations(rope_variant)
 
     def forward(
         self,
@@ -100,7 +64,7 @@ class TimedDecoder:
         parts_s = self._parts_s()
         started_s = time.perf_counter()
         timed = _TimedAttention(attention, self.seconds)
-        logits = self._inner.forward(
+        logits = super().forward(
             token_ids, positions, sample_rows, timed, rope_variant=rope_variant
         )
         whole_s = time.perf_counter() - started_s

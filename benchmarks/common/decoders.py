@@ -1,4 +1,4 @@
-"""A decoder whose logits are heard: what a request was told, row by row, without asking twice."""
+"""Decoders around another one: one that forwards every call, and one that records logits."""
 
 import torch
 from jaxtyping import Float, Int
@@ -9,8 +9,8 @@ from quire.layout.statistics import Statistic
 from quire.models.base import Decoder, MeanRotations, PagedAttention
 
 
-class Listening:
-    """Runs another decoder and keeps its logits; see `Decoder`.
+class ForwardingDecoder:
+    """Passes every call on to another decoder; what measures one overrides `forward`.
 
     Args:
         decoder: that runs.
@@ -18,12 +18,6 @@ class Listening:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._heard: list[Tensor] = []
-
-    def take(self) -> Float[Tensor, "rows vocab"]:
-        """All logits since the last call, in the order in which they were computed."""
-        heard, self._heard = self._heard, []
-        return torch.cat(heard)
 
     @property
     def spec(self) -> ModelSpec:
@@ -71,8 +65,35 @@ class Listening:
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         """See `Decoder`."""
-        logits = self._decoder.forward(
+        return self._decoder.forward(
             token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )
-        self._heard.append(logits.float().cpu())
+
+
+class RecordingDecoder(ForwardingDecoder):
+    """Records the logits of every forward."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._recorded: list[Tensor] = []
+
+    def take(self) -> Float[Tensor, "rows vocab"]:
+        """All logits since the last call, in the order in which they were computed."""
+        recorded, self._recorded = self._recorded, []
+        return torch.cat(recorded)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_variant: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """See `Decoder.forward`."""
+        logits = super().forward(
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+        )
+        self._recorded.append(logits.float().cpu())
         return logits
