@@ -118,10 +118,9 @@ def registries() -> dict[str, list[str]]:
 
 
 def _dense_batchers() -> list[str]:
-    from quire.hf.dynamic.rules import registry
+    from quire.scheduler.batchers.registry import DENSE_BATCHERS
 
-    registry.batch_rule("static")
-    return sorted(registry._RULES)
+    return sorted(DENSE_BATCHERS)
 
 
 def _trace_formats() -> list[str]:

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks.rebatch.parts import PARTS
-from quire.hf.dynamic.rules.registry import rule_names
+from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support.measured_pages import load_maker, run_object
 from support.snippets import ROOT, snippets
 
@@ -55,5 +55,5 @@ def test_the_page_prints_what_its_code_prints(capsys: pytest.CaptureFixture[str]
 def test_every_batcher_has_a_row():
     table = PAGE.read_text(encoding="utf-8")
 
-    for name in (*rule_names(), "continuous"):
+    for name in (*DENSE_BATCHERS, "continuous"):
         assert f"\n| `{name}` |" in table

@@ -8,7 +8,7 @@ from quire.layout.options import option, require_types
 from quire.tenancy.tenants import parse_tenants
 
 if TYPE_CHECKING:
-    from quire.scheduler.batchers.base import BatcherRule
+    from quire.scheduler.batchers.base import PagedRule
 
 CONTINUOUS = "continuous"
 OBJECTIVES = ("auto", "latency", "throughput")
@@ -116,7 +116,7 @@ class ScheduleConfig:
             )
 
     @property
-    def batching(self) -> "BatcherRule":
+    def batching(self) -> "PagedRule":
         """The batcher.
 
         Raises:

@@ -1,9 +1,17 @@
 """What each batcher promises, step by step, over a memory without bytes."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
-from quire.scheduler.batchers.registry import BATCHERS, parse_batcher
+from quire.scheduler.batchers.base import BatchView
+from quire.scheduler.batchers.registry import (
+    BATCHERS,
+    DENSE_BATCHERS,
+    parse_batcher,
+    parse_dense_batcher,
+)
 from quire.scheduler.batchers.units import is_prefilled, unit_of
 from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -305,3 +313,44 @@ def test_a_query_that_can_never_fit_is_refused_under_every_batcher(batcher):
         load.scheduler.submit(load.request(400, 3))
     submit(load, (5, 3))
     load.drain()
+
+
+# ---- dense rows --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A query as a rule for dense rows sees it."""
+
+    number: int
+    num_to_read: int
+    priority: int = 0
+
+
+def dense_view(ready, *, columns, live=()):
+    return BatchView(size=4, live=live, waiting=(), ready=ready, columns=columns, group_tokens=256)
+
+
+def test_every_rule_but_two_serves_pages_and_dense_rows():
+    assert set(BATCHERS) ^ set(DENSE_BATCHERS) == {"continuous", "baton"}
+    assert all(DENSE_BATCHERS[name] is BATCHERS[name] for name in set(BATCHERS) - {"continuous"})
+
+
+def test_best_fit_takes_the_longest_that_widens_no_dense_row():
+    rule = parse_dense_batcher("baton_pd_best_fit")
+    ready = [Waiting(0, 9), Waiting(1, 4), Waiting(2, 6), Waiting(3, 6)]
+
+    assert rule.choose(dense_view(ready, columns=6)) == ready[2]
+    assert rule.choose(dense_view(ready, columns=3)) == ready[1]
+
+
+def test_patience_bounds_how_many_overtake_a_query_on_dense_rows():
+    ready = [Waiting(0, 9), Waiting(1, 4), Waiting(3, 6)]
+    chosen = {
+        patience: parse_dense_batcher(f"baton_pd_best_fit:patience={patience}").choose(
+            dense_view(ready, columns=6)
+        )
+        for patience in (2, 3)
+    }
+
+    assert chosen == {2: ready[0], 3: ready[2]}

@@ -11,9 +11,9 @@ from quire.hf.dynamic.query import Query, QueryState
 from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.reader import Accept, Reader
 from quire.hf.dynamic.record import StepRecord
-from quire.hf.dynamic.rules.base import BatchView
-from quire.hf.dynamic.rules.registry import find_rule
 from quire.hf.dynamic.slab_model import SlabModel
+from quire.scheduler.batchers.base import BatchView
+from quire.scheduler.batchers.registry import parse_dense_batcher
 
 
 class Filling:
@@ -41,12 +41,12 @@ class Filling:
         accept: Accept,
     ) -> None:
         self.shaped: list[Query] = []
-        self.rule = find_rule(options.batcher)
+        self.rule = parse_dense_batcher(options.batcher)
         self.reader = Reader(model, options, self.rule, batch_slots, line, memory, accept)
         self._options = options
         self._batch_slots, self._line, self._memory = batch_slots, line, memory
 
-    def view(self) -> BatchView:
+    def view(self) -> BatchView[Query]:
         """What the rule sees."""
         return BatchView(
             size=self._options.batch_size,

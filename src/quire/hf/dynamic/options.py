@@ -19,7 +19,7 @@ class BatchOptions:
 
     Attributes:
         batch_size: rows at most.
-        batcher: a rule of `quire.hf.dynamic.rules`.
+        batcher: a rule for dense rows of `quire.scheduler.batchers`, options and all.
         capacity_tokens: columns of the slab at most; None: the model's context.
         swap_space: for KV that was taken out, in bytes or as "64MiB"; None: no limit. What finds
             no room there is read again.

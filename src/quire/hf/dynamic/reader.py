@@ -11,10 +11,10 @@ from quire.hf.dynamic.prefill import Prefill, read_apart
 from quire.hf.dynamic.query import Query, QueryState
 from quire.hf.dynamic.queues import QueryQueues
 from quire.hf.dynamic.record import ReadRecord, StepRecord
-from quire.hf.dynamic.rules.base import BatchRule, BatchView
 from quire.hf.dynamic.side_stream import SideStream
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
+from quire.scheduler.batchers.base import BatchView, DenseRule
 
 _READ_AHEAD = 4  # queries, where prompts are read in the background
 
@@ -39,7 +39,7 @@ class Reader:
         self,
         model: SlabModel,
         options: BatchOptions,
-        rule: BatchRule,
+        rule: DenseRule,
         batch_slots: BatchSlots,
         line: QueryQueues,
         memory: BatchMemory,
@@ -64,7 +64,7 @@ class Reader:
         while not reading.done:
             self._advance(reading, reading.num_tokens, record)
 
-    def read_now(self, view: BatchView, record: StepRecord) -> bool:
+    def read_now(self, view: BatchView[Query], record: StepRecord) -> bool:
         """Read a group at once, unless it is read in the background; False if there is none."""
         if self.in_background and self._batch_slots.live and not self._urgent():
             return False
@@ -78,7 +78,7 @@ class Reader:
         self.read(group, record)
         return True
 
-    def read_ahead(self, view: BatchView, record: StepRecord) -> None:
+    def read_ahead(self, view: BatchView[Query], record: StepRecord) -> None:
         """Read on in the background, within the budget of a step.
 
         On a GPU it runs beside the next step; who was read has its first token after that one.

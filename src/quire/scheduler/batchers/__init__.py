@@ -1,1 +1,1 @@
-"""How a batch changes: who may enter it at a step, and what a step contains. One rule a file."""
+"""How a batch changes, in pages and in dense rows: one rule a file, found by name."""

@@ -1,4 +1,8 @@
-"""The seam of batchers: what each of them is asked at every step.
+"""The seam of batchers: what a rule decides for pages, and what it decides for dense rows.
+
+A rule has a name and options. `PagedRule` makes the `Batcher` of a scheduler, whose KV is in pages;
+`DenseRule` chooses for a `DynamicBatch`, whose rows lie side by side in one slab. Most rules do
+both. A `Batcher` is asked at every step:
 
     begin        once, before anything of the step is planned
     decoding     which rows decode of those that could
@@ -13,7 +17,7 @@ are under every one of them, and one that has nobody in must let somebody in.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
@@ -107,22 +111,107 @@ class Batcher(ABC):
 
 
 class BatcherRule(ABC):
-    """A batcher as it is configured: its fields are its options, with defaults.
+    """A rule as it is configured: its fields are its options, with defaults.
 
-    Final classes are frozen dataclasses.
+    Final classes are frozen dataclasses, and are a `PagedRule`, a `DenseRule` or both.
     """
 
     name: ClassVar[str]
+
+
+# ---- pages -------------------------------------------------------------------------------------
+
+
+class PagedRule(BatcherRule):
+    """Decides which requests of a scheduler are in the batch."""
 
     @property
     def holds_on_host(self) -> bool:
         """Whether KV of prefilled requests waits on the host."""
         return False
 
-    @abstractmethod
     def num_rows(self, max_num_seqs: int) -> int:
         """Rows of KV memory it uses, where a batch has `max_num_seqs`."""
+        return max_num_seqs
 
     @abstractmethod
     def make(self, state: BatchState) -> Batcher:
         """The batcher of one scheduler."""
+
+
+# ---- dense rows --------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class DenseQuery(Protocol):
+    """What a rule may look at of a query that wants a row."""
+
+    @property
+    def number(self) -> int: ...  # noqa: D102
+    @property
+    def priority(self) -> int: ...  # noqa: D102
+    @property
+    def num_to_read(self) -> int: ...  # noqa: D102
+
+
+Q = TypeVar("Q", bound=DenseQuery)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView(Generic[Q]):
+    """What a rule sees of a dense batch.
+
+    Attributes:
+        size: rows the batch may have now.
+        live: queries in rows.
+        waiting: prompts to be read, in line.
+        ready: queries with KV and no row, in line.
+        columns: of the longest row.
+        group_tokens: most tokens, pads counted, that are read together.
+    """
+
+    size: int
+    live: Sequence[Q]
+    waiting: Sequence[Q]
+    ready: Sequence[Q]
+    columns: int
+    group_tokens: int
+
+    @property
+    def free(self) -> int:
+        """Rows that may be filled."""
+        return self.size - len(self.live)
+
+
+class DenseRule(BatcherRule):
+    """Decides which prompts are read when, and which query gets which free row.
+
+    Attributes:
+        shapes: prompts are read by the batch's own forward, all rows padded to the longest.
+        runs_to_end: rows stay as they are, finished ones too, until all have ended.
+        reads_ahead: prompts may be read in the background, before a row is free.
+        least_ready: prefilled queries wanted to choose from when a row is free.
+        dense_options: options that have an effect on dense rows.
+    """
+
+    shapes: ClassVar[bool] = False
+    runs_to_end: ClassVar[bool] = False
+    reads_ahead: ClassVar[bool] = False
+    least_ready: ClassVar[int] = 1
+    dense_options: ClassVar[tuple[str, ...]] = ()
+
+    def open_rows(self, view: BatchView[Q]) -> int:
+        """Rows that may be filled now."""
+        return view.free
+
+    @abstractmethod
+    def next_group(self, view: BatchView[Q]) -> list[Q]:
+        """Which waiting queries are read together next; empty where none waits."""
+
+    def choose(self, view: BatchView[Q]) -> Q | None:
+        """Which ready query enters next; None to read others first."""
+        if not view.ready:
+            return None
+        first = view.ready[0]
+        outranked = view.waiting and view.waiting[0].priority < first.priority
+        return None if outranked else first

@@ -9,22 +9,26 @@ from dataclasses import dataclass
 
 from quire.errors import UnknownName
 from quire.policies.options import check_at_least
-from quire.scheduler.batchers.base import Batcher, BatcherRule, BatchState
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, DenseRule, PagedRule, Q
 from quire.scheduler.batchers.insertion import FirstPrefilled
+from quire.scheduler.batchers.prefill_order import similar_group
 from quire.scheduler.batchers.prefilled import PrefilledQueue, QueueOptions
 
 PREFILLS = ("async", "sync")
 PLACES = ("device", "host")
+_READ_TOGETHER_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class BatonPD(BatcherRule):
+class BatonPD(PagedRule, DenseRule):
     """A queue of prefilled queries stands behind the batch; no row is idle while it has any.
 
-    Source: BATON (its vector embedding with prefill and decoding apart).
+    Source: Cong et al., BATON, section 4.2 (vector embedding with prefill and decoding apart).
 
     Differs from the paper: in pages a query is inserted by naming its pages, so nothing is padded
     or copied; a queue that is prefilled beside the batch shares its steps, within a token budget.
+    On dense rows prompts of similar length are read apart and enter rows without padding; the queue
+    is that of the `DynamicBatch`.
 
     Attributes:
         queue: rows of prefilled queries at most, beside the batch; 0: as many as the batch has.
@@ -37,6 +41,8 @@ class BatonPD(BatcherRule):
     """
 
     name = "baton_pd"
+
+    reads_ahead = True
 
     queue: int = 0
     tokens: int = 256
@@ -66,13 +72,22 @@ class BatonPD(BatcherRule):
 
     @property
     def holds_on_host(self) -> bool:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         return self.hold == "host"
 
     def num_rows(self, max_num_seqs: int) -> int:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         return max_num_seqs + self.queue_options(max_num_seqs).rows
 
     def make(self, state: BatchState) -> Batcher:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())
+
+    def next_group(self, view: BatchView[Q]) -> list[Q]:
+        """See `DenseRule`: the first in line and similar ones, at most the free rows.
+
+        Where fewer are free it is a quarter of a batch. More would be read in fewer forwards, and
+        lie in memory for longer.
+        """
+        most = max(1, view.free, view.size // _READ_TOGETHER_SHARE)
+        return similar_group(view.waiting, most, view.group_tokens)

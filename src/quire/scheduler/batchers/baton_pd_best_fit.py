@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from quire.policies.options import check_at_least
-from quire.scheduler.batchers.base import Batcher, BatchState
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, Q
 from quire.scheduler.batchers.baton_pd import BatonPD
-from quire.scheduler.batchers.insertion import BestFit
+from quire.scheduler.batchers.insertion import BestFit, best_fit
 from quire.scheduler.batchers.prefilled import PrefilledQueue
 
 
@@ -13,7 +13,9 @@ from quire.scheduler.batchers.prefilled import PrefilledQueue
 class BatonPDBestFit(BatonPD):
     """As `baton_pd`, with another choice from its queue.
 
-    On a dense slab this saves padding. In pages nothing is padded: rows of alike lengths remain.
+    On dense rows this saves padding: where none fits, the shortest enters, and a query that
+    `patience` later ones have overtaken enters next. In pages nothing is padded: rows of alike
+    lengths remain.
 
     Attributes:
         queue, tokens, prefill, hold, lead, window: as those of `baton_pd`.
@@ -22,6 +24,9 @@ class BatonPDBestFit(BatonPD):
 
     name = "baton_pd_best_fit"
 
+    least_ready = 3
+    dense_options = ("patience",)
+
     patience: int = 8
 
     def __post_init__(self) -> None:
@@ -29,6 +34,18 @@ class BatonPDBestFit(BatonPD):
         check_at_least(0, patience=self.patience)
 
     def make(self, state: BatchState) -> Batcher:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         options = self.queue_options(state.max_num_seqs)
         return PrefilledQueue(state, options, BestFit(self.patience))
+
+    def choose(self, view: BatchView[Q]) -> Q | None:
+        """See `DenseRule`: the best fit among the ready of the highest priority."""
+        first = BatonPD.choose(self, view)
+        if first is None:
+            return None
+        equals = [query for query in view.ready if query.priority == first.priority]
+        if max(query.number for query in (*equals, *view.live)) - first.number > self.patience:
+            return first
+        equals.sort(key=lambda query: query.number)
+        fitting = best_fit(equals, lambda query: query.num_to_read, view.columns)
+        return fitting or min(equals, key=lambda query: query.num_to_read)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from quire.scheduler.batchers.base import Batcher, BatcherRule, BatchState, Moves
+from quire.scheduler.batchers.base import Batcher, BatchState, Moves, PagedRule
 from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Continuous(BatcherRule):
+class Continuous(PagedRule):
     """A step's tokens are shared by decoding rows, which come first, and chunks of prompts.
 
     Source: the schedulers of Sarathi-Serve (chunked prefill) and of vLLM.
@@ -15,12 +15,8 @@ class Continuous(BatcherRule):
 
     name = "continuous"
 
-    def num_rows(self, max_num_seqs: int) -> int:
-        """See `BatcherRule`."""
-        return max_num_seqs
-
     def make(self, state: BatchState) -> Batcher:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         return EveryStep()
 
 

@@ -1,9 +1,24 @@
-"""Which of the prefilled queries takes a row that is free."""
+"""Which of the prefilled queries takes a row that is free, in pages and in dense rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from quire.scheduler.batchers.units import Unit, first_member
+
+T = TypeVar("T")
+
+
+def best_fit(queue: Sequence[T], num_tokens: Callable[[T], int], longest: int) -> T | None:
+    """The longest that is no longer than the longest row, the first of equals; None if none is.
+
+    Args:
+        queue: prefilled, best first.
+        num_tokens: of one of them.
+        longest: tokens of the longest row.
+    """
+    fitting = [each for each in queue if num_tokens(each) <= longest]
+    return max(fitting, key=num_tokens, default=None)
 
 
 class Insertion(ABC):
@@ -48,10 +63,9 @@ class BestFit(Insertion):
 
     def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
         """See `Insertion`."""
-        fitting = [unit for unit in queue if first_member(unit).num_tokens <= longest]
-        if not fitting or (queue[0] is self._first and self._passed >= self._patience):
+        if queue[0] is self._first and self._passed >= self._patience:
             return queue[0]
-        return max(fitting, key=lambda unit: first_member(unit).num_tokens)
+        return best_fit(queue, lambda unit: first_member(unit).num_tokens, longest) or queue[0]
 
     def inserted(self, unit: Unit, first: Unit) -> None:
         """See `Insertion`."""

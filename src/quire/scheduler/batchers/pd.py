@@ -3,16 +3,19 @@
 from dataclasses import dataclass
 
 from quire.policies.options import check_at_least
-from quire.scheduler.batchers.base import Batcher, BatcherRule, BatchState
-from quire.scheduler.batchers.phases import Phases
-from quire.scheduler.batchers.prefill_order import SimilarLengths
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, PagedRule, Q
+from quire.scheduler.batchers.phases import Phases, RunToEnd
+from quire.scheduler.batchers.prefill_order import SimilarLengths, similar_group
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDecode(BatcherRule):
+class PrefillDecode(PagedRule, RunToEnd):
     """Queries are prefilled in groups of similar length, and decode in the order of that.
 
-    Source: the P/D arm of BATON, without its vector embedding.
+    Source: Cong et al., BATON, section 5.1, method "PD": without its vector embedding.
+
+    On dense rows the batches are made in the order of arrival: less padding in prefill, the same
+    idle rows while decoding as `static`.
 
     Attributes:
         ahead: rows that are prefilled before any of them decodes; 0: a batch.
@@ -29,10 +32,15 @@ class PrefillDecode(BatcherRule):
         check_at_least(1, window=self.window)
 
     def num_rows(self, max_num_seqs: int) -> int:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         return max(self.ahead, max_num_seqs)
 
     def make(self, state: BatchState) -> Batcher:
-        """See `BatcherRule`."""
+        """See `PagedRule`."""
         order = SimilarLengths(state.waiting, state.max_num_seqs, self.window)
         return Phases(state, self.num_rows(state.max_num_seqs), order)
+
+    def next_group(self, view: BatchView[Q]) -> list[Q]:
+        """See `DenseRule`: similar ones among those that make up the batch."""
+        batch = view.waiting[: view.free - len(view.ready)]
+        return similar_group(batch, max(1, len(batch)), view.group_tokens)

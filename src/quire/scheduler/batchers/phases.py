@@ -3,9 +3,11 @@
 reads   | prompts of up to `held` rows, nobody decodes
 decodes | up to `max_num_seqs` of them until the last one ends; the next of them; ...
 reads   | ...
+
+In pages `Phases` keeps to this; on dense rows a `RunToEnd` rule opens no row before all have ended.
 """
 
-from quire.scheduler.batchers.base import Batcher, BatchState, Moves
+from quire.scheduler.batchers.base import Batcher, BatchState, BatchView, DenseRule, Moves, Q
 from quire.scheduler.batchers.prefill_order import PrefillOrder
 from quire.scheduler.batchers.units import (
     Unit,
@@ -101,3 +103,13 @@ class Phases(Batcher):
             return False
         self._next_batch()
         return any(map(holds_kv, self._batch))
+
+
+class RunToEnd(DenseRule):
+    """Fills dense rows only when no query is left in any of them."""
+
+    runs_to_end = True
+
+    def open_rows(self, view: BatchView[Q]) -> int:
+        """See `DenseRule`: all, once no row goes on."""
+        return 0 if view.live else view.size

@@ -1,11 +1,23 @@
-"""Who of those that wait is read next: who came first, or prompts of similar length together."""
+"""Who of those that wait is read next: who came first, or prompts of similar length together.
+
+In pages `SimilarLengths` groups the nearest in length, whatever they are: nothing is padded. On
+dense rows `similar_group` bounds the padding, and a group is one forward.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import islice
 from math import isinf
 
+from quire.scheduler.batchers.base import Q
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
+
+SIMILAR = 1.25
+"""Prompts are read together where the longest is at most so many times the shortest."""
+
+SIMILAR_TOKENS = 16
+"""Or at most so many tokens longer."""
 
 
 class PrefillOrder(ABC):
@@ -65,3 +77,27 @@ class SimilarLengths(PrefillOrder):
         others = [r for r in line if r is not head and self._belongs(r, head)]
         others.sort(key=lambda r: abs(r.num_tokens - head.num_tokens))
         return [head, *others[: self._size - 1]]
+
+
+def similar_group(waiting: Sequence[Q], most: int, group_tokens: int) -> list[Q]:
+    """The first in line, and those behind it whose prompts are of similar length.
+
+    Args:
+        waiting: in line.
+        most: queries.
+        group_tokens: most tokens, pads counted.
+    """
+    group: list[Q] = []
+    for query in waiting[: 4 * most]:
+        lengths = [member.num_to_read for member in (*group, query)]
+        shortest, longest = min(lengths), max(lengths)
+        if group and query.priority > group[0].priority:
+            break
+        if longest > max(SIMILAR * shortest, shortest + SIMILAR_TOKENS):
+            continue
+        if group and longest * len(lengths) > group_tokens:
+            continue
+        group.append(query)
+        if len(group) == most:
+            break
+    return group

@@ -1,8 +1,12 @@
 """Batchers by name, and how a text such as `baton_pd:queue=8,hold=host` becomes one."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.policies.options import make_with_options
-from quire.scheduler.batchers.base import BatcherRule
+from quire.scheduler.batchers.base import BatcherRule, DenseRule, PagedRule
+from quire.scheduler.batchers.baton import Baton
 from quire.scheduler.batchers.baton_pd import BatonPD
 from quire.scheduler.batchers.baton_pd_best_fit import BatonPDBestFit
 from quire.scheduler.batchers.continuous import Continuous
@@ -10,31 +14,63 @@ from quire.scheduler.batchers.orca import Orca
 from quire.scheduler.batchers.pd import PrefillDecode
 from quire.scheduler.batchers.static import Static
 
-BATCHERS: dict[str, type[BatcherRule]] = {
-    rule.name: rule for rule in (Continuous, Static, PrefillDecode, Orca, BatonPD, BatonPDBestFit)
-}
-OF_DENSE_SLABS = "baton"
+R = TypeVar("R", bound=BatcherRule)
+_BOTH = (Static, PrefillDecode, Orca, BatonPD, BatonPDBestFit)
+
+BATCHERS: dict[str, type[PagedRule]] = {rule.name: rule for rule in (Continuous, *_BOTH)}
+DENSE_BATCHERS: dict[str, type[DenseRule]] = {rule.name: rule for rule in (Baton, *_BOTH)}
 
 
-def parse_batcher(text: str) -> BatcherRule:
-    """The rule of a text.
+def parse_batcher(text: str) -> PagedRule:
+    """The rule of a text, for pages.
 
     Raises:
         UnknownName: no such batcher or option; offers the nearest.
         UnsoundCombination: one that needs a dense slab.
         ConfigError: an option without a value, given twice, or with a bad one.
     """
-    name, colon, rest = (piece.strip() for piece in text.partition(":"))
-    if name == OF_DENSE_SLABS:
+    name, options = _split(text)
+    if name == Baton.name:
         raise UnsoundCombination(
             "batcher 'baton' shapes the vectors of a dense slab, and an engine holds KV in pages, "
             "where a newcomer needs no place among others' columns: use baton_pd here, or "
             "quire.hf.DynamicBatch, which has a dense slab"
         )
-    if name not in BATCHERS:
-        raise UnknownName("batcher", name, BATCHERS)
-    options = _options(name, rest) if colon else {}
-    return make_with_options(f"batcher {name!r}", BATCHERS[name], options, others=(), nested={})
+    return _make(BATCHERS, name, options)
+
+
+def parse_dense_batcher(text: str) -> DenseRule:
+    """The rule of a text, for dense rows.
+
+    Raises:
+        UnknownName: no such batcher or option; offers the nearest.
+        ConfigError: it, or one of its options, is for pages only; or see `parse_batcher`.
+    """
+    name, options = _split(text)
+    if name == Continuous.name:
+        raise ConfigError(
+            "batcher='continuous' reads prompts in chunks beside decoding rows, which takes pages: "
+            "use quire.LLM, or batcher='baton_pd' here"
+        )
+    rule = _make(DENSE_BATCHERS, name, options)
+    for option in options:
+        if option not in rule.dense_options:
+            raise ConfigError(
+                f"batcher {name!r}: option {option!r} is for pages, and this batch has dense rows: "
+                "leave it out; prefill, prefill_tokens and queue are options of the batch"
+            )
+    return rule
+
+
+def _make(rules: Mapping[str, type[R]], name: str, options: Mapping[str, str]) -> R:
+    if name not in rules:
+        raise UnknownName("batcher", name, rules)
+    return make_with_options(f"batcher {name!r}", rules[name], options, others=(), nested={})
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    name, colon, rest = (piece.strip() for piece in text.partition(":"))
+    return name, _options(name, rest) if colon else {}
 
 
 def _options(name: str, text: str) -> dict[str, str]:

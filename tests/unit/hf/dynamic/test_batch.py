@@ -14,7 +14,7 @@ from quire.errors import (
 )
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.query import QueryState
-from quire.hf.dynamic.rules.registry import rule_names
+from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support import zoo
 from support.dynamic import CHANGING, RULES, build, check_empty, run
 from support.engines import make_prompts
@@ -23,7 +23,7 @@ PROMPTS = make_prompts(6, 30, seed=2)
 
 
 def test_the_rules_are_those_that_are_tested():
-    assert set(rule_names()) == set(RULES)
+    assert set(DENSE_BATCHERS) == set(RULES)
 
 
 def alone(prompt: list[int], new_tokens: int, **options: object) -> list[int]:
@@ -323,6 +323,9 @@ def test_what_needs_text_or_several_answers_is_refused(sampling):
     [
         ({"batcher": "batton"}, UnknownName, "did you mean baton"),
         ({"batcher": "continuous"}, ConfigError, "takes pages: use quire.LLM"),
+        ({"batcher": "baton_pd:queue=8"}, ConfigError, "option 'queue' is for pages"),
+        ({"batcher": "pd:ahead"}, ConfigError, "expected option=value such as queue=8"),
+        ({"batcher": "baton_pd_best_fit:patience=-1"}, ConfigError, "patience >= 0, got -1"),
         ({"batch_size": 0}, ConfigError, "batch_size >= 1, got 0"),
         ({"capacity_tokens": 1}, ConfigError, "capacity_tokens >= 2, got 1"),
         ({"prefill": "later"}, ConfigError, "sync or async, got 'later'"),

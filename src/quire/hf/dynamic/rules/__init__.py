@@ -1,1 +1,0 @@
-"""How a batch changes: one rule a file, found by name. No tensors."""
