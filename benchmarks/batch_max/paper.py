@@ -31,7 +31,7 @@ class PaperConfig:
 
     Attributes:
         model: as it was named.
-        task: of `quire.evals.few_shot`.
+        task: of `benchmarks.common.few_shot`.
         samples: prompts, the same for every arm; batches divide them.
         input_tokens: prompts are cut to this, their beginnings left out.
         new_tokens: generated behind each, end tokens ignored.

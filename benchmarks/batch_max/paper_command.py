@@ -15,10 +15,10 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.batch_max.judged import Encoded
     from benchmarks.batch_max.paper import PaperConfig, PaperRow
+    from benchmarks.common.few_shot import FewShotTask
     from benchmarks.common.result import PartResult
+    from benchmarks.common.samples import Sample
     from quire.cli.settings import Settings
-    from quire.evals.few_shot import FewShotTask
-    from quire.evals.samples import Sample
     from quire.models.loader import LoadedModel
 
 
@@ -38,7 +38,7 @@ def paper_config(
         ConfigError: lengths that cannot be.
     """
     from benchmarks.batch_max.paper import PaperConfig
-    from quire.evals.few_shot import task_named
+    from benchmarks.common.few_shot import task_named
 
     config = PaperConfig(
         model=settings.model,
@@ -69,7 +69,7 @@ def run_paper(
     """
     from benchmarks.batch_max.paper import PaperProtocol
     from benchmarks.batch_max.paper_result import paper_result
-    from quire.evals.few_shot import task_named
+    from benchmarks.common.few_shot import task_named
 
     task = task_named(config.task)
     samples = _samples(task, config, data, shots)
@@ -84,7 +84,7 @@ def run_paper(
 def _samples(
     task: "FewShotTask", config: "PaperConfig", data: Path | None, shots: Path | None
 ) -> "list[Sample]":
-    from quire.evals.samples import make_samples, read_records
+    from benchmarks.common.samples import make_samples, read_records
 
     if data is None:
         raise ConfigError(

@@ -98,7 +98,8 @@ def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
 
 
 def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]":
-    from quire.profile.step_rates import RunShape, run_batch
+    from benchmarks.batch_plan.batch import run_batch
+    from quire.profile.step_rates import RunShape
 
     requested = report.question
     return {

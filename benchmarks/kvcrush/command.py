@@ -84,9 +84,9 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Compare rules with KVCrush and without: answers, fidelity, time, bytes of signatures."""
     from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.rouge import rouge_l
     from benchmarks.eviction.cells import CellFile
     from benchmarks.kvcrush.parts import Material, make_parts
-    from quire.evals.rouge import rouge_l
 
     files = files_of_tasks(data or ())
     config = _config(settings.model, quick=quick)

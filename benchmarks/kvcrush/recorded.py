@@ -10,10 +10,10 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from benchmarks.common.asked import Asked
+    from benchmarks.common.few_shot import FewShotTask
+    from benchmarks.common.samples import Sample
     from benchmarks.kvcrush.config import PromptsConfig
     from benchmarks.kvcrush.prompts import Recorded
-    from quire.evals.few_shot import FewShotTask
-    from quire.evals.samples import Sample
     from quire.models.loader import LoadedModel
 
 _DRAWN_FOR_EACH = 8  # examples, of which those stay that make a long prompt
@@ -26,7 +26,7 @@ def files_of_tasks(named: Sequence[str]) -> Mapping[str, Path]:
         UnknownName: no such task.
         ConfigError: no file is named, or a task is named twice.
     """
-    from quire.evals.few_shot import task_named
+    from benchmarks.common.few_shot import task_named
 
     found: dict[str, Path] = {}
     for text in named:
@@ -46,7 +46,7 @@ def recorded(
     Raises:
         ConfigError: no file, one that cannot be read, or too few examples that are long enough.
     """
-    from quire.evals.few_shot import task_named
+    from benchmarks.common.few_shot import task_named
 
     if not files:
         raise ConfigError(
@@ -58,8 +58,8 @@ def recorded(
 def _of_task(
     task: "FewShotTask", path: Path, model: "LoadedModel", config: "PromptsConfig"
 ) -> "Recorded":
+    from benchmarks.common.samples import make_samples, read_records
     from benchmarks.kvcrush.prompts import Recorded
-    from quire.evals.samples import make_samples, read_records
 
     records, n = read_records(path), config.prompts
     drawn = min(_DRAWN_FOR_EACH * n, len(records) - task.shots)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.memory.contiguous import STORE, longest_tokens, request_waste
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.layout.model import ModelSpec
-from quire.sim.contiguous import STORE, longest_tokens, request_waste
 from quire.sim.run import SimConfig, make_simulator
 from quire.sim.traces.base import Trace
 from quire.sim.traces.options import TraceOptions

@@ -15,10 +15,11 @@ from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
 from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
+from benchmarks.throughput.measured import total_cost
 from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
-from quire.plan.parts import RowTokens, step_parts, total_cost
+from quire.plan.parts import RowTokens, step_parts
 from quire.profile.attention import AttentionBench, AttentionShape
 from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
 from quire.profile.timing import seconds

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.rendering import environment
+from benchmarks.throughput.measured import KINDS, StepMeasure, part_rows
 from quire.errors import ConfigError
-from quire.plan.measured import KINDS, StepMeasure, part_rows
 from quire.sim.svg import drawn_figure
 
 if TYPE_CHECKING:

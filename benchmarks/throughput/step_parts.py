@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from benchmarks.common.decoders import ForwardingDecoder
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
+from benchmarks.throughput.measured import ENGINE, KINDS, PARTS, StepMeasure
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, PagedAttention
-from quire.plan.measured import ENGINE, KINDS, StepMeasure
-from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts
+from quire.plan.parts import PartCost, RowTokens, step_parts
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _MODULES = {

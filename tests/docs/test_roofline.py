@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.plan.measured import ENGINE
-from quire.plan.parts import PARTS
+from benchmarks.throughput.measured import ENGINE, PARTS
 from support.measured_pages import load_maker
 from support.snippets import ROOT
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from quire.errors import ConfigError
 from quire.plan.rates import Costs
-from quire.plan.roots import positive_root
 
 How = Literal["swap", "recompute", "hybrid"]
 
@@ -161,23 +160,3 @@ def _reason(choices: list[Choice], holding: Holding, host_bytes: int) -> str:
     if choices[0].how != "swap":
         parts.append(f"{holding.kv_bytes:,} B do not fit the {host_bytes:,} B of the host pool")
     return ", ".join(parts)
-
-
-def breakeven_tokens(costs: Costs, bytes_per_token: int | float) -> float:
-    """The length from which on swapping a sequence is cheaper than reading it again.
-
-    Swapping costs f + k * n, reading t * n + a * n^2: the positive root of
-    a * n^2 + (t - k) * n - f.
-
-    Args:
-        costs: rates.
-        bytes_per_token: of KV.
-
-    Returns:
-        Tokens; 0 where swapping always wins, infinity where it never does.
-    """
-    copies, prefill = costs.copies, costs.prefill
-    fixed_s = sum(rate.call_s + rate.piece_s for rate in (copies.out, copies.back))
-    move_s = bytes_per_token * (1 / copies.out.bytes_per_s + 1 / copies.back.bytes_per_s)
-    linear_s = prefill.token_s + prefill.call_s / costs.chunk_tokens - move_s
-    return positive_root(prefill.square_s, linear_s, fixed_s)

@@ -6,14 +6,12 @@ there: weights once a step, the KV that is read and the KV that is written. Acti
 out: they can stay in the caches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.plan.roofline import weights_read_bytes
-
-PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class PartCost:
     """What one part of a step needs.
 
     Attributes:
-        name: one of PARTS.
+        name: `qkv`, `attention`, `output projection`, `mlp`, `head`, `rest`; `total` of a sum.
         weight_bytes: read once.
         kv_bytes: read, and written for new tokens.
         flops: two for each multiply and add of a product.
@@ -109,17 +107,6 @@ def step_parts(
         PartCost(
             name="rest", weight_bytes=norms * bytes_per_value + looked_up, kv_bytes=0, flops=0
         ),
-    )
-
-
-def total_cost(parts: Iterable[PartCost]) -> PartCost:
-    """All parts together: the floor of a step whose parts could overlap."""
-    found = tuple(parts)
-    return PartCost(
-        name="total",
-        weight_bytes=sum(part.weight_bytes for part in found),
-        kv_bytes=sum(part.kv_bytes for part in found),
-        flops=sum(part.flops for part in found),
     )
 
 

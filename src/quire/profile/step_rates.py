@@ -6,7 +6,7 @@ Short runs of several shapes: rows, prompts, caps. Each step is timed and set be
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -18,7 +18,7 @@ from quire.models.loader import LoadedModel
 from quire.plan.batch_rules import with_numbers
 from quire.plan.fit import fit_seconds
 from quire.plan.rates import PrefillRates
-from quire.plan.static_run import RowStep, RunSeconds, row_steps
+from quire.plan.static_run import RowStep, row_steps
 from quire.plan.step_rates import DecodeRates, StepRates
 from quire.policies.base import EvictionPolicy
 from quire.policies.eviction import make_eviction
@@ -100,26 +100,6 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
                 f"engine processed {tokens}"
             )
         yield StepTime(rows=shape.rows, step=step, seconds=taken_s)
-
-
-def run_batch(model: LoadedModel, shape: RunShape, kv_bytes: int) -> RunSeconds:
-    """Run a static batch to its end in a KV memory of so many bytes, behind a short warm-up.
-
-    Raises:
-        InvariantError: its rows do not run side by side there.
-    """
-    warm = replace(shape, prompt_tokens=max(1, shape.prompt_tokens // 8), new_tokens=4)
-    engine = static_engine(model, shape, kv_bytes)
-    for _ in timed_steps(model, warm, engine):
-        pass
-    prefill_s = decode_s = 0.0
-    for time in timed_steps(model, shape, engine):
-        if time.step.decodes:
-            decode_s += time.seconds
-        else:
-            prefill_s += time.seconds
-    new_tokens = shape.rows * shape.new_tokens
-    return RunSeconds(prefill_s=prefill_s, decode_s=decode_s, new_tokens=new_tokens)
 
 
 def measure_step_rates(

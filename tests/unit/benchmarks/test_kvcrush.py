@@ -13,6 +13,7 @@ import torch
 from benchmarks.common.asked import Asked
 from benchmarks.common.intervals import bootstrap_mean
 from benchmarks.common.questions import asking_for
+from benchmarks.common.rouge import rouge_l
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.quality import Judge
 from benchmarks.eviction.rules import Rule
@@ -49,7 +50,6 @@ from benchmarks.kvcrush.stopwatch import (
 )
 from quire.errors import ConfigError, InvariantError
 from quire.evals.haystack import book_text
-from quire.evals.rouge import rouge_l
 from quire.models.loader import LoadedModel, load_model
 from quire.policies.eviction import make_eviction
 from quire.policies.kvcrush import KVCrush

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.throughput.measured import ENGINE, PARTS
 from benchmarks.throughput.page import COLUMNS, cells, page, roofline_from
 from quire.errors import ConfigError
-from quire.plan.measured import ENGINE
-from quire.plan.parts import PARTS
 
 
 def run_object() -> dict[str, Any]:

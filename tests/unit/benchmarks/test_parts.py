@@ -5,10 +5,10 @@ import torch
 
 from benchmarks.common.models import llama_tiny, random_model
 from benchmarks.common.workload import QUICK_WORKLOAD
+from benchmarks.throughput.measured import ENGINE, PARTS, StepMeasure
 from benchmarks.throughput.step_parts import TimedDecoder, measure_parts
 from quire.models.adapter import TransformersDecoder
-from quire.plan.measured import ENGINE, StepMeasure
-from quire.plan.parts import PARTS, RowTokens, step_parts
+from quire.plan.parts import RowTokens, step_parts
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,10 @@ from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, ev
 from quire.offload.timeline import chrome_trace
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.shares import best_shares
-from quire.plan.offload.split import (
-    paper_split,
-    pipelined_seconds,
-    pipelined_split,
-    serial_seconds,
-    step_seconds,
-)
+from quire.plan.offload.split import paper_split, pipelined_seconds, pipelined_split
 from quire.plan.offload.weights import with_weights
 from quire.plan.rates import CopyRate
+from support.offload_formulas import serial_seconds, step_seconds
 
 SECONDS = st.floats(0.01, 10)
 ONE_BYTE_A_SECOND = CopyRate(bytes_per_s=1.0)

@@ -10,13 +10,13 @@ from quire.errors import ConfigError
 from quire.plan.cost import (
     Holding,
     best_split,
-    breakeven_tokens,
     choose,
     hybrid_seconds,
     recompute_seconds,
     swap_seconds,
 )
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
+from support.offload_formulas import breakeven_tokens
 
 KIB = 1024
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.throughput.measured import PARTS, total_cost
 from quire.errors import ConfigError
 from quire.layout.mixture import MixtureSpec
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.parts import PARTS, PartCost, RowTokens, step_parts, total_cost
+from quire.plan.parts import PartCost, RowTokens, step_parts
 from quire.plan.roofline import decode_step, weights_read_bytes
 
 

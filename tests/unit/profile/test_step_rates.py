@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.batch_plan.batch import run_batch
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
@@ -15,7 +16,6 @@ from quire.profile.step_rates import (
     StepTime,
     fit_steps,
     measure_step_rates,
-    run_batch,
     static_engine,
     timed_steps,
     usual_shapes,

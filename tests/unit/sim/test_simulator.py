@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.memory.contiguous import longest_tokens, request_waste, run_contiguous
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
@@ -16,7 +17,6 @@ from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.clock import VirtualClock
-from quire.sim.contiguous import longest_tokens, request_waste, run_contiguous
 from quire.sim.copies import TimedCopies
 from quire.sim.memory import folded_layout
 from quire.sim.metrics import by_tenant, summarise

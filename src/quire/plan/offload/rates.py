@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.plan.rates import CopyRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +97,3 @@ def offload_rates(
         host_s=kv_bytes / host_bytes_per_s if host_bytes_per_s else math.inf,
         other_s=other_s,
     )
-
-
-def effective_bytes_per_s(rate: CopyRate, num_bytes: int | float) -> float:
-    """Rate of copies of this size: B * m / (m + m_half), where m_half = call_s * B.
-
-    Raises:
-        ConfigError: nothing is copied.
-    """
-    if num_bytes <= 0:
-        raise ConfigError(f"expected bytes to copy, got {num_bytes}")
-    return num_bytes / rate.seconds(num_bytes)

@@ -10,11 +10,8 @@ Reading l tokens takes alpha l^2 + beta l, loading the others kappa (N - l); the
 (Cake). Attention is why the front is what is read: its tokens have the least before them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import whole_units
 from quire.plan.rates import PrefillRates
 from quire.plan.roots import positive_root
@@ -35,19 +32,6 @@ class Loading:
     def seconds(self, tokens: int | float) -> float:
         """Time of so many tokens; none take none."""
         return self.call_s + self.token_s * tokens if tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One store on the way from a slow tier to the device.
-
-    Attributes:
-        bytes_per_s: that it passes on.
-        chunk_bytes: it must have whole before it passes them on.
-    """
-
-    bytes_per_s: int | float
-    chunk_bytes: int | float
 
 
 def read_seconds(prefill: PrefillRates, tokens: int | float) -> float:
@@ -80,41 +64,3 @@ def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: in
         best = positive_root(prefill.square_s, prefill.token_s + loading.token_s, constant_s)
     found = (0, tokens, *whole_units(best, tokens, unit))
     return min(found, key=lambda x: (restore_seconds(prefill, loading, tokens, x), x))
-
-
-def loading_pays_from(prefill: PrefillRates, loading: Loading) -> float:
-    """Tokens from which on loading all is faster than reading all.
-
-    Returns:
-        0 where it always is, infinity where it never is.
-    """
-    fixed_s = loading.call_s - prefill.call_s
-    linear_s = prefill.token_s - loading.token_s
-    if fixed_s <= 0 and (linear_s >= 0 or linear_s**2 + 4 * prefill.square_s * fixed_s < 0):
-        return 0.0
-    return positive_root(prefill.square_s, linear_s, fixed_s)
-
-
-def chain_seconds(stages: Sequence[Stage], num_bytes: int | float) -> float:
-    """Time through stores one behind the other, chunk by chunk: the slowest, and filling.
-
-    Args:
-        stages: from the tier to the device, equal chunks.
-        num_bytes: to bring, a chunk or more.
-
-    Raises:
-        ConfigError: no stage, or chunks that differ.
-    """
-    chunks = {stage.chunk_bytes for stage in stages}
-    if len(chunks) != 1:
-        raise ConfigError(f"expected stages with equal chunks, got {sorted(chunks)}")
-    (chunk,) = chunks
-    fill_s = sum(chunk / stage.bytes_per_s for stage in stages)
-    slowest = min(stage.bytes_per_s for stage in stages)
-    return fill_s + max(0.0, num_bytes - chunk) / slowest
-
-
-def x_restore_seconds(rates: OffloadRates, tokens: int | float, num_layers: int) -> float:
-    """Time to bring a prefix back from its activations alone, link and device both at work."""
-    layer_s = max(rates.x_s, rates.recompute_s) * tokens
-    return num_layers * layer_s + min(rates.x_s, rates.recompute_s) * tokens

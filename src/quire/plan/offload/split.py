@@ -29,48 +29,10 @@ def paper_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | floa
     return rates.x_s * x_tokens + max(rates.recompute_s * x_tokens, carried_s)
 
 
-def row_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """Equation 10 without its first term: the paper's row-by-row, X on the device already."""
-    return max(rates.recompute_s * x_tokens, rates.kv_s * (tokens - x_tokens))
-
-
-def serial_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """Recompute, then transfer (ALISA): nothing overlaps within a layer."""
-    carried_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
-    return rates.link_s + carried_s + rates.recompute_s * x_tokens + rates.other_s
-
-
 def pipelined_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
     """T_B: a layer in the steady state, link and device both at work."""
     carried_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
     return max(rates.link_s + carried_s, rates.recompute_s * x_tokens + rates.other_s)
-
-
-def step_seconds(
-    rates: OffloadRates,
-    tokens: int | float,
-    x_tokens: int | float,
-    num_layers: int,
-    chunks: int = 1,
-) -> float:
-    """A step through all layers with nothing but KV and X on the wire: the first, then steady ones.
-
-    Args:
-        rates: without `link_s`.
-        tokens: of each layer.
-        x_tokens: of these, recomputed.
-        num_layers: 1 or more.
-        chunks: equal pieces in which X arrives; each is recomputed as it lands.
-
-    Raises:
-        ConfigError: `link_s` is not 0: where it stands on the wire would have to be known.
-    """
-    if rates.link_s:
-        raise ConfigError(f"expected nothing else on the link, got link_s={rates.link_s}")
-    landed_s, made_s = rates.x_s * x_tokens, rates.recompute_s * x_tokens
-    remade_s = max(landed_s / chunks + made_s, landed_s + made_s / chunks)
-    first_s = max(remade_s, landed_s + rates.kv_s * (tokens - x_tokens)) + rates.other_s
-    return first_s + (num_layers - 1) * pipelined_seconds(rates, tokens, x_tokens)
 
 
 def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:

@@ -105,30 +105,3 @@ def run_pass(
 def faster_pass(*passes: Pass) -> Pass:
     """The way that generates most; of equal ones the first."""
     return max(passes, key=lambda found: found.tokens_per_s)
-
-
-def first_layer_seconds(
-    rates: OffloadRates,
-    weights: LayerWeights,
-    tokens: int | float,
-    x_tokens: int | float,
-    *,
-    fine: bool,
-) -> float:
-    """A layer that nothing is prefetched for: what the order of weights on the wire is worth.
-
-    coarse   W_K W_V W_Q W_O | X | KV | MLP      recomputing waits for all of attention's weights
-    fine     W_K W_V | X | KV | W_Q W_O | MLP    recomputing runs while W_Q and W_O arrive
-
-    Args:
-        rates: `other_s` comes behind everything, `link_s` is left out.
-        weights: of the layer.
-        tokens: of the batch.
-        x_tokens: of these, recomputed.
-        fine: which of the two.
-    """
-    before_s = weights.kv_s if fine else weights.kv_s + weights.qo_s
-    x_s, carried_s = rates.x_s * x_tokens, rates.kv_s * (tokens - x_tokens)
-    remade_s = before_s + x_s + rates.recompute_s * x_tokens
-    attention_s = max(remade_s, weights.kv_s + weights.qo_s + x_s + carried_s)
-    return max(attention_s, weights.total_s + x_s + carried_s) + rates.other_s

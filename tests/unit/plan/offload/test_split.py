@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates, effective_bytes_per_s, offload_rates
+from quire.plan.offload.rates import OffloadRates, offload_rates
 from quire.plan.offload.split import (
     paper_gain,
     paper_seconds,
@@ -15,12 +15,15 @@ from quire.plan.offload.split import (
     pipelined_gain,
     pipelined_seconds,
     pipelined_split,
-    row_seconds,
-    serial_seconds,
     share_rows,
-    step_seconds,
 )
 from quire.plan.rates import CopyRate
+from support.offload_formulas import (
+    effective_bytes_per_s,
+    row_seconds,
+    serial_seconds,
+    step_seconds,
+)
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
 
 SECONDS = st.floats(1e-3, 1e3)

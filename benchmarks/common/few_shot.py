@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.common.rouge import best_rouge_2
 from quire.errors import UnknownName
-from quire.evals.rouge import best_rouge_2
 
 Record = Mapping[str, Any]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from quire.plan.measured import ENGINE, StepMeasure, part_rows
+from benchmarks.throughput.measured import ENGINE, StepMeasure, part_rows
 from quire.plan.parts import PartCost
 
 MEASURE = StepMeasure(

@@ -1,10 +1,11 @@
 """Measured steps beside their floors: where the time of a prefill or decode step goes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from quire.plan.parts import PartCost, total_cost
+from quire.plan.parts import PartCost
 
+PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 KINDS = ("prefill", "decode")
 ENGINE = "engine"  # scheduler, tables, flat batch, sampling: outside of the model
 
@@ -94,3 +95,14 @@ def part_rows(
     total = total_cost(measure.costs)
     floor_s = total.floor_s(read_bytes_per_s, flops_per_s)
     yield PartRow(cost=total, floor_s=floor_s, measured_s=whole_s, share=1.0)
+
+
+def total_cost(parts: Iterable[PartCost]) -> PartCost:
+    """All parts together: the floor of a step whose parts could overlap."""
+    found = tuple(parts)
+    return PartCost(
+        name="total",
+        weight_bytes=sum(part.weight_bytes for part in found),
+        kv_bytes=sum(part.kv_bytes for part in found),
+        flops=sum(part.flops for part in found),
+    )

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.few_shot import final_number, task_named
+from benchmarks.common.samples import make_samples, read_records
 from quire.errors import ConfigError, UnknownName
-from quire.evals.few_shot import final_number, task_named
-from quire.evals.samples import make_samples, read_records
 
 SUMS = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(20)]
 

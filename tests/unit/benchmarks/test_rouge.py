@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.evals.rouge import best_rouge_2, rouge_2, rouge_l
+from benchmarks.common.rouge import best_rouge_2, rouge_2, rouge_l
 
 
 @pytest.mark.parametrize(

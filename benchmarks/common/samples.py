@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.few_shot import FewShotTask, Record
 from quire.errors import ConfigError
-from quire.evals.few_shot import FewShotTask, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
