@@ -170,7 +170,7 @@ def _waste_row(store: str) -> tuple[str, ...]:
 
     from quire.kv.memory import KVMemory
     from quire.kv.stores.registry import placement_maker
-    from quire.kv.stores.run_lengths import LaneLimits
+    from quire.kv.stores.runs import LaneLimits
     from quire.kv.waste import measure_waste
     from quire.layout.codec_names import codec_spec
     from quire.layout.pages import CacheLayout, LaneGroup, PageClass

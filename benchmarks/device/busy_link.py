@@ -12,8 +12,7 @@ import torch
 from benchmarks.device.host_bytes import HostBytes
 from benchmarks.device.target import Target
 from quire.offload.executors.base import Executor
-from quire.offload.executors.pace import Pace, ThrottledLink
-from quire.offload.executors.threads import ThreadExecutor
+from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink
 from quire.offload.schedule.operations import IN
 from quire.plan.rates import CopyRate
 

@@ -19,13 +19,11 @@ from benchmarks.device.wire import Wire, wire_sizes
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
 from benchmarks.offload.rig import ArmStep
-from quire.offload.executors.base import Executor, Work
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import Executor, VirtualClock, Work
 from quire.offload.profiler import measure_speeds
 from quire.offload.schedule.operations import Schedule
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds
+from quire.offload.schedule.work import BatchTokens, Rules, Sizes, Speeds
 
 _PROBE_SHARES = (0.3, 0.5, 0.7)
 _PROBE_LAYERS = 4

@@ -16,8 +16,7 @@ from benchmarks.device.wire import Coder
 from quire.errors import ConfigError
 from quire.offload.executors.base import Work, dispatch
 from quire.offload.schedule.operations import Kind, Operation
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens
+from quire.offload.schedule.work import BatchTokens, Rules
 
 
 class Staging:

@@ -3,8 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.offload.schedule.rules import Rules, ring_rules
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.offload.schedule.work import (
+    BatchTokens,
+    Rules,
+    Sizes,
+    Speeds,
+    StepWork,
+    even_layers,
+    ring_rules,
+)
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.shares import best_shares
 from quire.plan.offload.split import paper_split, pipelined_split

@@ -12,7 +12,7 @@ from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.rig import ArmStep, Rig
 from quire.offload.schedule.operations import DEVICE, IN, Kind
-from quire.offload.schedule.rules import staging_bytes
+from quire.offload.schedule.work import staging_bytes
 from quire.offload.timeline import Timeline, chrome_trace
 from quire.plan.offload.split import paper_gain, pipelined_gain
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from quire.offload.executors.base import Work, dispatch
 from quire.offload.schedule.operations import Kind, Operation
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens, Sizes
+from quire.offload.schedule.work import BatchTokens, Rules, Sizes
 from quire.profile.timing import seconds
 
 _DISTINCT_LAYERS = 4

@@ -8,7 +8,7 @@ from benchmarks.offload.arms_part import ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.virtual import case_of
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.operations import side_by_side
 from quire.offload.schedule.planner import plan_step
 

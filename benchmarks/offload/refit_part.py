@@ -7,7 +7,7 @@ from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.rig import Rig
 from quire.offload.control import SplitController
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Speeds

@@ -15,8 +15,7 @@ from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
 from quire.offload.executors.base import dispatch
-from quire.offload.executors.pace import Pace, expected
-from quire.offload.executors.threads import ThreadExecutor
+from quire.offload.executors.threads import Pace, ThreadExecutor, expected
 from quire.offload.schedule.operations import DEVICE, IN, Kind, Operation
 from quire.offload.schedule.restore import plan_restore
 from quire.offload.tiers.base import Tier

@@ -15,15 +15,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import Arm, Layout, lay_out, step_work
 from benchmarks.offload.bed import Bed, BedShape
-from quire.offload.executors.base import Work
-from quire.offload.executors.pace import Pace, ThrottledLink
-from quire.offload.executors.threads import ThreadExecutor
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock, Work
+from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink
 from quire.offload.profiler import measure_speeds
 from quire.offload.schedule.operations import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens, Speeds
+from quire.offload.schedule.work import BatchTokens, Rules, Speeds
 from quire.offload.timeline import Timeline
 from quire.plan.rates import CopyRate
 

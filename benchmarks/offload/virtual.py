@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
-from quire.offload.executors.virtual import VirtualClock
-from quire.offload.schedule.choose import fastest
+from quire.offload.executors.base import VirtualClock
+from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.work import Sizes, Speeds
 
 

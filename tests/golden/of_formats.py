@@ -18,10 +18,10 @@ from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
 from quire.cli.options import SECTIONS, OptionField
 from quire.config.generation_request import GenerationRequest
-from quire.kv.measured import read_constants
+from quire.kv.coded_layers import read_constants
 from quire.layout.kv_format import read_format
 from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.wire import Message, What, receive
+from quire.offload.tiers.network import Message, What, receive
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
 from quire.plan.rates import CopyRate, CopyRates, PrefillRates
 from quire.plan.step_rates import DecodeRates, StepRates

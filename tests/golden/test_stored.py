@@ -12,7 +12,7 @@ from golden.stored import FILES, MOST_BYTES
 from golden.workshop import Workshop
 from quire.errors import ConfigError
 from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.wire import BadMessage, receive
+from quire.offload.tiers.network import BadMessage, receive
 from quire.plan.ceilings import Machine, NotUsable, read_ceilings
 
 

@@ -20,7 +20,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import UnsoundCombination
 from quire.eviction.calibration import measure, read_vectors
-from quire.kv.measured import write_constants
+from quire.kv.coded_layers import write_constants
 from quire.kv.step import StepAttention
 from quire.kv.stores.registry import STORES
 from quire.kv.swap import append_tail, can_split, swap_out

@@ -14,8 +14,8 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.eviction.calibration import errors_of, measure, read_vectors
+from quire.kv.coded_layers import constants_path, read_constants, write_constants
 from quire.kv.lane_reader import LaneReader
-from quire.kv.measured import constants_path, read_constants, write_constants
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.kv_format import fill_plain, read_format
 from quire.scheduler.schedule_config import ScheduleConfig

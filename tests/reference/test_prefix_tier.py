@@ -23,9 +23,9 @@ from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.network import What
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
-from quire.offload.tiers.wire import What
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference

@@ -83,7 +83,7 @@ def _one(
 ) -> dict[str, float]:
     """Measure, store and show one codec; its errors over all layers."""
     from quire.eviction.calibration import errors_of, measure
-    from quire.kv.measured import write_constants
+    from quire.kv.coded_layers import write_constants
     from quire.layout.kv_format import fill_plain, read_format
 
     form = read_format(fill_plain(text, "float32"))

@@ -17,10 +17,9 @@ from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_events import PrefixBroadcast
+from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
-from quire.offload.kv.evictor import OffloadEvictor
-from quire.offload.kv.offloader import PrefixOffloader
+from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings

@@ -6,7 +6,7 @@ from pathlib import Path
 from quire.codecs.registry import make_codec
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.measured import MeasuredConstants, read_constants, sides_of
+from quire.kv.coded_layers import MeasuredConstants, read_constants, sides_of
 from quire.kv.store import plain_codec
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.kv_format import read_format

@@ -16,7 +16,7 @@ from quire.engine.stats import EngineStats, stats_of
 from quire.engine.validation import check_context, checked_prompt
 from quire.errors import InvariantError
 from quire.eviction.traces import Traces
-from quire.kv.prefix_events import PrefixBroadcast
+from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.sampling.output_processor import OutputProcessor

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from quire.errors import InvariantError
-from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain
-from quire.kv.ledger_proof import prove_extents
+from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import Swapped
 from quire.offload.swap.host_pool import HostPool

@@ -20,8 +20,8 @@ from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.base import Tier
-from quire.offload.tiers.block_file import BLOCK_BYTES
 from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.estimator import RateEstimator
 from quire.plan.sizes import parse_size

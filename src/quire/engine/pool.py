@@ -35,7 +35,7 @@ from quire.kv.stores.registry import (
     run_lengths,
     unsound,
 )
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, PageClass

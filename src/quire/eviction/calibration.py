@@ -16,7 +16,7 @@ from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
-from quire.kv.measured import KEY, VALUE, Constants, MeasuredConstants, sides_of
+from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, sides_of
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
 from quire.models.base import AttentionCall, Decoder

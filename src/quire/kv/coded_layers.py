@@ -1,11 +1,159 @@
 """What encodes and decodes the pages of each layer, with constants that were measured for it."""
 
-from dataclasses import replace
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.errors import ConfigError
 from quire.kernels.coded import CodedPages, CodedPlanes
-from quire.kv.measured import KEY, VALUE, MeasuredConstants
 from quire.kv.store import PageStore
+from quire.layout.codecs import CodecSpec
+from quire.layout.kv_format import KVFormat
+from quire.layout.model import ModelSpec
 from quire.layout.pages import PageClass
+
+# ---- measured ------------------------------------------------------------------------------------
+
+# Constants of codecs that were measured for a model, and the files they are in.
+#
+#     <model>/quire-kv/key.int8_channel.safetensors     layers.0.scale, layers.1.scale, ...
+#     <model>/quire-kv/value.int4_equalise_1.safetensors
+#
+# A file holds one codec of one side, so keys and values of any codecs go together.
+
+KEY, VALUE = "key", "value"
+FOLDER = "quire-kv"
+
+Constants = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredConstants:
+    """Constants of all layers.
+
+    Attributes:
+        layers: layer and side (KEY, VALUE) to constants by name, on the host.
+    """
+
+    layers: Mapping[tuple[int, str], Constants]
+
+    def of(self, layer: int, side: str, device: torch.device) -> Constants:
+        """Those of one layer and side, on a device."""
+        return {name: numbers.to(device) for name, numbers in self.layers[layer, side].items()}
+
+    @property
+    def digest(self) -> str:
+        """Of every number: codes of other constants are other codes."""
+        made = hashlib.blake2b(digest_size=8)
+        for place, constants in sorted(self.layers.items()):
+            for name, numbers in sorted(constants.items()):
+                made.update(f"{place}{name}{list(numbers.shape)}".encode())
+                made.update(numbers.contiguous().numpy().tobytes())
+        return made.hexdigest()
+
+
+def sides_of(form: KVFormat) -> dict[str, CodecSpec]:
+    """The sides whose codecs need constants."""
+    return {s: c for s, c in ((KEY, form.key), (VALUE, form.value)) if c.constants}
+
+
+def constants_path(folder: Path, side: str, codec: CodecSpec) -> Path:
+    """Where the constants of a codec are, in the folder of a model."""
+    name = re.sub(r"[^\w.-]+", "_", codec.name)
+    return folder / FOLDER / f"{side}.{name}.safetensors"
+
+
+def write_constants(
+    folder: Path, form: KVFormat, measured: MeasuredConstants, notes: Mapping[str, str]
+) -> list[Path]:
+    """Write a file for each side that has constants; return their paths.
+
+    Args:
+        folder: of the model.
+        form: codecs of keys and values.
+        measured: what was measured.
+        notes: what was measured with what, into the files.
+    """
+    written = []
+    for side, codec in sides_of(form).items():
+        path = constants_path(folder, side, codec)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"layers.{layer}.{name}": numbers.contiguous()
+            for (layer, of_side), constants in measured.layers.items()
+            for name, numbers in constants.items()
+            if of_side == side
+        }
+        save_file(tensors, path, metadata={"codec": codec.name, "side": side, **notes})
+        written.append(path)
+    return written
+
+
+def read_constants(folder: Path | None, form: KVFormat, model: ModelSpec) -> MeasuredConstants:
+    """Read what the codecs of a format need.
+
+    Args:
+        folder: of the model.
+        form: codecs of keys and values.
+        model: whose layers they are for.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or is not this model's.
+    """
+    found: dict[tuple[int, str], Constants] = {}
+    for side, codec in sides_of(form).items():
+        path = None if folder is None else constants_path(folder, side, codec)
+        if path is None or not path.is_file():
+            where = "the model has no folder" if path is None else f"there is no {path}"
+            raise ConfigError(
+                f"KV codec {codec.name!r} needs constants that are measured for each layer of a "
+                f"model, and {where}; make it with quire calibrate --kv-codec {codec.name}, or use "
+                "int8 or int4_outliers, which need none"
+            )
+        for layer, constants in _read(path, codec, model).items():
+            found[layer, side] = constants
+    return MeasuredConstants(found)
+
+
+def _read(path: Path, codec: CodecSpec, model: ModelSpec) -> dict[int, Constants]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}; make it with quire calibrate"
+        ) from error
+    found: dict[int, Constants] = {}
+    for layer in range(len(model.layers)):
+        own = {name: tensors.get(f"layers.{layer}.{name}") for name in codec.constants}
+        missing = sorted(name for name, numbers in own.items() if numbers is None)
+        if missing:
+            raise ConfigError(
+                f"{path} has no {', '.join(missing)} of layer {layer}: it was made for another "
+                "model or codec; make it again with quire calibrate"
+            )
+        found[layer] = {n: _checked(path, c, model) for n, c in own.items() if c is not None}
+    return found
+
+
+def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
+    expected = (model.num_kv_heads, 1, model.head_dim)
+    if numbers.dim() == len(expected) and tuple(numbers.shape) != expected:
+        raise ConfigError(
+            f"{path} was made for another model: expected constants {list(expected)}, got "
+            f"{list(numbers.shape)}; make it again with quire calibrate"
+        )
+    return numbers
+
+
+# ---- coded layers --------------------------------------------------------------------------------
 
 
 class CodedLayers:

@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.memory import KVMemory
-from quire.kv.shrinking import cut_slots
-from quire.kv.slot_moves import (
+from quire.kv.listeners import (
     Mask,
     SlotMoves,
     close_gaps,
@@ -31,6 +29,8 @@ from quire.kv.slot_moves import (
     prove_one_to_one,
     retained_pages,
 )
+from quire.kv.memory import KVMemory
+from quire.kv.resizing import cut_slots
 from quire.kv.tables import LaneTable
 from quire.layout.pages import PageClass
 

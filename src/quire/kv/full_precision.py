@@ -15,8 +15,7 @@ from torch import Tensor
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPlanes, write_codes
 from quire.kernels.full_precision import FullPrecisionPages
-from quire.kv.device_tables import DeviceTable
-from quire.kv.flat_batch import FlatBatch
+from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable

@@ -15,12 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.growth import grow_demand, grown_slots, require_room_for_one_token
 from quire.kv.listeners import MemoryListeners
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers
 from quire.kv.proof import prove_lanes, prove_references, prove_slabs
-from quire.kv.shrinking import cut_slots, drop_behind_window, slots_below
+from quire.kv.resizing import (
+    cut_slots,
+    drop_behind_window,
+    grow_demand,
+    grown_slots,
+    require_room_for_one_token,
+    slots_below,
+)
 from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
 from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows

@@ -25,11 +25,15 @@ from quire.errors import ConfigError
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.prefix_events import PrefixListener
-from quire.kv.prefix_idle import IdleNodes
+from quire.kv.prefix_blocks import (
+    IdleNodes,
+    PrefixLease,
+    PrefixListener,
+    PrefixNode,
+    holders,
+    tell_stored,
+)
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
-from quire.kv.prefix_node import PrefixLease, PrefixNode, tell_stored
-from quire.kv.prefix_pages import holders
 from quire.kv.sharing import (
     borrow,
     reference_blocks,

@@ -1,6 +1,6 @@
 """Attention of one step: put the new tokens into their slots, let the backend attend over pages."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
@@ -19,21 +19,48 @@ from quire.kernels.backend import (
     NewSlots,
 )
 from quire.kernels.coded import decoded_slot_bytes
-from quire.kv.coded_layers import CodedLayers
-from quire.kv.device_tables import DeviceTable
-from quire.kv.flat_batch import FlatBatch
+from quire.kv.coded_layers import CodedLayers, MeasuredConstants
+from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
-from quire.kv.group_step import GroupStep
-from quire.kv.measured import MeasuredConstants
 from quire.kv.memory import KVMemory
-from quire.kv.mixed_precision import promoted_buffers
+from quire.kv.mixed_precision import PromotedBuffer, promoted_buffers
 from quire.kv.offload_port import KVOffload
 from quire.kv.statistics.pages import StatisticPages, positions_of
-from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
+from quire.kv.statistics.watching import GroupWatch, SumsScratch, Unrotates, watch_group
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.base import PlacementMaker
 from quire.kv.stores.paged import Paged
 from quire.layout.pages import CacheLayout, LaneGroup
+
+# ---- group step ----------------------------------------------------------------------------------
+
+# What one lane group does in a step: plans, pages, and where new tokens go.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What one lane group does in a step.
+
+    Attributes:
+        plans: the backend's plan for each layer.
+        pages: the layers' pages.
+        new_slots: where the layers write new tokens.
+        positions: int32 [pages, tokens], all pages of the class; None where pages carry none.
+        watch: what the rows have remembered; None where they have nothing.
+        kept: tokens that stay as they were made; None where there are none.
+        promoted: tokens in a finer codec, beside kept ones; None where there are none.
+    """
+
+    plans: tuple[object, ...]
+    pages: tuple[LayerPages, ...]
+    new_slots: tuple[NewSlots, ...]
+    positions: Tensor | None
+    watch: GroupWatch | None
+    kept: FullPrecisionStep | None
+    promoted: PromotedBuffer | None
+
+
+# ---- step ----------------------------------------------------------------------------------------
 
 
 @runtime_checkable  # for the shape checks in tests

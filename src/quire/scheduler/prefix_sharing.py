@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import BlockChain
-from quire.kv.prefix_node import PrefixLease
 from quire.layout.pages import PageClass
 from quire.scheduler.group import readable_tokens
 from quire.scheduler.prefix_identities import PrefixIdentities

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
+from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import BlockChain
-from quire.kv.prefix_node import PrefixLease
 from quire.kv.stored_sequences import Swapped
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry

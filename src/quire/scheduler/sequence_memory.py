@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.prefix_node import PrefixLease
+from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.sharing import fork
 from quire.kv.tables import Rows
 from quire.scheduler.events import EventLog

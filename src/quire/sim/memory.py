@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup

@@ -29,13 +29,11 @@ from benchmarks.device.wire import Wire, activations_pay, coders, wire_sizes
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
 from quire.errors import ConfigError, UnknownName
-from quire.offload.executors.pace import Pace
-from quire.offload.executors.threads import ThreadExecutor
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock
+from quire.offload.executors.threads import Pace, ThreadExecutor
 from quire.offload.schedule.operations import IN, Kind, Operation, Schedule
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.plan.rates import CopyRate
 
 CPU = Target(torch.device("cpu"))

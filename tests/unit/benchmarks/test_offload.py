@@ -22,10 +22,9 @@ from benchmarks.offload.rig import ArmStep, Ratios, Rig
 from benchmarks.offload.sweep_part import run_sweep
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules, staging_bytes
-from quire.offload.schedule.work import BatchTokens, Speeds
+from quire.offload.schedule.work import BatchTokens, Rules, Speeds, staging_bytes
 from quire.plan.offload.split import pipelined_gain, pipelined_seconds
 from quire.plan.rates import CopyRate
 

@@ -8,7 +8,7 @@ import pytest
 from quire.engine.block_events import BlockEvents, as_arrays
 from quire.engine.block_publisher import BlockPublisher
 from quire.errors import ConfigError
-from quire.kv.prefix_events import PrefixBroadcast, PrefixListener
+from quire.kv.prefix_blocks import PrefixBroadcast, PrefixListener
 
 FIRST, SECOND = b"\x00" * 15 + b"\x01", b"\xff" * 16
 PATIENCE_MS = 5_000

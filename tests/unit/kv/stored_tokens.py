@@ -4,7 +4,7 @@ import numpy as np
 
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import CacheLayout, LaneGroup
 from unit.kv.host_bytes import POISON, HostBytes
 from unit.kv.small_memory import plain_class

@@ -12,7 +12,7 @@ from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.listeners import MemoryListener
 from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import (
     grow,

@@ -16,9 +16,7 @@ from torch import Tensor
 from quire.errors import HostPoolFull, InvariantError, SlabFull
 from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
-from quire.kv.dense.positions import NOTHING
-from quire.kv.dense.row import RowKV
-from quire.kv.dense.shape import POSITION_BYTES, KVShape, LayerShape
+from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, LayerShape, RowKV
 from quire.kv.dense.slab import DenseSlab
 from quire.kv.dense.tensors import SlabTensors
 from quire.kv.dense.window import Window, spare_columns

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.kv.device_tables import DeviceTable
+from quire.kv.flat_batch import DeviceTable
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
 from unit.kv.small_memory import plain_class

@@ -7,8 +7,7 @@ import pytest
 
 from quire.errors import InvariantError
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.ledger import NO_ROW, codec_name, exact_rows, extents_of, is_plain
-from quire.kv.ledger_proof import prove_extents
+from quire.kv.ledger import NO_ROW, codec_name, exact_rows, extents_of, is_plain, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
-from quire.kv.ledger import extents_of
-from quire.kv.ledger_proof import prove_extents
+from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack

@@ -8,7 +8,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.select import select_backend
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import fork
-from quire.kv.statistics import chunk_weights
+from quire.kv.statistics import slot_attention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.statistics import (
     REDUCTIONS,
@@ -128,15 +128,15 @@ def test_sums_of_a_model_in_bfloat16_go_on_growing(name):
 
 def test_scratch_of_weights_computed_again_is_bounded(monkeypatch):
     """Blocks of 100 numbers: one or two queries at a time, and the same statistics."""
-    monkeypatch.setattr(chunk_weights, "BLOCK_NUMBERS", 100)
-    largest, weights_dense = [], chunk_weights.weights_dense
+    monkeypatch.setattr(slot_attention, "BLOCK_NUMBERS", 100)
+    largest, weights_dense = [], slot_attention.weights_dense
 
     def noted(*arguments, **options):
         weights = weights_dense(*arguments, **options)
         largest.append(weights.numel())
         return weights
 
-    monkeypatch.setattr(chunk_weights, "weights_dense", noted)
+    monkeypatch.setattr(slot_attention, "weights_dense", noted)
     kv = make_kv(LOOKS)
     row = start(kv, LOOKS)
     run(kv, row, Sequence(TOKENS))

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.ledger import extents_of
-from quire.kv.ledger_proof import prove_extents
+from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import borrow, fork, reference_pages, reference_statistics, release_reference
 from quire.kv.stores.registry import STORES, placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.pages import CacheLayout, LaneGroup

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, OutOfPages, UnsoundCombination
 from quire.kv.arena import Arena
 from quire.kv.sharing import fork, reference_pages
-from quire.kv.spans import offsets, spans
 from quire.kv.stores.registry import (
     LOSSY_CODEC,
     NO_WINDOW,
@@ -21,8 +20,7 @@ from quire.kv.stores.registry import (
     refuse_unsound,
 )
 from quire.kv.stores.ring import ring_pages
-from quire.kv.stores.run_lengths import LaneLimits
-from quire.kv.stores.runs import RunPool
+from quire.kv.stores.runs import LaneLimits, RunPool, offsets, spans
 from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.codec_names import codec_spec
 from quire.layout.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec

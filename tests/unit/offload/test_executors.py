@@ -9,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, LinkStalled
-from quire.offload.executors.base import Executor
-from quire.offload.executors.pace import Pace, ThrottledLink, expected
-from quire.offload.executors.threads import ThreadExecutor
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import Executor, VirtualClock
+from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink, expected
 from quire.offload.schedule.operations import IN, Kind
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens
+from quire.offload.schedule.work import BatchTokens, Rules
 from quire.plan.rates import CopyRate
 from support.offload_model import HostedModel, step_of
 

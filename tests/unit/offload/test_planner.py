@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.operations import (
     DEVICE,
     HOST,
@@ -19,8 +19,15 @@ from quire.offload.schedule.operations import (
     side_by_side,
 )
 from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.rules import Rules, staging_bytes
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.offload.schedule.work import (
+    BatchTokens,
+    Rules,
+    Sizes,
+    Speeds,
+    StepWork,
+    even_layers,
+    staging_bytes,
+)
 from quire.offload.timeline import chrome_trace
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.shares import best_shares

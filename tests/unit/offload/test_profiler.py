@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.offload.control import SplitController
-from quire.offload.executors.base import nothing
-from quire.offload.executors.virtual import VirtualClock
+from quire.offload.executors.base import VirtualClock, nothing
 from quire.offload.profiler import OffloadProfiler, fit_speeds, measure_speeds
 from quire.offload.schedule.operations import LANES, Kind
 from quire.offload.schedule.planner import plan_step

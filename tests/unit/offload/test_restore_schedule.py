@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.offload.executors.virtual import VirtualClock
-from quire.offload.schedule.choose import fastest
+from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.operations import DEVICE, IN
+from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.restore import plan_restore
-from quire.offload.schedule.rules import Rules
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.offload.schedule.work import BatchTokens, Rules, Sizes, Speeds, StepWork, even_layers
 from quire.plan.offload.restore import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
 

@@ -19,12 +19,11 @@ import quire.offload.tiers.disk as disk_module
 import quire.offload.tiers.host as host_module
 from quire.errors import ConfigError, CorruptData, StorageError
 from quire.offload.tiers.base import Tier
-from quire.offload.tiers.block_file import BLOCK_BYTES
 from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.network import NetworkTier
+from quire.offload.tiers.network import MAGIC, NetworkTier
 from quire.offload.tiers.server import StoreServer
-from quire.offload.tiers.wire import MAGIC
 
 MIB = 1 << 20
 
@@ -325,7 +324,7 @@ def test_an_index_that_cannot_be_written_anew_goes_on_as_it_is(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("quire.offload.tiers.journal.os.fsync", full)
+        patch.setattr("quire.offload.tiers.disk_files.os.fsync", full)
         tier.drop("a")
     tier.write("b", b"b")
     tier.close()

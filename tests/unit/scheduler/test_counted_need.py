@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, NeverFits
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec

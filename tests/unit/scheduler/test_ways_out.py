@@ -4,7 +4,7 @@ import pytest
 
 from quire.kv.memory import KVMemory
 from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec

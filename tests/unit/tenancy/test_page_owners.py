@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import borrow, fork, reference_pages
 from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.tenancy.page_owners import bytes_by_tenant

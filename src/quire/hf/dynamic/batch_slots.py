@@ -7,8 +7,7 @@ import torch
 from quire.hf.dynamic.query import Query, QueryState
 from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
-from quire.kv.dense.row import RowKV
-from quire.kv.dense.shape import KVShape
+from quire.kv.dense.row import KVShape, RowKV
 from quire.kv.dense.slab import DenseSlab
 from quire.kv.dense.window import Window, spare_columns
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from quire.errors import UnsupportedModel
-from quire.kv.dense.positions import NOTHING
+from quire.kv.dense.row import NOTHING
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BOOLEAN, _ADDITIVE = "sdpa", "eager"

@@ -12,7 +12,7 @@ from quire.errors import ConfigError, UnsupportedModel
 from quire.hf.dynamic.masks import MaskRule, check_implementation
 from quire.hf.dynamic.slab_cache import SlabCache
 from quire.kv.dense.in_place import SlabRows
-from quire.kv.dense.shape import KVShape, LayerShape
+from quire.kv.dense.row import KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab
 from quire.models.rope import refuse_dynamic
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kv.dense.meter import ByteMeter
-from quire.kv.dense.positions import NOTHING, padded_positions
-from quire.kv.dense.row import Layer, RowKV
-from quire.kv.dense.shape import POSITION_BYTES, KVShape
+from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, Layer, RowKV, padded_positions
 from quire.kv.dense.tensors import SlabTensors, copy_rows
 from quire.kv.dense.window import Window
 

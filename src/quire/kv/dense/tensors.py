@@ -7,8 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from quire.kv.dense.meter import ByteMeter
-from quire.kv.dense.row import Layer
-from quire.kv.dense.shape import KVShape
+from quire.kv.dense.row import KVShape, Layer
 
 _ALL = slice(None)
 _LEAST_BLOCK = 32  # columns: smaller ones would be many small copies

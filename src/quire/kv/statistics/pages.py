@@ -8,8 +8,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kv.device_tables import DeviceTable
-from quire.kv.flat_batch import FlatBatch
+from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import Statistic

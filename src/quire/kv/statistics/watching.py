@@ -11,10 +11,8 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.statistics.attention_shift import ShiftStep
 from quire.kv.statistics.pages import Queries, StatisticPages, positions_of
-from quire.kv.statistics.query_moments import MomentsStep
-from quire.kv.statistics.query_ring import RingStep
+from quire.kv.statistics.recorders import MomentsStep, RingStep, ShiftStep
 from quire.kv.statistics.slot_attention import AttentionStatisticsStep
 from quire.layout.statistics import AttentionShift, OfWeights, QueryMoments, QueryRing, Statistic
 

@@ -22,10 +22,8 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.arena import Arena
 from quire.kv.page_bytes import PageBytes
 from quire.kv.pages import PageNumbers
-from quire.kv.spans import offsets, spans
 from quire.kv.stores.base import Demand, Placement
-from quire.kv.stores.run_lengths import RunLengths
-from quire.kv.stores.runs import RunPool
+from quire.kv.stores.runs import RunLengths, RunPool, offsets, spans
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 

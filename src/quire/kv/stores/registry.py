@@ -15,7 +15,7 @@ from quire.kv.stores.base import Placement, PlacementMaker
 from quire.kv.stores.contiguous import Contiguous
 from quire.kv.stores.paged import Paged
 from quire.kv.stores.ring import Ring
-from quire.kv.stores.run_lengths import Doubling, LaneLimits, MaximumLength, RunLengths
+from quire.kv.stores.runs import Doubling, LaneLimits, MaximumLength, RunLengths
 from quire.layout.pages import CacheLayout
 
 PREFIX_CACHE = "prefix_cache"

@@ -30,7 +30,7 @@ from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
-from quire.offload.kv.prefix_shares import Share
+from quire.offload.kv.prefix_splits import Share
 from quire.offload.swap.host_store import DirectCopies, StagedCopies
 
 

@@ -27,8 +27,7 @@ from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.recompute.activation_allocator import ActivationAllocator
-from quire.offload.recompute.activation_codec import ActivationCodec
-from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
 from quire.offload.schedule.work import Sizes
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker

@@ -1,4 +1,4 @@
-"""Makes room in the KV memory by moving the first pages of running requests to the host.
+"""Moves the first pages of running requests to the host for room, and evicts from such requests.
 
 Asked when cached prefixes are gone and pages are still short, before anybody gives way. A request
 that has moved runs on: its first pages are brought layer by layer (see
@@ -15,8 +15,14 @@ from quire.layout.offloadable import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.scheduler.admission.need import may_stream
 from quire.scheduler.events import EventLog
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.lane_capacities import Evicted, Evictor
+from quire.scheduler.lane_slots import Slots
+from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestState
+
+# Makes room in the KV memory by moving the first pages of running requests to the host.
 
 _PART = 4  # of what a request could still move, one in so many at a time
 _LEAST_PAGES = 4  # of a lane, where there are as many
@@ -147,3 +153,40 @@ class PrefixOffloader:
         if moved:
             self._events.emit("offloaded", request, kv_bytes=moved)
         return moved > 0
+
+
+# ---- evictor -------------------------------------------------------------------------------------
+
+# Evicts from requests whose first pages may be on the host: for that they come back.
+#
+# Rules look at slots and slots move, so all of a request's pages must be in the memory. That is
+# once in as many tokens as an eviction lets be processed, where its front crosses the link at each.
+
+
+class OffloadEvictor:
+    """Implements `Evictor` in front of another.
+
+    Args:
+        evictor: chooses and moves.
+        prefix_offloader: has the fronts.
+    """
+
+    def __init__(self, evictor: Evictor, prefix_offloader: KVOffloader) -> None:
+        self._evictor, self._prefix_offloader = evictor, prefix_offloader
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """See `Evictor.evict`."""
+        self._prefix_offloader.bring_back(request)
+        return self._evictor.evict(request, keep, least_gain=least_gain)
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """See `Evictor.repeat`."""
+        self._prefix_offloader.bring_back(request)
+        self._evictor.repeat(request, entry)
+
+    def finalize(self, request: Request) -> None:
+        """See `Evictor.finalize`; raises OutOfPages too."""
+        self._prefix_offloader.bring_back(request)
+        self._evictor.finalize(request)

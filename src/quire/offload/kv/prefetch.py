@@ -19,7 +19,7 @@ from quire.kv.step_log import ATTEND, KV_IN, LAYER, StepLog
 from quire.layout.offloadable import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
-from quire.offload.kv.prefix_shares import Share
+from quire.offload.kv.prefix_splits import Share
 from quire.offload.swap.transfer import Transfer, TransferWorker
 
 

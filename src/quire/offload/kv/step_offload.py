@@ -14,9 +14,8 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.listeners import MemoryListener
+from quire.kv.listeners import MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
-from quire.kv.slot_moves import SlotMoves
 from quire.kv.step_log import StepLog, Timed
 from quire.kv.tables import Rows
 from quire.layout.offloadable import can_be_offloaded
@@ -24,7 +23,7 @@ from quire.layout.pages import LaneGroup
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch
-from quire.offload.kv.prefix_shares import CARRIED, OffloadedPrefix, Share
+from quire.offload.kv.prefix_splits import CARRIED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
 from quire.offload.swap.transfer import TransferWorker

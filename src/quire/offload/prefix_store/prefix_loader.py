@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import OutOfPages
+from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import Block
-from quire.kv.prefix_node import PrefixLease
 from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
-from quire.offload.prefix_store.load_rate import LoadRate
-from quire.offload.prefix_store.prefix_load import PrefixLoad
+from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.offload.prefix_store.store import Place
 from quire.plan.learned_costs import LearnedCosts

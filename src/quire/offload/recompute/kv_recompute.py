@@ -23,7 +23,7 @@ from quire.kv.tables import LaneTable
 from quire.layout.offloadable import SLOTS
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.prefix_shares import Share
+from quire.offload.kv.prefix_splits import Share
 from quire.offload.recompute.activation_allocator import Segment
 from quire.offload.recompute.activation_store import ActivationStore
 from quire.offload.swap.transfer import Transfer

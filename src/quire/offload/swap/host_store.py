@@ -9,6 +9,7 @@ because a link moves few large pieces faster than many small ones: each copy cos
 microseconds of its own, as much as 100 KB take on a fast link.
 """
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,10 +17,10 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore, zero_bytes
 from quire.layout.pages import PageClass
-from quire.offload.swap.pinned import pin_memory
 
 STAGING_BYTES = 16 << 20
 _MOST_NUMBERS = 4096  # lists of pages that are remembered on a device
@@ -179,3 +180,27 @@ def _packed(
 
 def _index(pages: PageNumbers) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
+
+
+# ---- pinned --------------------------------------------------------------------------------------
+
+# Host memory that a device copies from and to by itself: pinned in place, not a byte more.
+
+
+def pin_memory(host: UInt8[Tensor, " num_bytes"], holder: object) -> None:
+    """Pin memory for as long as its holder lives.
+
+    Torch's own pinned tensors round up to a power of two, so a pool of 5 GiB would take 8.
+
+    Raises:
+        ConfigError: the system does not pin as much.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = host.data_ptr()
+    code = int(runtime.cudaHostRegister(address, host.numel(), 0))
+    if code:
+        raise ConfigError(
+            f"the system does not pin {host.numel():,} B of host memory (CUDA error {code}); "
+            "lower --swap-space or raise the limit on locked memory (ulimit -l)"
+        )
+    weakref.finalize(holder, runtime.cudaHostUnregister, address)

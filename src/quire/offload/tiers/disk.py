@@ -20,8 +20,7 @@ from typing import Any
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
-from quire.offload.tiers.block_file import BLOCK_BYTES, BlockFile
-from quire.offload.tiers.journal import FORMAT, Journal
+from quire.offload.tiers.disk_files import BLOCK_BYTES, FORMAT, BlockFile, Journal
 
 _MOST_STALE_LINES = 1024
 

@@ -13,7 +13,7 @@ from quire.errors import ConfigError, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.store import zero_bytes
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
-from quire.offload.swap.pinned import pin_memory
+from quire.offload.swap.host_store import pin_memory
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.plan.container import free_host_bytes
 

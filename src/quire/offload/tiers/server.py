@@ -9,7 +9,7 @@ from typing import cast
 
 from quire.errors import CorruptData, StorageError
 from quire.offload.tiers.base import Tier
-from quire.offload.tiers.wire import BadMessage, Message, What, receive
+from quire.offload.tiers.network import BadMessage, Message, What, receive
 
 _PIECE_BYTES = 256 << 10
 

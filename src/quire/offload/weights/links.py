@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, StorageError
 from quire.kv.store import zero_bytes
-from quire.offload.swap.pinned import pin_memory
+from quire.offload.swap.host_store import pin_memory
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer, TransferWorker
 from quire.offload.weights.layers import LayerWeights
 from quire.plan.sizes import format_size

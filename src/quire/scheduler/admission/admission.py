@@ -8,7 +8,7 @@ turns      one that comes back after it gave way, one that is new, one that come
 from collections.abc import Callable, Iterator, Sequence
 
 from quire.errors import OutOfPages
-from quire.kv.prefix_node import PrefixLease
+from quire.kv.prefix_blocks import PrefixLease
 from quire.scheduler.batchers.base import Batcher
 from quire.scheduler.free_pages import FreePages
 from quire.scheduler.group import plan_prefill, together

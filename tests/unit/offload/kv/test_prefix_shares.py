@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.offload.kv.prefix_shares import OffloadedPrefix, Share, divide_prefixes
+from quire.offload.kv.prefix_splits import OffloadedPrefix, Share, divide_prefixes
 
 PAGE = 4
 

@@ -6,8 +6,7 @@ No clock: a machine of link and device says what each step would have taken.
 import pytest
 
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
-from quire.offload.kv.prefix_shares import OffloadedPrefix
-from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits, timeline_of
+from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits, timeline_of
 from quire.offload.profiler import OffloadProfiler
 from quire.offload.schedule.work import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates

@@ -7,7 +7,7 @@ from quire.codecs.registry import make_codec
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS, codec_spec
-from quire.offload.recompute.activation_codec import ActivationCodec
+from quire.offload.recompute.activation_store import ActivationCodec
 
 ONE_BY_ONE = [n for n, spec in CODECS.items() if not spec.per_page and not spec.constants]
 HIDDEN = 192  # three vectors of 64

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
-from quire.offload.kv.prefix_shares import divide_prefixes
+from quire.offload.kv.prefix_splits import divide_prefixes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
-from quire.offload.recompute.activation_codec import ActivationCodec
-from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
 from quire.offload.swap.transfer import ThreadTransferWorker
 from unit.offload.kv.test_offloaded_prefixes import (

@@ -20,8 +20,8 @@ from quire.offload.swap.host_store import (
     StagedCopies,
     host_copies,
     pieces_of,
+    pin_memory,
 )
-from quire.offload.swap.pinned import pin_memory
 from unit.kv.small_memory import grow, plain_class
 
 SMALL, LARGE = plain_class(), plain_class(tokens=8, heads=2, head_dim=16, positions=True)

@@ -1,0 +1,169 @@
+"""Changes of how long the tables of a row are: growth before tokens are written, and what leaves.
+
+These functions only look; `KVMemory.grow` acts.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError
+from quire.kv.pages import CountedPages, PageNumbers
+from quire.kv.stores.base import Demand, Placement
+from quire.kv.tables import LaneTable, Rows
+from quire.layout.pages import CacheLayout
+
+# What a row's tables need before more tokens can be written: new pages, and copies of shared ones.
+
+
+def grow_demand(
+    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
+) -> Demand:
+    """Both of the below."""
+    return Demand(
+        table, rows, new_pages(table, rows, tokens), shared_ends(table, pool, rows, tokens)
+    )
+
+
+def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Slots [rows, lanes] once row `rows[i]` has taken `tokens[i]` more tokens."""
+    held: NDArray[np.int32] = table.num_slots[rows]
+    if not table.group.private:
+        return held + tokens[:, None]
+    grows = table.active[rows] & (tokens > 0)
+    if table.group.fixed_slots is not None:
+        return np.where(grows[:, None], np.int32(table.group.fixed_slots), held)
+    return held + np.where(grows, tokens, np.int32(0))[:, None]
+
+
+def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Pages [rows, lanes] to append before row `rows[i]` can take `tokens[i]` more tokens."""
+    per_page = table.group.page_class.tokens
+    slots = grown_slots(table, rows, tokens)
+    new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
+    return new
+
+
+def shared_ends(
+    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Lanes [rows, lanes] whose next token would be written into a page somebody else reads.
+
+    Where all who hold a page are about to write into it, the first of them keeps it.
+    """
+    slots = table.num_slots[rows]
+    shared = np.zeros(slots.shape, dtype=bool)
+    if table.group.private or not pool.num_shared:
+        return shared
+    per_page = table.group.page_class.tokens
+    index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
+    last = table.pages[rows[index], lane, slots[index, lane] // per_page]
+    read = pool.ref_counts[last] > 1
+    if not read.any():
+        return shared
+    index, lane, last = index[read], lane[read], last[read]
+    shared[index, lane] = True
+    pages, first, times = np.unique(last, return_index=True, return_counts=True)
+    keep = first[times == pool.ref_counts[pages]]
+    shared[index[keep], lane[keep]] = False
+    return shared
+
+
+def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_bytes: int) -> None:
+    """Refuse an arena that does not hold one sequence of one token, all statistics among it.
+
+    Raises:
+        ConfigError: with the bytes asked for and those needed.
+    """
+    pages = dict.fromkeys(layout.page_classes, 0)
+    for group in layout.groups:
+        lane_pages = group.page_class.pages_for(group.slots_of(1))
+        pages[group.page_class] += lane_pages * group.num_lanes
+    slabs = sum(placement.pools[c].slabs_needed(n) for c, n in pages.items())
+    if slabs > placement.arena.num_slabs:
+        raise ConfigError(
+            f"a KV memory of {total_bytes:,} B holds not one token of one sequence: "
+            f"{slabs * placement.arena.slab_bytes:,} B are needed (pages of "
+            f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
+            "raise --kv-memory or lower --block-size"
+        )
+
+
+# ---- shrinking -----------------------------------------------------------------------------------
+
+# What leaves a row's tables: pages behind a window, the tail.
+#
+# Each function changes one table and returns the pages it no longer names; `KVMemory` releases
+# them.
+
+
+def drop_behind_window(
+    table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
+) -> Iterator[tuple[int, int, PageNumbers]]:
+    """Drop the pages that no query from the next position on can see: row, lane and pages.
+
+    Args:
+        table: of a group with a window.
+        rows: [n] row numbers.
+        lengths: [n] their next positions.
+        window: positions a query looks back, itself included.
+    """
+    per_page = table.group.page_class.tokens
+    full_pages = table.num_slots[rows] // per_page
+    last_hidden = lengths + 1 - window - per_page  # first slot of a page behind
+    behind = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
+    for i, lane in zip(*np.nonzero(behind), strict=True):
+        first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
+        num_behind = np.searchsorted(first_slots, last_hidden[i], side="right")
+        row = int(rows[i])
+        yield row, int(lane), table.drop(row, int(lane), np.arange(num_behind))
+
+
+def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:
+    """Drop the slots behind the first `keep_slots` [lanes] of a row."""
+    table.num_slots[row] = keep_slots
+    return table.cut(row, -(-keep_slots // table.group.page_class.tokens))
+
+
+def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDArray[np.int32]:
+    """Slots [lanes] at positions below `length`, all of them at the front of their lanes.
+
+    Of lanes that mirror others this is no answer: they keep as many slots as those. Records of
+    fixed number stay while there is a token.
+
+    Raises:
+        ConfigError: some lane has lost its order, a window lane has already dropped pages that
+            a row of `length` tokens would look back to, or the newest tokens were kept as they were
+            made, which those before them are no longer.
+    """
+    slots: NDArray[np.int32] = table.num_slots[row]
+    if not table.active[row] or table.group.mirrors is not None:
+        return slots.copy()
+    if length < row_length:
+        table.require_in_place(row, length // table.group.page_class.tokens)
+    recent = 0 if table.group.kept is None else table.group.kept.recent
+    if recent and 0 < length < row_length:
+        raise ConfigError(
+            f"a row that keeps its newest {recent} tokens as they were made cannot be truncated "
+            f"from {row_length} to {length}: what was kept before them is gone"
+        )
+    if table.group.fixed_slots is not None:
+        return np.full_like(slots, table.group.slots_of(length))
+    if not table.group.ordered:
+        if (slots != row_length).any():
+            raise ConfigError("a lane that has evicted tokens cannot be truncated by position")
+        return np.full_like(slots, length)
+    kept = np.empty_like(slots)
+    for lane in range(table.group.num_lanes):
+        positions = table.slot_positions(row, lane)
+        kept[lane] = np.searchsorted(positions, length)
+        if table.group.window is not None:
+            first_needed = max(0, length + 1 - table.group.window)
+            first_held = int(positions[0]) if len(positions) else row_length
+            if first_held > first_needed and first_needed < length:
+                raise ConfigError(
+                    f"group {table.group.name!r} has dropped positions below {first_held} that a "
+                    f"row of {length} needs"
+                )
+    return kept

@@ -1,0 +1,146 @@
+"""Statistics a step records for a lane group: residual change, query moments, newest queries."""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kv.flat_batch import FlatBatch
+from quire.kv.statistics.pages import Queries, Records, StatisticPages
+from quire.layout.statistics import QueryMoments, QueryRing
+
+# How much attention changes the residual stream: sum of cosines, and how many tokens.
+
+
+class ShiftStep:
+    """The shift of one lane group's layers in one step. Not made where no row has it.
+
+    Args:
+        place: an `AttentionShift`.
+        batch: the step.
+    """
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch) -> None:
+        rows = np.flatnonzero(place.active_rows(batch))
+        self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+        device = place.numbers.device
+        self._num_rows = len(batch.rows)
+        self._row = torch.from_numpy(batch.token_row).to(device)
+        self._rows = torch.from_numpy(rows).to(device)
+        self._tokens = torch.from_numpy(batch.shape.tokens).to(device).float()
+
+    def note(self, layer: int, cosine: Float[Tensor, " num_tokens"]) -> None:
+        """Add a layer's cosines; `layer` is counted inside the group."""
+        sums = torch.zeros(self._num_rows, device=cosine.device).index_add_(0, self._row, cosine)
+        record = torch.stack([sums, self._tokens], dim=1)[self._rows]
+        self._records.add(layer, record[:, None].expand(-1, self._num_kv_heads, -1))
+
+
+# ---- query moments -------------------------------------------------------------------------------
+
+# Count, sum and sum of outer products of all queries before RoPE, evicted tokens' included.
+
+
+def moments(
+    query: Float[Tensor, "row token num_heads head_dim"],
+    counted: Bool[Tensor, "row token"],
+    num_kv_heads: int,
+) -> Float[Tensor, "row num_kv_heads width"]:
+    """For each query head: how many count, their sum, the sum of their outer products."""
+    q = query.float() * counted[:, :, None, None]
+    count = counted.sum(dim=1).float()[:, None, None].expand(-1, q.shape[2], 1)
+    by_head = q.transpose(1, 2)  # [row, head, token, dim]
+    products = by_head.transpose(2, 3) @ by_head
+    record = torch.cat([count, q.sum(dim=1), products.flatten(2)], dim=2)
+    return record.reshape(len(q), num_kv_heads, -1)
+
+
+class MomentsStep:
+    """The moments of one lane group in one step. Not made where no row has them.
+
+    Args:
+        place: a `QueryMoments`.
+        batch: the step.
+        positions: logical positions of its tokens.
+    """
+
+    needs_unrotated = True
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
+        assert isinstance(place.statistic, QueryMoments), "made for moments"
+        rows = np.flatnonzero(place.active_rows(batch))
+        device = place.numbers.device
+        self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
+        self._counted = torch.from_numpy(positions >= place.statistic.skip).to(device)
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+        # rows of one token lie side by side at the front: one product for all of them
+        ones = rows[rows < batch.shape.num_decode]
+        self._ones = torch.from_numpy(ones).to(device)
+        starts, tokens = batch.shape.starts, batch.shape.tokens
+        self._chunks = [
+            slice(int(starts[row]), int(starts[row] + tokens[row])) for row in rows[len(ones) :]
+        ]
+
+    def note(self, layer: int, queries: Queries) -> None:
+        """Add a layer's queries; `layer` is counted inside the group."""
+        query = queries.before_rope
+        if query is None:
+            raise InvariantError("moments are of queries before RoPE, and nobody gave them")
+        added = [
+            self._moments(query[part][None], self._counted[part][None]) for part in self._chunks
+        ]
+        if len(self._ones):
+            ones = (query[self._ones][:, None], self._counted[self._ones][:, None])
+            added.insert(0, self._moments(*ones))
+        self._records.add(layer, torch.cat(added))
+
+    def _moments(self, query: Tensor, counted: Tensor) -> Tensor:
+        return moments(query, counted, self._num_kv_heads)
+
+
+# ---- query ring ----------------------------------------------------------------------------------
+
+# The newest queries after RoPE: the query at position p stands in record p % window.
+
+
+def ring_records(
+    query: Float[Tensor, "record num_heads head_dim"],
+    positions: Int[Tensor, " record"],
+    num_kv_heads: int,
+) -> Float[Tensor, "record num_kv_heads width"]:
+    """The group's queries one behind the other, then position + 1 as a number."""
+    by_head = query.float().reshape(len(query), num_kv_heads, -1)
+    mark = (positions + 1).float()[:, None, None].expand(-1, num_kv_heads, 1)
+    return torch.cat([by_head, mark], dim=2)
+
+
+class RingStep:
+    """The ring of one lane group in one step. Not made where no row has one.
+
+    Args:
+        place: a `QueryRing`.
+        batch: the step.
+        positions: logical positions of its tokens.
+    """
+
+    needs_unrotated = False
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
+        assert isinstance(place.statistic, QueryRing), "made for a ring"
+        window, tokens = place.statistic.window, batch.shape.tokens
+        newest = batch.token_offset >= tokens[batch.token_row] - window  # the last to be written
+        chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
+        device = place.numbers.device
+        self._records = Records.of(
+            place, batch.rows[batch.token_row[chosen]], positions[chosen] % window
+        )
+        self._tokens = torch.from_numpy(chosen).to(device)
+        self._positions = torch.from_numpy(positions[chosen]).to(device)
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+
+    def note(self, layer: int, queries: Queries) -> None:
+        """Write a layer's queries; `layer` is counted inside the group."""
+        fresh = ring_records(queries.query[self._tokens], self._positions, self._num_kv_heads)
+        self._records.write(layer, fresh)
