@@ -208,7 +208,7 @@ def _waste_row(store: str) -> tuple[str, ...]:
 
 
 def cli() -> str:
-    """`--help` of the program and of every command."""
+    """`--help` of the program and its groups, `--help-all` of every command."""
     from click import unstyle
     from typer.main import get_command
     from typer.testing import CliRunner
@@ -216,17 +216,20 @@ def cli() -> str:
     from quire.cli.main import app
 
     runner = CliRunner(env={"COLUMNS": HELP_COLUMNS, "TERM": "dumb"})
-    parts = ["# Commands\n"]
-    for words in _commands(get_command(app), ()):
-        shown = unstyle(runner.invoke(app, [*words, "--help"], catch_exceptions=False).output)
+    parts = [
+        "# Commands\n\n`--help` of a command shows its common options, `--help-all` those below.\n"
+    ]
+    for words, flag in _commands(get_command(app), ()):
+        shown = unstyle(runner.invoke(app, [*words, flag], catch_exceptions=False).output)
         text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
         parts.append(f"## {' '.join(('quire', *words))}\n\n```text\n{text.strip()}\n```\n")
     return "\n".join(parts)
 
 
-def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    yield words
-    for name, child in getattr(command, "commands", {}).items():
+def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    children = getattr(command, "commands", {})
+    yield words, "--help" if children else "--help-all"
+    for name, child in children.items():
         yield from _commands(child, (*words, name))
 
 
@@ -235,6 +238,7 @@ def options() -> str:
     from dataclasses import fields
 
     from quire.cli.options import SECTIONS, documented_attributes
+    from quire.layout.options import OptionInfo, choices_of
 
     parts = [
         "# Options\n\n"
@@ -249,13 +253,15 @@ def options() -> str:
         parts.append(f"\n## {section.title}: `{section.config.__name__}`, `[{section.name}]`\n\n")
         parts.append("| field | flag | default | unit | meaning |\n|---|---|---|---|---|\n")
         for field in fields(section.config):
-            info = field.metadata.get("option")
-            meaning = info.help if info else documented[field.name].removesuffix(".")
+            info = field.metadata.get("option", OptionInfo())
+            meaning = info.help or documented[field.name].removesuffix(".")
+            choices = ", ".join(f"`{choice}`" for choice in choices_of(field.type))
+            meaning += f" (one of {choices})" if choices else ""
             cells = (
                 f"`{field.name}`",
                 flags.get(field.name, ""),
                 f"`{field.default!r}`",
-                info.unit if info else "",
+                info.unit,
                 meaning.replace("|", "\\|"),
             )
             parts.append("| " + " | ".join(cells) + " |\n")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the benchmarks are beside the package
@@ -111,8 +111,8 @@ def registries() -> dict[str, list[str]]:
         "backends": sorted(BACKENDS),
         "tasks": sorted(FAMILIES),
         "trace formats": _trace_formats(),
-        "preemption": sorted(_found("schedule_config").PREEMPTION_MODES),
-        "objectives": sorted(_found("schedule_config").OBJECTIVES),
+        "preemption": sorted(get_args(_found("schedule_config").Preemption)),
+        "objectives": sorted(get_args(_found("schedule_config").Objective)),
         "refused models": sorted(_constant("refusals", "REFUSED")),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig
 
 from benchmarks.common.models import llama_125m, llama_small, llama_tiny, llama_wide
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import AttentionName, KVConfig
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 
@@ -59,7 +59,7 @@ class Workload:
         slots = -(-self.final_tokens // page_tokens) * page_tokens
         return spec.kv_bytes_per_token(2) * slots * self.prompts
 
-    def kv_config(self, spec: ModelSpec, *, attention: str = "auto") -> KVConfig:
+    def kv_config(self, spec: ModelSpec, *, attention: AttentionName = "auto") -> KVConfig:
         """That memory, without a prefix cache: a prompt is read anew in each round."""
         return KVConfig(
             memory=self.kv_bytes(spec), attention=attention, enable_prefix_caching=False

@@ -6,12 +6,13 @@ slots, over time. Nothing is shared: a contiguous piece has one holder.
 """
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from quire.sim.run import SimConfig, simulate
 from quire.sim.simulator import SimResult
 from quire.sim.traces.base import Trace
 
-STORE = "contiguous_max"
+STORE: Final = "contiguous_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 from quire.config.kv_config import KVConfig
-from quire.sim.machine import MachineConfig
+from quire.sim.machine import MachineConfig, MachineName
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig
 from quire.sim.traces.base import Trace
@@ -34,7 +34,7 @@ class SimulatedConfig:
     prefix_trace: str = ""
     requests: int | None = None
     model: str = "llama-3.1-8b"
-    machine: str = "a100"
+    machine: MachineName = "a100"
     memory: int | str = "16GiB"
 
     def conversations(self, options: TraceOptions | None = None) -> Trace:

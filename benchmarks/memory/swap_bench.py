@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import AttentionName, KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
@@ -39,7 +39,7 @@ class SwapConfig:
     lengths: tuple[int, ...] = LENGTHS
     repeats: int = 5
     max_num_batched_tokens: int = 512
-    attention: str = "auto"
+    attention: AttentionName = "auto"
 
 
 QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)

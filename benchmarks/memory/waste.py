@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.memory.contiguous import STORE, longest_tokens, request_waste
 from benchmarks.memory.simulated import SimulatedConfig
+from quire.config.kv_config import StoreName
 from quire.layout.model import ModelSpec
 from quire.sim.run import SimConfig, make_simulator
 from quire.sim.traces.base import Trace
@@ -103,7 +104,7 @@ def _run(
     workload: str,
     trace: Trace,
     on: SimConfig,
-    store: str,
+    store: StoreName,
     *,
     piece: str | None = None,
     piece_tokens: int | None = None,

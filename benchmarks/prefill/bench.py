@@ -9,6 +9,7 @@ import torch
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
 from benchmarks.throughput.arms import QuireArm
+from quire.config.kv_config import AttentionName
 
 BUDGETS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
 
@@ -27,7 +28,7 @@ class PrefillConfig:
     workload: Workload = field(default_factory=lambda: Workload(new_tokens=1))
     budgets: tuple[int, ...] = BUDGETS
     repeats: int = 5
-    attention: str = "auto"
+    attention: AttentionName = "auto"
 
 
 QUICK_PREFILL = PrefillConfig(

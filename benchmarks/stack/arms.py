@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.stack.load import StackLoad
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, StoreName
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -28,7 +28,7 @@ class StackArm:
     """
 
     name: str
-    store: str = "paged"
+    store: StoreName = "paged"
     codec: str = "none"
     enable_prefix_caching: bool = False
 

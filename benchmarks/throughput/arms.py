@@ -7,6 +7,7 @@ from typing import Protocol
 
 from benchmarks.common.workload import Workload
 from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import AttentionName
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -73,7 +74,7 @@ class QuireArm:
         model: LoadedModel,
         workload: Workload,
         *,
-        attention: str = "auto",
+        attention: AttentionName = "auto",
         max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:

@@ -17,6 +17,7 @@ from benchmarks.common.workload import QUICK_WORKLOAD, Workload
 from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
 from benchmarks.throughput.measured import total_cost
 from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
+from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
 from quire.plan.parts import RowTokens, step_parts
@@ -47,7 +48,7 @@ class ThroughputConfig:
     workload: Workload = field(default_factory=Workload)
     attention_shape: AttentionShape = field(default_factory=AttentionShape)
     repeats: int = 5
-    attention: str = "auto"
+    attention: AttentionName = "auto"
     peers: tuple[str, ...] = PEERS
     buffer_bytes: int = LARGE_BUFFER_BYTES
     judged_prompts: int = 4

@@ -18,6 +18,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
 from benchmarks.throughput.measured import ENGINE, KINDS, PARTS, StepMeasure
 from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import AttentionName
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
@@ -103,7 +104,7 @@ class _TimedAttention:
 
 
 def measure_parts(
-    workload: Workload, *, repeats: int, attention: str = "auto"
+    workload: Workload, *, repeats: int, attention: AttentionName = "auto"
 ) -> tuple[StepMeasure, ...]:
     """Run the workload `repeats` times, after once unmeasured; measure its prefill and decode.
 

@@ -24,7 +24,17 @@ A message says what was expected, what was got, and how to change it.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def nearest(name: str, choices: Sequence[str]) -> list[str]:
+    """Up to three choices that are written like a name, whatever its case."""
+    near = [
+        found
+        for written in (name, name.lower())
+        for found in difflib.get_close_matches(written, choices, n=3)
+    ]
+    return list(dict.fromkeys(near))[:3]
 
 
 class QuireError(Exception):
@@ -40,12 +50,7 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
-        near = [
-            found
-            for written in (name, name.lower())
-            for found in difflib.get_close_matches(written, choices, n=3)
-        ]
-        near = list(dict.fromkeys(near))[:3]
+        near = nearest(name, choices)
         hint = f"choose from {', '.join(choices)}" if choices else "there is none; leave it out"
         if near:
             hint = f"did you mean {' or '.join(near)}?"

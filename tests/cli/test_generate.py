@@ -228,7 +228,7 @@ def test_serve_refuses_a_taken_port_before_the_model_is_loaded(quire, monkeypatc
         (("--max-body", "much"), "not a size"),
         (("--header-timeout", "0"), "header-timeout > 0"),
         (("--header-timeout", "nan"), "header-timeout > 0"),
-        (("--unknown-fields", "keep"), "refuse or warn"),
+        (("--unknown-fields", "keep"), "one of refuse, warn, got 'keep'"),
         (("--tokenizer-threads", "0"), "1 to 64 tokenizer-threads"),
         (("--served-model-name", ""), "served-model-name"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import quire
 from quire.cli.options import SECTIONS, documented_attributes
 from quire.layout.codec_names import CODECS
+from quire.layout.options import OptionInfo
 from quire.policies.registry import FULL, registered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,8 +97,8 @@ def test_every_option_says_what_it_is_for(section) -> None:
     documented = documented_attributes(section.config.__doc__ or "")
 
     for field in fields(section.config):
-        info = field.metadata.get("option")
-        assert info.help if info else documented.get(field.name, ""), field.name
+        info = field.metadata.get("option", OptionInfo())
+        assert info.help or documented.get(field.name, ""), field.name
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)

@@ -44,13 +44,19 @@ def batch(  # noqa: PLR0913 - one parameter per option
     ],
     prompt_key: Annotated[
         str,
-        typer.Option(help="Where the prompt stands in a plain line; other keys are left alone."),
+        typer.Option(
+            help="Key of the prompt in a plain line; other keys are left alone.", hidden=True
+        ),
     ] = "prompt",
     prefix: Annotated[
-        str, typer.Option(help="Text put before every text prompt, such as '<|doc|>'.")
+        str,
+        typer.Option(help="Text put before every text prompt, such as '<|doc|>'.", hidden=True),
     ] = "",
     with_prompt: Annotated[
-        bool, typer.Option("--with-prompt", help="Repeat the prompt in records of plain lines.")
+        bool,
+        typer.Option(
+            "--with-prompt", help="Repeat the prompt in records of plain lines.", hidden=True
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Throw away what is in OUTPUT.")

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
+from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 InputLen = Annotated[int, typer.Option(min=1, help="Random tokens of each prompt.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the random prompts.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.", hidden=True)]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the random prompts.", hidden=True)]
 
 
 class _Shape(NamedTuple):
@@ -33,7 +34,7 @@ class _Shape(NamedTuple):
     seed: int
 
 
-@with_settings()
+@with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
 def throughput(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
@@ -57,7 +58,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     _finish("throughput", settings, run, claims, as_json=as_json)
 
 
-@with_settings()
+@with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
 def latency(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,

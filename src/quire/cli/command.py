@@ -7,7 +7,8 @@ Options that a command declares with `hidden=True` are the rare ones: `--help` l
 import inspect
 import shlex
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Annotated, Any, get_args, no_type_check
 
 import typer
 from typer.core import TyperCommand
@@ -75,7 +76,52 @@ def register(app: typer.Typer, command: Command, name: str | None = None) -> Non
         command: its docstring becomes the help; options that are hidden need `--help-all`.
         name: where it differs from the function's.
     """
-    app.command(name, cls=QuireCommand, help=reflowed(command.__doc__ or ""))(command)
+    signature = inspect.signature(command)
+    hidden = sum(_is_hidden(parameter) for parameter in signature.parameters.values())
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        given.pop(_HELP_ALL.name)
+        command(**given)
+
+    parameters = [*signature.parameters.values(), _HELP_ALL]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    add = app.command(
+        name,
+        cls=QuireCommand,
+        help=reflowed(command.__doc__ or ""),
+        epilog=f"--help-all shows {hidden} more options." if hidden else None,
+    )
+    add(run)
+
+
+def _is_hidden(parameter: inspect.Parameter) -> bool:
+    return any(getattr(info, "hidden", False) for info in get_args(parameter.annotation)[1:])
+
+
+@no_type_check  # what comes is click's Context, of which typer.Context is only the marker
+def _show_all(ctx: typer.Context, value: bool) -> None:  # noqa: FBT001 - click calls it
+    if not value:
+        return
+    for parameter in ctx.command.params:
+        parameter.hidden = False
+    ctx.command.epilog = None
+    typer.echo(ctx.get_help())
+    raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all
+        ),
+    ],
+    default=False,
+)
 
 
 def reflowed(docstring: str) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quire.config.kv_config import AttentionName
 from quire.errors import ConfigError
 
 PACKAGED_MODEL = "quire-tiny"
@@ -19,7 +20,9 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="End with one line of JSON on standard output.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads, 0: as torch takes.")]
-Attention = Annotated[str, typer.Option(help="Who computes attention over pages.")]
+Attention = Annotated[
+    AttentionName, typer.Option(help="Backend that computes attention over pages.")
+]
 
 
 def use_threads(threads: int) -> None:

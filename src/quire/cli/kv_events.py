@@ -20,6 +20,7 @@ KVEventsFile = Annotated[
         metavar="FILE.jsonl",
         help="Append what happens to KV, one JSON object a line, as it happens.",
         show_default=False,
+        hidden=True,
     ),
 ]
 KVEventsEndpoint = Annotated[
@@ -29,6 +30,7 @@ KVEventsEndpoint = Annotated[
         metavar="ADDRESS",
         help="Publish cached blocks over ZeroMQ as vLLM does, at an address such as tcp://*:5557.",
         show_default=False,
+        hidden=True,
     ),
 ]
 

@@ -1,40 +1,55 @@
 """Options made from the fields of the config dataclasses: one place for a default and a sentence.
 
-A section is a dataclass whose fields became options. KVConfig and ScheduleConfig say the help of a
-field in its metadata, SamplingParams in its docstring. Flags and the TOML file share the names.
+A section is a dataclass whose fields become options. What `--help` shows of a field is in its
+metadata (`quire.layout.options.option`); SamplingParams has the sentences in its docstring. Flags
+and the TOML file share the names.
 """
 
 import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, no_type_check
 
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.layout.options import OptionInfo, option
+from quire.errors import ConfigError
+from quire.layout.options import OptionInfo, check_options, choices_of, option
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
 from quire.sim.traces.options import TraceOptions
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """How a model is loaded.
 
     Attributes are options; see their help.
+
+    Raises:
+        ConfigError: a value of the wrong type, or none of the choices.
     """
 
-    dtype: str = option("auto", help="weights: auto (as stored), float32, bfloat16 or float16")
-    device: str = option("auto", help="auto (CUDA where there is one), cpu or cuda")
+    dtype: Dtype = option(
+        "auto", help="number format of the weights; auto: as they are stored", common=True
+    )
+    device: str = option(
+        "auto", help="auto (CUDA where there is one), cpu, cuda or cuda:N", common=True
+    )
     trust_remote_code: bool = option(False, help="run Python code that the model folder brings")
     verify: bool = option(True, help="compare with Transformers' own attention at load")
     weights_memory: int | str = option(
         "all",
-        help="memory of the device for weights: bytes, a size, or all; layers beyond it lie on the "
-        "host (of a CPU: in a file) and are brought in every step, while others compute",
+        help="device memory for weights: bytes, a size, or all; layers beyond it stay in CPU "
+        "memory (with a CPU device: in a file) and are prefetched in every step",
         unit="bytes",
+        group="Offloading",
+        common=True,
     )
     threads: int = option(
         0,
@@ -42,8 +57,15 @@ class ModelConfig:
     )
     return_memory: bool = option(
         False,
-        help="give freed host memory back to the system, which makes prompts slower on a CPU",
+        help="give freed CPU memory back to the system, which makes prompts slower on a CPU",
     )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"expected device to be auto, cpu, cuda or cuda:N, got {self.device!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +78,11 @@ class OptionField:
         flag: name on the command line, without the leading dashes.
         kind: what the command line reads: str, int, float, bool or list[str].
         sized: a whole number of bytes is as good as text.
-        default: where nobody says anything.
+        choices: allowed values; empty where they are not listed.
+        default: of the field or of the command.
         help: one sentence.
+        group: its heading in `--help`.
+        common: whether `--help` shows it.
     """
 
     section: str
@@ -65,13 +90,23 @@ class OptionField:
     flag: str
     kind: type | types.GenericAlias
     sized: bool
+    choices: tuple[str, ...]
     default: Any
     help: str
+    group: str
+    common: bool
 
     @property
     def parameter(self) -> str:
         """A Python name that is unique over all sections."""
         return f"{self.section}_{self.name}"
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for its value in `--help`; None: the name of the type."""
+        if self.choices:
+            return f"[{'|'.join(self.choices)}]"
+        return "SIZE" if self.sized else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +118,26 @@ class Section:
         title: above its options in `--help`.
         config: the dataclass.
         only: fields that become options; None for all.
+        shown: whether `--help` shows its common options; otherwise `--help-all` does.
     """
 
     name: str
     title: str
     config: type
     only: tuple[str, ...] | None = None
+    shown: bool = True
 
     def options(self) -> Iterator[OptionField]:
         """Its options in the order of the fields."""
         documented = documented_attributes(self.config.__doc__ or "")
-        declared = fields(self.config)
-        for field in declared:
+        for field in fields(self.config):
             if self.only is None or field.name in self.only:
-                yield _option_field(self.name, field, documented)
+                yield _option_field(self, field, documented)
 
 
 MODEL = Section("model", "Model", ModelConfig)
 KV = Section("kv", "KV memory", KVConfig)
-SCHEDULE = Section("schedule", "Schedule", ScheduleConfig)
+SCHEDULE = Section("schedule", "Scheduling", ScheduleConfig)
 SIMULATED_KV = Section(
     "kv",
     "KV memory",
@@ -114,7 +150,7 @@ SIMULATED_KV = Section(
 """What a simulation reads of the KV memory: it has no bytes, links or kernels."""
 SIMULATED_SCHEDULE = Section(
     "schedule",
-    "Schedule",
+    "Scheduling",
     ScheduleConfig,
     tuple(field.name for field in fields(ScheduleConfig) if field.name != "objective"),
 )
@@ -167,20 +203,23 @@ def documented_attributes(docstring: str) -> dict[str, str]:
     return found
 
 
-def _option_field(section: str, field: "Field[Any]", documented: Mapping[str, str]) -> OptionField:
-    info = field.metadata.get("option")
-    if not isinstance(info, OptionInfo):
-        info = OptionInfo(documented.get(field.name, ""))
-    assert field.default is not MISSING, f"{section}.{field.name} has no default"
+def _option_field(
+    section: Section, field: "Field[Any]", documented: Mapping[str, str]
+) -> OptionField:
+    info = field.metadata.get("option", OptionInfo())
+    assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
     kind, sized = _kind(field.type)
     return OptionField(
-        section=section,
+        section=section.name,
         name=field.name,
         flag=info.flag or field.name.replace("_", "-"),
         kind=kind,
         sized=sized,
+        choices=choices_of(field.type),
         default=field.default,
-        help=info.help,
+        help=info.help or documented.get(field.name, ""),
+        group=info.group or section.title,
+        common=info.common and section.shown,
     )
 
 
@@ -191,6 +230,8 @@ def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
         if set(members) == {int, str}:
             return str, True
         (annotation,) = members
+    if choices_of(annotation):
+        return str, False
     if get_origin(annotation) is tuple:
         return types.GenericAlias(list, (str,)), False
     assert annotation in (str, int, float, bool), f"no option can be made from {annotation}"

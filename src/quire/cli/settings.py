@@ -216,9 +216,10 @@ def _parameter(found: OptionField) -> inspect.Parameter:
     shown = typer.Option(
         declaration,
         help=_sentence(found),
-        metavar="SIZE" if found.sized else None,
+        metavar=found.metavar,
         show_default=default is not None and default != [],
-        rich_help_panel=_TITLES[found.section],
+        rich_help_panel=found.group,
+        hidden=not found.common,
     )
     kind: Any = found.kind if default is not None else found.kind | None
     return _keyword(found.parameter, Annotated[kind, shown], default)
@@ -227,9 +228,6 @@ def _parameter(found: OptionField) -> inspect.Parameter:
 def _sentence(found: OptionField) -> str:
     text = found.help[:1].upper() + found.help[1:].rstrip(".") + "."
     return text + " May be given several times." if found.kind == list[str] else text
-
-
-_TITLES = {section.name: section.title for section in SECTIONS}
 
 
 def _resolve(

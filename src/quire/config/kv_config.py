@@ -1,12 +1,20 @@
 """What a user can say about the KV memory."""
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Literal, no_type_check
 
 from quire.errors import ConfigError
 from quire.layout.codec_names import AS_COMPUTED, codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.options import option, require_types
+from quire.layout.options import check_options, option
+
+StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
+AttentionName = Literal["auto", "native", "gathered", "reference"]
+
+EVICTION = "Eviction"
+OFFLOADING = "Offloading"
+PREFIX_CACHING = "Prefix caching"
+QUANTIZATION = "Quantization"
 
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
@@ -19,106 +27,130 @@ class KVConfig:
 
     memory: int | str = option(
         "auto",
-        help="KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or auto",
+        help="KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or auto (what "
+        "the device has free)",
         unit="bytes",
         flag="kv-memory",
+        common=True,
     )
     swap_space: int | str = option(
         "0",
-        help="host memory for preempted sequences, in bytes or a size; with 0 they are read again",
+        help="CPU memory for the KV of preempted requests, in bytes or a size; with 0 it is "
+        "recomputed",
         unit="bytes",
-        flag="swap-space",
+        common=True,
     )
     offload_memory: int | str = option(
         "0",
-        help="host memory for the first pages of sequences that run on while the KV memory is "
-        "full: their KV is brought layer by layer, in every step; bytes or a size",
+        help="CPU memory for the oldest KV pages of running requests when the KV memory is full, "
+        "in bytes or a size; they are prefetched layer by layer in every step",
         unit="bytes",
         flag="kv-offload-memory",
+        group=OFFLOADING,
+        common=True,
     )
     disk_memory: int | str = option(
         "0",
-        help="room on disk for cached prefixes that the KV memory lets go of: a restarted engine "
-        "finds them again; bytes or a size",
+        help="disk space for cached prefixes that leave the KV memory, in bytes or a size; a "
+        "restarted engine finds them again",
         unit="bytes",
         flag="disk-kv-memory",
+        group=PREFIX_CACHING,
     )
     disk_path: str = option(
         "",
-        help="folder for --disk-kv-memory, of this engine alone; made where there is none",
+        help="folder for --disk-kv-memory, used by this engine only; it is created if missing",
         flag="disk-kv-path",
+        group=PREFIX_CACHING,
     )
     remote: str = option(
         "",
         help="HOST:PORT of a store for cached prefixes, as quire kv-store serves it, in place of "
         "a disk",
         flag="remote-kv",
+        group=PREFIX_CACHING,
     )
     offload_recompute: str = option(
         "auto",
-        help="of the first pages on the host the part whose keys and values are made again from "
-        "activations, which are carried in their place: auto (what measured rates say), off, or "
-        "a part from 0 to 1",
+        help="fraction (0 to 1) of the offloaded KV that is recomputed from activations, which are "
+        "transferred in its place; auto (by measured rates), off",
         flag="kv-offload-recompute",
+        group=OFFLOADING,
     )
     offload_activation_codec: str = option(
         "none",
-        help="how these activations are kept on the host and carried: none (as computed), or codes "
-        "such as int8",
+        help="how these activations are stored on the CPU and transferred: none (as computed), or "
+        "a codec such as int8",
         flag="kv-offload-activation-codec",
+        group=OFFLOADING,
     )
     offload_cpu_attention: str = option(
         "auto",
-        help="of the first pages on the host the part that is attended to there: auto (what "
-        "measured rates say; nothing on a CPU), off, or a part from 0 to 1",
+        help="fraction (0 to 1) of the offloaded KV whose attention the CPU computes; auto (by "
+        "measured rates; 0 where the device is the CPU), off",
         flag="kv-offload-cpu-attention",
+        group=OFFLOADING,
     )
-    store: str = option(
-        "paged",
-        help="how KV lies in memory: paged, contiguous_max, contiguous_growing or ring",
-        flag="kv-store",
+    store: StoreName = option(
+        "paged", help="how KV lies in memory; all but paged are for comparison", flag="kv-store"
     )
     store_tokens: int | None = option(
         None,
-        help="longest sequence a contiguous store reserves for; the model's context where not said",
+        help="longest sequence that a contiguous store reserves memory for; unset: the model's "
+        "context",
         unit="tokens",
         flag="kv-store-tokens",
     )
-    page_tokens: int = option(16, help="slots in a page (block)", unit="tokens", flag="block-size")
+    page_tokens: int = option(
+        16, help="tokens in a page (block)", unit="tokens", flag="block-size", common=True
+    )
     codec: str = option(
         "none",
         help="how keys and values are stored, such as int8, int8/int4:group=32 for each apart, or "
         "kivi4+sinks=4+residual=128; none: as the model computes",
         flag="kv-codec",
+        group=QUANTIZATION,
+        common=True,
     )
     constants: str = option(
         "",
-        help="folder in which quire calibrate has put what some codecs need; not said: the model's",
+        help="folder with what quire calibrate measured for some codecs; unset: the model's",
         flag="kv-constants",
+        group=QUANTIZATION,
     )
     evict: str = option(
         "full",
-        help="which tokens stay where a request says nothing else, such as "
-        "recent:cap=512,every=64,sinks=4; full keeps all",
+        help="eviction policy of requests that name none, such as "
+        "recent:cap=512,every=64,sinks=4; full keeps all tokens",
+        group=EVICTION,
+        common=True,
     )
     evict_allow: str = option(
         "",
-        help="rules that requests may name themselves, such as 'h2o; snapkv:window=16', all or "
-        "none; not said: the rule of --evict with other numbers. full may always be named",
+        help="policies that requests may name, such as 'h2o; snapkv:window=16', all or none; "
+        "unset: the policy of --evict with other numbers. full may always be named",
+        group=EVICTION,
     )
     record_evictions: bool = option(
-        False, help="keep which tokens left each request, for who wants to look at it"
+        False,
+        help="record which tokens were evicted from each request, for analysis",
+        group=EVICTION,
     )
     enable_prefix_caching: bool = option(
-        True, help="keep the KV of prompts and answers for requests that begin alike"
+        True,
+        help="keep the KV of prompts and outputs for requests that begin alike",
+        group=PREFIX_CACHING,
+        common=True,
     )
-    attention: str = option("auto", help="who computes attention over pages")
+    attention: AttentionName = option("auto", help="backend that computes attention over pages")
     scratch: int | str = option(
-        "64MiB", help="bound on gathered pages at a time, outside the KV memory", unit="bytes"
+        "64MiB",
+        help="bound on gathered pages at a time, outside the KV memory, in bytes or a size",
+        unit="bytes",
     )
 
     def __post_init__(self) -> None:
-        require_types(self)
+        check_options(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
         parts = self.recompute_fraction or 0.0, self.cpu_attention_fraction or 0.0

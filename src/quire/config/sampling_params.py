@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar, no_type_check, runtime_checkable
 from quire.config.branch_options import DrawOptions, check_branches
 from quire.config.option_checks import FIELD_CHECKS, OPTIONAL
 from quire.errors import RequestError
+from quire.layout.options import option
 
 T = TypeVar("T", int, float)
 
@@ -76,11 +77,11 @@ class SamplingParams:
         RequestError: an option has the wrong type or lies outside its range.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = option(16, common=True)
     min_tokens: int = 0
-    temperature: float | None = None
+    temperature: float | None = option(None, common=True)
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float | None = option(None, common=True)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -88,15 +89,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = option((), common=True)
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    seed: int | None = None
+    seed: int | None = option(None, common=True)
     skip_special_tokens: bool = True
-    n: int = 1
+    n: int = option(1, common=True)
     best_of: int | None = None
     use_beam_search: bool = False
     beam_width: int | None = None

@@ -1,18 +1,19 @@
 """What a user can say about steps and queues."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, no_type_check
+from typing import TYPE_CHECKING, Literal, no_type_check
 
 from quire.errors import ConfigError
-from quire.layout.options import option, require_types
+from quire.layout.options import check_options, option
 from quire.tenancy.tenants import parse_tenants
 
 if TYPE_CHECKING:
     from quire.scheduler.batchers.base import PagedRule
 
 CONTINUOUS = "continuous"
-OBJECTIVES = ("auto", "latency", "throughput")
-PREEMPTION_MODES = ("auto", "swap", "recompute", "hybrid")
+Objective = Literal["auto", "latency", "throughput"]
+Admission = Literal["optimistic", "reserved", "estimated"]
+Preemption = Literal["auto", "swap", "recompute", "hybrid"]
 INVARIANT_ROWS = 32
 """Rows of every forward with `batch_invariant`: enough to hide the padding behind the weights."""
 
@@ -25,38 +26,42 @@ class ScheduleConfig:
     Attributes are options; see their help.
     """
 
-    max_num_seqs: int = option(256, help="requests that hold KV at the same time")
+    max_num_seqs: int = option(256, help="requests that hold KV at the same time", common=True)
     max_num_batched_tokens: int = option(
-        2048, help="tokens a step processes at most, decoding rows first", unit="tokens"
+        2048,
+        help="tokens a step processes at most, decoding rows first",
+        unit="tokens",
+        common=True,
     )
     chunk_tokens: int = option(
-        2048, help="tokens of one prompt a step reads at most", unit="tokens"
+        2048, help="tokens of one prompt that a step prefills at most", unit="tokens"
     )
-    objective: str = option(
+    objective: Objective = option(
         "auto",
-        help="what steps are for where --weights-memory has layers brought: latency (a step is one "
-        "batch), throughput (batches of a step share each layer), auto (as many as hide it)",
+        help="what steps are for while --weights-memory has layers transferred: latency (a step is "
+        "one batch), throughput (batches of a step share each layer), auto (as many batches as "
+        "hide the transfers)",
     )
-    admission: str = option(
+    admission: Admission = option(
         "optimistic",
-        help="when a waiting request may start: optimistic (what it knows fits), reserved (prompt "
-        "and max_tokens fit), estimated (the peak expected from past answers fits)",
+        help="when a waiting request may start: optimistic (what is known of it fits), reserved "
+        "(prompt and max_tokens fit), estimated (the peak expected from past outputs fits)",
     )
     low_watermark: float = option(
-        0.99, help="nobody is let in above this part of the KV memory in use, 0 to 1"
+        0.99, help="admit no request while KV memory use exceeds this fraction (0 to 1)"
     )
     high_watermark: float = option(
-        1.0, help="above this part of the KV memory in use somebody gives way, 0 to 1"
+        1.0, help="preempt a request when KV memory use exceeds this fraction (0 to 1)"
     )
     scale_down_at: float | None = option(
         None,
-        help="above this part of the KV memory in use requests are taken out to the host memory "
-        "until it is not, and come back when there is room; not said: they stay while pages last",
+        help="swap requests out to --swap-space while KV memory use exceeds this fraction (0 to "
+        "1), and back in when there are free pages; unset: requests stay while pages last",
     )
-    preempt: str = option(
+    preempt: Preemption = option(
         "auto",
-        help="what becomes of the KV of one that gives way: swap (to the host memory), recompute, "
-        "hybrid (as much as fits there), auto (by measured cost)",
+        help="what happens to the KV of a preempted request: swap (to --swap-space), recompute, "
+        "hybrid (swap what fits, recompute the rest), auto (by measured cost)",
     )
     batcher: str = option(
         CONTINUOUS,
@@ -65,8 +70,8 @@ class ScheduleConfig:
     )
     urgent: int | None = option(
         None,
-        help="requests of this priority or a lower number take the place of others of lower "
-        "priority in the next step; not said: they only go first",
+        help="requests with this priority or a lower number preempt requests of lower priority in "
+        "the next step; unset: they are only admitted first",
     )
     batch_invariant: bool = option(
         False,
@@ -76,25 +81,17 @@ class ScheduleConfig:
     )
     tenants: str = option(
         "",
-        help="who shares the KV memory and the steps, such as "
-        "'a:weight=2,guaranteed=64MiB,burst=32MiB; b'; without any, every name weighs the same",
+        help="tenants that share the KV memory and the steps, such as "
+        "'a:weight=2,guaranteed=64MiB,burst=32MiB; b'; unset: every tenant has the same weight",
     )
 
     def __post_init__(self) -> None:
-        require_types(self)
+        check_options(self)
         for name in ("max_num_seqs", "max_num_batched_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         parse_tenants(self.tenants)
         self._check_batching()
-        if self.preempt not in PREEMPTION_MODES:
-            raise ConfigError(
-                f"expected preempt to be one of {', '.join(PREEMPTION_MODES)}, got {self.preempt!r}"
-            )
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(
-                f"expected objective to be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
-            )
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError(
                 "expected 0 < low_watermark <= high_watermark <= 1, got "

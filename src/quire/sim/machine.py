@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import no_type_check
+from typing import Literal, no_type_check
 
-from quire.errors import ConfigError, UnknownName
-from quire.layout.options import option, require_types
+from quire.errors import ConfigError
+from quire.layout.options import check_options, option
 from quire.plan.ceilings import Ceilings
 from quire.sim.rates import Rates
 
 PROFILE = "profile"
+MachineName = Literal["a100", "h100", "h200", "profile"]
 REACHED_OF_PEAKS = 0.6
 """Part of a data sheet's peaks that steps reach. An assumption: decode steps of current engines
 read at 60 to 80 % of the memory's peak, and prefills multiply at 40 to 60 % of the products'."""
@@ -31,11 +32,11 @@ class MachineConfig:
     Attributes are options; see their help.
     """
 
-    name: str = option(
+    name: MachineName = option(
         "a100",
-        help="machine whose steps are timed: a100, h100, h200, or profile, this one as measured "
-        "by `quire profile`",
+        help="machine whose steps are timed; profile: this machine, as `quire profile` measured it",
         flag="machine",
+        common=True,
     )
     efficiency: float | None = option(
         None,
@@ -47,9 +48,7 @@ class MachineConfig:
     )
 
     def __post_init__(self) -> None:
-        require_types(self)
-        if self.name not in (*PEAKS, PROFILE):
-            raise UnknownName("machine", self.name, (*PEAKS, PROFILE))
+        check_options(self)
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ConfigError(f"expected an efficiency above 0 and up to 1, got {self.efficiency}")
         if not 0 <= self.step_overhead_ms < 1e6:

@@ -89,7 +89,10 @@ def test_results_and_pictures_are_left_in_a_folder(trace: Path, tmp_path: Path):
     ("arguments", "says"),
     [
         (("llama-9",), "unknown model shape"),
-        (("--machine", "a10"), "unknown machine 'a10'"),
+        (
+            ("--machine", "a10"),
+            "expected machine to be one of a100, h100, h200, profile, got 'a10'",
+        ),
         (("--kv-memory", "1kB"), "holds no page"),
         (("--kv-memory", "9999999TiB"), "pages, 268,435,456 at most can be kept account of"),
         (("--max-length", "1"), "(--max-length): raise it"),

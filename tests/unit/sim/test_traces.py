@@ -11,7 +11,7 @@ from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Segment
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.options import TraceOptions
-from quire.sim.traces.registry import formats
+from quire.sim.traces.registry import find_format, formats
 from quire.sim.traces.reuse import reusable
 from quire.sim.traces.sharegpt import estimated_tokens
 from unit.sim.traces import recorded, request, trace
@@ -283,8 +283,10 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path):
 
 
 def test_an_unknown_format_offers_the_near_ones(write):
+    with pytest.raises(ConfigError, match="did you mean azure"):
+        TraceOptions(format="azur")
     with pytest.raises(UnknownName, match="did you mean azure"):
-        load_trace(write(AZURE), TraceOptions(format="azur"))
+        find_format("azur", write(AZURE))
 
 
 def test_a_trace_of_which_nothing_is_left_is_refused(write):

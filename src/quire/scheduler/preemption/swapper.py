@@ -30,7 +30,7 @@ class Swapper:
         memory: the arena.
         pool: bytes on the host; None where everything is computed again.
         costs: what copies and prefills take; learns from every copy.
-        mode: one of `PREEMPTION_MODES`.
+        mode: as `ScheduleConfig.preempt` has it.
         clock: seconds.
 
     Attributes:

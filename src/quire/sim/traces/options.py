@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Literal, no_type_check
 
 from quire.errors import ConfigError
-from quire.layout.options import option, require_types
+from quire.layout.options import check_options, option
 
 AUTO = "auto"
+TraceName = Literal["auto", "azure", "mooncake", "sharegpt", "vidur"]
 
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
@@ -18,13 +19,14 @@ class TraceOptions:
     Attributes are options; see their help.
     """
 
-    format: str = option(
+    format: TraceName = option(
         AUTO,
-        help="how the trace is written: azure, mooncake, vidur, sharegpt; auto looks at the file",
+        help="format of the trace; auto: recognised from the file",
         flag="trace-format",
+        common=True,
     )
     requests: int | None = option(
-        None, help="take the first so many requests by arrival; not said: all"
+        None, help="number of requests to run, the first by arrival; unset: all", common=True
     )
     time_scale: float = option(
         1.0, help="factor on the times between arrivals; 0.5 sends twice as fast"
@@ -41,6 +43,7 @@ class TraceOptions:
         help="draw arrivals (Poisson) in place of the trace's own times; not said: those, and "
         "all at once where it has none",
         unit="requests per second",
+        common=True,
     )
     tenants: str = option(
         "",
@@ -50,7 +53,7 @@ class TraceOptions:
     seed: int = option(0, help="of drawn arrivals and tenants", flag="trace-seed")
 
     def __post_init__(self) -> None:
-        require_types(self)
+        check_options(self)
         for name in ("requests", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,0 +1,108 @@
+"""`--help` shows the common options of a command in groups, `--help-all` every one of them."""
+
+import re
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import quire.config.kv_config as kv_config
+import quire.scheduler.schedule_config as schedule_config
+from quire.cli.main import app
+from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
+from quire.kernels.select import BACKENDS
+from quire.kv.stores.registry import STORES
+from quire.layout.dtypes import DTYPE_BYTES
+from quire.scheduler.admission.registry import RULES
+from quire.sim.machine import PEAKS, PROFILE, MachineName
+from quire.sim.traces.options import AUTO, TraceName
+from quire.sim.traces.registry import formats
+
+MOST_OPTIONS = 25
+COMMON = ("generate", "chat", "batch", "serve", "eval gate", "bench throughput")
+"""Commands that take every option of the engine."""
+
+
+def commands(command: object = None, words: tuple[str, ...] = ()) -> Iterator[str]:
+    command = get_command(app) if command is None else command
+    children = getattr(command, "commands", {})
+    for name, child in children.items():
+        yield from commands(child, (*words, name))
+    if not children:
+        yield " ".join(words)
+
+
+def shown(command: str, flag: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"}).invoke(app, [*command.split(), flag])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def flags(text: str) -> list[str]:
+    """The first flag of every row."""
+    return re.findall(r"^│[ *]+(--[a-z][a-z-]*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_help_is_short_and_says_how_much_more_there_is(command):
+    some, every = flags(shown(command, "--help")), flags(shown(command, "--help-all"))
+
+    assert len(some) <= MOST_OPTIONS
+    assert set(some) <= set(every)
+    more = len(every) - len(some)
+    assert (f"--help-all shows {more} more options." in shown(command, "--help")) == bool(more)
+
+
+@pytest.mark.parametrize("command", COMMON)
+def test_all_help_lists_every_option_of_the_engine(command):
+    listed = flags(shown(command, "--help-all"))
+
+    sections = tuple(s for s in SECTIONS if s.name in ("model", "kv", "schedule"))
+    assert {f"--{found.flag}" for found in options_of(sections)} <= set(listed)
+
+
+@pytest.mark.parametrize("found", [o for o in options_of(SECTIONS) if o.choices])
+def test_choices_are_shown_and_another_value_is_refused_with_the_nearest(found):
+    command = {"trace": "simulate", "machine": "simulate", "server": "serve"}.get(
+        found.section, "generate"
+    )
+
+    text = " ".join(re.sub(r"[│\s]+", " ", shown(command, "--help-all")).split())
+    assert f"[{'|'.join(found.choices)}]" in text.replace("| ", "|")
+    wrong = f"{found.choices[-1]}x"
+    required = ["--trace", "t"] if command == "simulate" else []
+    result = CliRunner().invoke(app, [command, *required, f"--{found.flag}", wrong])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: expected {found.flag} to be one of {found.choices[0]}")
+    assert f"got {wrong!r}: did you mean {found.choices[-1]}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("choices", "registered"),
+    [
+        (Dtype, {"auto", *DTYPE_BYTES}),
+        (kv_config.StoreName, STORES),
+        (kv_config.AttentionName, {"auto", *BACKENDS}),
+        (schedule_config.Admission, RULES),
+        (MachineName, {*PEAKS, PROFILE}),
+        (TraceName, {AUTO, *formats()}),
+    ],
+)
+def test_choices_are_what_is_registered(choices, registered):
+    assert set(get_args(choices)) == set(registered)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:12", "cpu", "auto", "cuda"])
+def test_devices_have_numbers(device):
+    assert MODEL.config(device=device).device == device
+
+
+def test_options_stand_in_groups():
+    text = shown("serve", "--help")
+
+    for title in ("Model", "KV memory", "Offloading", "Prefix caching", "Scheduling", "Server"):
+        assert f"─ {title} ─" in text
+    assert "─ Sampling ─" not in text
+    assert {found.group for found in SERVER.options()} == {"Server"}

@@ -1,0 +1,47 @@
+"""Fields of config dataclasses check themselves against their annotations."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.layout.options import check_options, choices_of, option, require_choice
+
+Colour = Literal["red", "green"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paint:
+    """A config."""
+
+    colour: Colour = option("red", help="its colour", flag="paint-colour")
+    coats: int | None = option(None, help="layers of it")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def test_a_choice_is_taken_and_another_value_refused_by_the_name_of_its_flag():
+    assert Paint(colour="green").colour == "green"
+
+    expected = "expected paint-colour to be one of red, green, got 'gren': did you mean green"
+    with pytest.raises(ConfigError, match=expected):
+        Paint(colour="gren")
+
+
+@pytest.mark.parametrize("value", [None, 3, "", "purple"])
+def test_a_choice_with_nothing_near_offers_all(value):
+    with pytest.raises(ConfigError, match=r"one of red, green, got .*[^?]$"):
+        require_choice("colour", value, ("red", "green"))
+
+
+def test_other_fields_are_checked_by_type():
+    assert Paint(coats=2).coats == 2
+    with pytest.raises(ConfigError, match="expected coats to be int or None, got '2'"):
+        Paint(coats="2")
+
+
+def test_only_a_literal_has_choices():
+    assert choices_of(Colour) == ("red", "green")
+    assert choices_of(str) == choices_of(int | None) == ()
