@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.batch_max.paper_command import paper_config, run_paper
 from benchmarks.common.command import finish, show_parts
-from benchmarks.common.questions import asking_for, load
+from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
@@ -163,7 +163,7 @@ def _standard(
     from benchmarks.batch_max.parts import make_parts
     from benchmarks.common.named_parts import names_of, run_named
 
-    made = make_parts(lambda: load(settings), asking_for)
+    made = make_parts(lambda: load(settings), prompt_maker_for)
     return run_named(names_of(parts, made), made, config)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.batch_max.running import answer_all, text_of
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -49,7 +49,7 @@ class Encoded:
     """A prompt as token ids, with its judge."""
 
     tokens: tuple[int, ...]
-    requested: Asked
+    requested: GradedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

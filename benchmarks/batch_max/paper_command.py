@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from benchmarks.common.questions import load
+from benchmarks.common.graded_prompts import load
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _encoded(
 ) -> "Encoded":
     """A prompt whose beginning is left out where it is too long; its first token stays."""
     from benchmarks.batch_max.judged import Encoded
-    from benchmarks.common.asked import Asked
+    from benchmarks.common.graded_prompts import GradedPrompt
     from quire.models.tokenizer import encode_prompt
 
     if model.tokenizer is None:
@@ -108,7 +108,7 @@ def _encoded(
     if len(tokens) > input_tokens:
         tokens = tokens[:1] + tokens[len(tokens) - input_tokens + 1 :]
     grade = partial(_judge, task, sample.references)
-    return Encoded(tokens=tuple(tokens), requested=Asked(prompt=sample.prompt, grade=grade))
+    return Encoded(tokens=tuple(tokens), requested=GradedPrompt(prompt=sample.prompt, grade=grade))
 
 
 def _judge(task: "FewShotTask", references: tuple[str, ...], text: str) -> float:

@@ -5,23 +5,25 @@ from collections.abc import Callable, Mapping
 from benchmarks.batch_max.config import BatchMaxConfig
 from benchmarks.batch_max.quality import run_quality
 from benchmarks.batch_max.speed import run_speed
-from benchmarks.common.asked import AskingFor
+from benchmarks.common.graded_prompts import PromptMakerFor
 from benchmarks.common.result import PartResult
 from quire.models.loader import LoadedModel
 
 Part = Callable[[BatchMaxConfig], PartResult]
 
 
-def make_parts(load: Callable[[], LoadedModel], asking_for: AskingFor) -> Mapping[str, Part]:
+def make_parts(
+    load: Callable[[], LoadedModel], prompt_maker_for: PromptMakerFor
+) -> Mapping[str, Part]:
     """Speed with random weights, quality with a model that reads its context.
 
     Args:
         load: that model; called when its part runs.
-        asking_for: makes prompts for it.
+        prompt_maker_for: makes prompts for it.
     """
 
     def quality(config: BatchMaxConfig) -> PartResult:
         model = load()
-        return run_quality(model, config.quality, asking_for(model))
+        return run_quality(model, config.quality, prompt_maker_for(model))
 
     return {"speed": lambda config: run_speed(config.speed), "quality": quality}

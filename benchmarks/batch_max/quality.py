@@ -12,7 +12,7 @@ from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import QualityConfig
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
-from benchmarks.common.asked import Asking
+from benchmarks.common.graded_prompts import PromptMaker
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
@@ -22,15 +22,15 @@ from quire.models.tokenizer import encode_prompt
 MIB = 1 << 20
 
 
-def run_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -> PartResult:
+def run_quality(model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker) -> PartResult:
     """The part.
 
     Args:
         model: reads its context.
         config: what is asked.
-        asking: makes prompts of a task.
+        make_prompts: makes prompts of a task.
     """
-    found = list(measure_quality(model, config, asking))
+    found = list(measure_quality(model, config, make_prompts))
     return PartResult(
         claims=claims(config, found),
         tables=(_quality_table(config, found), _speed_table(config, found)),
@@ -39,9 +39,11 @@ def run_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -> Pa
     )
 
 
-def measure_quality(model: LoadedModel, config: QualityConfig, asking: Asking) -> Iterator[Judged]:
+def measure_quality(
+    model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker
+) -> Iterator[Judged]:
     """Yield every arm's answers to every task."""
-    prompts = {task: _encoded(model, config, asking, task) for task in config.tasks}
+    prompts = {task: _encoded(model, config, make_prompts, task) for task in config.tasks}
     for arm in config.arms():
         kv = KVConfig(
             memory=pool_bytes(model, config), evict=arm.evict, enable_prefix_caching=False
@@ -62,9 +64,11 @@ def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:
     return -(-rows_bytes // MIB) * MIB
 
 
-def _encoded(model: LoadedModel, config: QualityConfig, asking: Asking, task: str) -> list[Encoded]:
+def _encoded(
+    model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker, task: str
+) -> list[Encoded]:
     assert model.tokenizer is not None, "questions are texts"
-    requested = asking(task, config.tokens, config.samples)
+    requested = make_prompts(task, config.tokens, config.samples)
     return [
         Encoded(tokens=tuple(encode_prompt(model.tokenizer, found.prompt)), requested=found)
         for found in requested

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from benchmarks.common.questions import asking_for, load
+from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.report import commit
 from quire.cli.settings import Settings
 from quire.errors import ConfigError
@@ -45,7 +45,7 @@ def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Mat
 
     return Material(
         load=lambda: load(settings),
-        asking_for=asking_for,
+        prompt_maker_for=prompt_maker_for,
         running_for=lambda model: running_text(model, text),
         kept=CellFile(None if out is None else out / "cells.jsonl"),
         commit=commit(),

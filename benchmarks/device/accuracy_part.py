@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
-from benchmarks.device.bed import DeviceBed
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.remade import relative, remade_errors
-from benchmarks.device.rig import DeviceRig
+from benchmarks.device.offloaded_model import OffloadedModel
+from benchmarks.device.recomputed_kv import recompute_errors, relative
+from benchmarks.device.step_harness import StepHarness
 from benchmarks.offload.arms import BY_NAME
 from quire.errors import ConfigError
 from quire.offload.tiers.disk import DiskTier
@@ -31,52 +31,52 @@ _MIB = 1 << 20
 def run_accuracy(bench: DeviceBench) -> PartResult:
     """The part."""
     config = bench.config
-    rig = bench.rig(config.accuracy_case)
-    layer = layer_errors(rig.bed)
-    logits = logit_errors(rig)
-    model = remade_errors(bench.target, config.recompute_model, config.recompute_tokens)
+    harness = bench.harness(config.accuracy_case)
+    layer = layer_errors(harness.model)
+    logits = logit_errors(harness)
+    model = recompute_errors(bench.target, config.recompute_model, config.recompute_tokens)
     modules = {f"accuracy_modules_{name}": error for name, error in model.items()}
     disk = disk_rates(config.folder, config.disk_bytes, config.repeats)
     return PartResult(
         claims=layer | logits | modules | disk,
-        tables=(_table(bench, rig, layer | logits | modules), _disk_table(bench, disk)),
+        tables=(_table(bench, harness, layer | logits | modules), _disk_table(bench, disk)),
     )
 
 
-def layer_errors(bed: DeviceBed) -> Numbers:
+def layer_errors(model: OffloadedModel) -> Numbers:
     """The largest of all layers.
 
     accuracy_remade: KV recomputed in pieces, against the stored one.
     accuracy_stored, accuracy_pieces: either against the product in float32.
     """
     found: Numbers = {"accuracy_remade": 0.0, "accuracy_stored": 0.0, "accuracy_pieces": 0.0}
-    for number in range(bed.distinct):
-        x, stored = bed.activations(number), bed.plain_kv(number)
+    for number in range(model.distinct):
+        x, stored = model.activations(number), model.plain_kv(number)
         pieces = torch.empty_like(stored)
         for part, into in zip(x.chunk(_PIECES), pieces.chunk(_PIECES), strict=True):
-            bed.layer(number).project(part, into)
-        exact = x.float() @ bed.layer(number).kv.float()
+            model.layer(number).project(part, into)
+        exact = x.float() @ model.layer(number).kv.float()
         errors = (relative(pieces, stored), relative(stored, exact), relative(pieces, exact))
         found = {name: max(found[name], e) for name, e in zip(found, errors, strict=True)}
     return found
 
 
-def logit_errors(rig: DeviceRig) -> Numbers:
+def logit_errors(harness: StepHarness) -> Numbers:
     """A step with half of its KV recomputed against one with all of it carried.
 
     accuracy_logits: norm of the difference, relative. accuracy_logits_largest: of all logits.
     accuracy_same_token: share of rows whose largest logit is the same.
     """
-    draw = torch.Generator(rig.target.device)
+    draw = torch.Generator(harness.target.device)
     draw.manual_seed(1)
-    hidden = rig.case.spec.hidden_size
-    head = torch.randn(hidden, _LOGITS, generator=draw, device=rig.target.device)
+    hidden = harness.case.spec.hidden_size
+    head = torch.randn(hidden, _LOGITS, generator=draw, device=harness.target.device)
     head *= hidden**-0.5
     logits: list[Tensor] = []
-    half = rig.case.tokens // 2 * rig.bed.with_x
-    for layout in (rig.layout(BY_NAME["prefetch"]), rig.split_layout(half)):
-        rig.run(layout)
-        logits.append(rig.hidden.float() @ head)
+    half = harness.case.tokens // 2 * harness.model.with_x
+    for layout in (harness.layout(BY_NAME["prefetch"]), harness.split_layout(half)):
+        harness.run(layout)
+        logits.append(harness.hidden.float() @ head)
     transferred, made = logits
     return {
         "accuracy_logits": relative(made, transferred),
@@ -126,16 +126,16 @@ def _folder(name: str) -> Iterator[Path]:
         yield Path(place)
 
 
-def _table(bench: DeviceBench, rig: DeviceRig, found: Numbers) -> Table:
+def _table(bench: DeviceBench, harness: StepHarness, found: Numbers) -> Table:
     rows: list[tuple[Cell, ...]] = [
         (name.removeprefix("accuracy_").replace("_", " "), value) for name, value in found.items()
     ]
     return Table(
         name="device-accuracy",
         caption=(
-            f"{bench.where} {rig.case.label} in {rig.case.dtype}: recomputed KV against stored KV, "
-            "both against float32, and logits of a step. Modules: a model's own, rotations "
-            "included. Expected: at most 4e-3 in bfloat16."
+            f"{bench.where} {harness.case.label} in {harness.case.dtype}: recomputed KV against "
+            "stored KV, both against float32, and logits of a step. Modules: a model's own, "
+            "rotations included. Expected: at most 4e-3 in bfloat16."
         ),
         columns=("what", "error"),
         rows=tuple(rows),

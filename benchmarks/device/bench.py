@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.device.bed import distinct_layers
 from benchmarks.device.config import DeviceBenchConfig
 from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.rig import DeviceRig
+from benchmarks.device.link_codecs import LinkCodecs
+from benchmarks.device.offloaded_model import distinct_layers
 from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.step_harness import StepHarness
 from benchmarks.device.target import Target
-from benchmarks.device.wire import Wire
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 
@@ -39,7 +39,7 @@ class DeviceBench:
             self._pool.append(HostBytes(self.config.pinned_bytes, self.target))
         return self._pool[0]
 
-    def fitting(self, case: DecodeCase, wire: Wire | None = None) -> DecodeCase:
+    def fitting(self, case: DecodeCase, link_codecs: LinkCodecs | None = None) -> DecodeCase:
         """The batch, with rows halved until it fits the pool and the device.
 
         Raises:
@@ -47,7 +47,7 @@ class DeviceBench:
         """
         while True:
             try:
-                distinct_layers(case, self.target, self.pool, wire or Wire())
+                distinct_layers(case, self.target, self.pool, link_codecs or LinkCodecs())
             except ConfigError:
                 if case.rows == 1:
                     raise
@@ -55,10 +55,12 @@ class DeviceBench:
             else:
                 return case
 
-    def rig(self, case: DecodeCase, wire: Wire | None = None, *, host: bool = False) -> DeviceRig:
+    def harness(
+        self, case: DecodeCase, link_codecs: LinkCodecs | None = None, *, host: bool = False
+    ) -> StepHarness:
         """A model of this batch, as large as fits."""
-        fits = self.fitting(case, wire)
-        return DeviceRig(fits, self.target, self.pool, wire, host=host)
+        fits = self.fitting(case, link_codecs)
+        return StepHarness(fits, self.target, self.pool, link_codecs, host=host)
 
     def facts(self) -> Mapping[str, object]:
         """The device's, for whoever reads the result."""

@@ -1,11 +1,11 @@
-"""M6: KV and activations in codes on the wire, decoded on the device."""
+"""M6: KV and activations in codes on the link, decoded on the device."""
 
 from dataclasses import dataclass
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.rig import DeviceRig, expected_seconds, median_ms
-from benchmarks.device.wire import Wire, wire_sizes
+from benchmarks.device.link_codecs import LinkCodecs, link_sizes
+from benchmarks.device.step_harness import StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME
 from quire.offload.schedule.operations import Kind
 
@@ -13,12 +13,12 @@ _COPIES = (Kind.KV_IN, Kind.X_IN)
 
 
 def run_codes(bench: DeviceBench) -> PartResult:
-    """The part: the pipelined split on every wire, beside prefetching plain KV."""
+    """The part: the pipelined split with every pair of codecs, beside prefetching plain KV."""
     claims: Numbers = {}
     rows: list[tuple[Cell, ...]] = []
     base_ms = 0.0
     for kv, x in bench.config.wires:
-        found, row = _measured(bench, Wire(kv, x))
+        found, row = _measured(bench, LinkCodecs(kv, x))
         base_ms = base_ms or found.prefetch_ms
         gain = base_ms / found.split_ms
         rows.append((*row, gain, found.expected_gain, found.error))
@@ -29,8 +29,11 @@ def run_codes(bench: DeviceBench) -> PartResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OnWire:
-    """A wire's steps: milliseconds of a row, as batches may differ; the split's error and bytes."""
+class _CodedSteps:
+    """Steps with one pair of codecs: milliseconds of a row, as batches may differ.
+
+    The error and the bytes are the split's.
+    """
 
     prefetch_ms: float
     split_ms: float
@@ -39,29 +42,32 @@ class _OnWire:
     copied_bytes: int
 
 
-def _measured(bench: DeviceBench, wire: Wire) -> tuple[_OnWire, tuple[Cell, ...]]:
+def _measured(bench: DeviceBench, link_codecs: LinkCodecs) -> tuple[_CodedSteps, tuple[Cell, ...]]:
     """Prefetching and the pipelined split; the model's memory is free again behind it."""
-    rig = bench.rig(bench.config.cases[0], wire)
-    case, layouts = rig.case, {name: rig.layout(BY_NAME[name]) for name in ("prefetch", "lB")}
-    steps = rig.rounds(layouts, bench.config.repeats)
+    harness = bench.harness(bench.config.cases[0], link_codecs)
+    case, layouts = (
+        harness.case,
+        {name: harness.layout(BY_NAME[name]) for name in ("prefetch", "lB")},
+    )
+    steps = harness.rounds(layouts, bench.config.repeats)
     prefetch_ms, split_ms = (median_ms(steps[name]) for name in ("prefetch", "lB"))
-    x_ratio = rig.sizes.x_bytes / rig.sizes.kv_bytes
-    found = _OnWire(
+    x_ratio = harness.sizes.x_bytes / harness.sizes.kv_bytes
+    found = _CodedSteps(
         prefetch_ms=prefetch_ms / case.rows,
         split_ms=split_ms / case.rows,
-        expected_gain=expected_gain(bench, rig),
+        expected_gain=expected_gain(bench, harness),
         error=max(step.error for step in steps["lB"]),
         copied_bytes=steps["lB"][0].timeline.schedule.num_bytes(*_COPIES),
     )
     share = layouts["lB"].batch.x / case.tokens
-    return found, (wire.label, case.label, x_ratio, share, prefetch_ms, split_ms)
+    return found, (link_codecs.label, case.label, x_ratio, share, prefetch_ms, split_ms)
 
 
-def expected_gain(bench: DeviceBench, rig: DeviceRig) -> float:
-    """Plain prefetching over this wire's split by the data sheet, decoding left out."""
-    case, machine = rig.case, bench.config.machine
+def expected_gain(bench: DeviceBench, harness: StepHarness) -> float:
+    """Plain prefetching over the split of these codecs by the data sheet, decoding left out."""
+    case, machine = harness.case, bench.config.machine
     plain_s = expected_seconds(case, BY_NAME["prefetch"], machine)
-    sizes = wire_sizes(case, rig.bed.wire)
+    sizes = link_sizes(case, harness.model.link_codecs)
     return plain_s / expected_seconds(case, BY_NAME["lB"], machine, sizes=sizes)
 
 

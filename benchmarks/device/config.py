@@ -16,7 +16,7 @@ class DeviceBenchConfig:
         device: that is measured.
         pinned_bytes: of host memory, of the one pool that all parts use.
         repeats: of each measurement, behind one that is not counted.
-        machine: of `bench.offload.machines`, whose data sheet expectations are made of.
+        machine: of `benchmarks.offload.machines`, whose data sheet expectations are made of.
         copy_bytes: sizes of copies, of the part `link`.
         piece_bytes: sizes of small pieces there.
         pieces: of each size.

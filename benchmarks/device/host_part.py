@@ -5,11 +5,11 @@ import torch
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.host_bytes import require_host
-from benchmarks.device.rig import DeviceRig, median_ms
+from benchmarks.device.step_harness import StepHarness, median_ms
 from benchmarks.device.target import Target
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.arms_part import ratio
-from benchmarks.offload.rig import ArmStep
+from benchmarks.offload.simulated_machine import MeasuredStep
 from quire.profile.attention import AttentionBench
 
 ARMS = ("prefetch", "host_share", "all_host")
@@ -20,12 +20,12 @@ _CPU = Target(torch.device("cpu"))
 def run_host(bench: DeviceBench) -> PartResult:
     """The part."""
     rates = host_rates(bench)
-    rig = bench.rig(bench.config.grouped, host=True)
-    layouts = {name: rig.layout(BY_NAME[name]) for name in ARMS}
-    steps = rig.rounds(layouts, bench.config.repeats)
+    harness = bench.harness(bench.config.grouped, host=True)
+    layouts = {name: harness.layout(BY_NAME[name]) for name in ARMS}
+    steps = harness.rounds(layouts, bench.config.repeats)
     return PartResult(
-        claims=_claims(rig, layouts, steps) | rates,
-        tables=(_rate_table(bench, rig, rates), _table(bench, rig, layouts, steps)),
+        claims=_claims(harness, layouts, steps) | rates,
+        tables=(_rate_table(bench, harness, rates), _table(bench, harness, layouts, steps)),
         raw={"seconds": {name: [s.seconds for s in found] for name, found in steps.items()}},
     )
 
@@ -44,7 +44,9 @@ def host_rates(bench: DeviceBench) -> Numbers:
     }
 
 
-def _claims(rig: DeviceRig, layouts: dict[str, Layout], steps: dict[str, list[ArmStep]]) -> Numbers:
+def _claims(
+    harness: StepHarness, layouts: dict[str, Layout], steps: dict[str, list[MeasuredStep]]
+) -> Numbers:
     """Of the step.
 
     host_gain: prefetching over link and host together; host_gain_formula: 1 + k / u.
@@ -57,15 +59,15 @@ def _claims(rig: DeviceRig, layouts: dict[str, Layout], steps: dict[str, list[Ar
         "host_gain": ratio(steps, "prefetch", "host_share"),
         "host_gain_formula": 1 + rates.kv_s / rates.host_s,
         "host_all_gain": ratio(steps, "prefetch", "all_host"),
-        "host_share": layouts["host_share"].batch.host / rig.case.tokens,
-        "host_step_gb_per_s": rig.sizes.kv_bytes / rates.host_s / 1e9,
+        "host_share": layouts["host_share"].batch.host / harness.case.tokens,
+        "host_step_gb_per_s": harness.sizes.kv_bytes / rates.host_s / 1e9,
         "host_output_error": max(s.error for found in steps.values() for s in found),
     }
 
 
-def _rate_table(bench: DeviceBench, rig: DeviceRig, rates: Numbers) -> Table:
+def _rate_table(bench: DeviceBench, harness: StepHarness, rates: Numbers) -> Table:
     """The gain that a rate allows: 1 + k / u = 1 + host rate / link rate."""
-    link = rig.speeds.inward.bytes_per_s / 1e9
+    link = harness.speeds.inward.bytes_per_s / 1e9
     shape = bench.config.host_attention
     return Table(
         name="device-host-rates",
@@ -84,14 +86,14 @@ def _rate_table(bench: DeviceBench, rig: DeviceRig, rates: Numbers) -> Table:
 
 def _table(
     bench: DeviceBench,
-    rig: DeviceRig,
+    harness: StepHarness,
     layouts: dict[str, Layout],
-    steps: dict[str, list[ArmStep]],
+    steps: dict[str, list[MeasuredStep]],
 ) -> Table:
     rows: list[tuple[Cell, ...]] = [
         (
             BY_NAME[name].label,
-            layouts[name].batch.host // rig.case.context,
+            layouts[name].batch.host // harness.case.context,
             median_ms(steps[name]),
             1e3 * steps[name][0].predicted_s,
             ratio(steps, "prefetch", name),
@@ -101,8 +103,9 @@ def _table(
     return Table(
         name="device-host",
         caption=(
-            f"{bench.where} {rig.case.label}, whose activations do not pay: rows whose attention "
-            "is on the host. Expected for Llama-3-8B with an H200: 2 to 3.5 times prefetching."
+            f"{bench.where} {harness.case.label}, whose activations do not pay: rows whose "
+            "attention is on the host. Expected for Llama-3-8B with an H200: 2 to 3.5 times "
+            "prefetching."
         ),
         columns=("arm", "rows on the host", "ms", "predicted, ms", "gain"),
         rows=tuple(rows),

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.busy_link import BusyLink, SecondStream, ThrottledHalf
-from benchmarks.device.rig import DeviceRig
+from benchmarks.device.step_harness import StepHarness
 from benchmarks.device.sweep_part import splits
 from benchmarks.offload.arms import BY_NAME
 from quire.offload.control import SplitController
@@ -34,55 +34,55 @@ class _Followed:
 
 def run_refit(bench: DeviceBench) -> PartResult:
     """The part: as many steps before the change as behind it."""
-    rig = bench.rig(bench.config.refit_case)
-    link = _link(bench, rig)
-    rig.executor = link.executor
-    rig.speeds = rig.measured()
-    before = rig.speeds.inward.bytes_per_s
+    harness = bench.harness(bench.config.refit_case)
+    link = _link(bench, harness)
+    harness.executor = link.executor
+    harness.speeds = harness.measured()
+    before = harness.speeds.inward.bytes_per_s
     try:
-        found, changes = _follow(rig, link, bench.config.refit_steps)
-        curve = _curve(rig, bench)
-        left = rig.measured().inward.bytes_per_s / before
+        found, changes = _follow(harness, link, bench.config.refit_steps)
+        curve = _curve(harness, bench)
+        left = harness.measured().inward.bytes_per_s / before
     finally:
         link.end()
     claims = _claims(found, curve, bench.config.refit_steps)
     return PartResult(
         claims=claims | {"refit_link_left": left, "refit_noticed_changes": changes},
-        tables=(_table(bench, rig, found),),
+        tables=(_table(bench, harness, found),),
         charts=(_chart(found),),
         raw={"seconds": found.seconds, "splits": found.splits, "best": curve},
     )
 
 
-def _link(bench: DeviceBench, rig: DeviceRig) -> BusyLink:
+def _link(bench: DeviceBench, harness: StepHarness) -> BusyLink:
     if bench.target.on_gpu:
-        return SecondStream(bench.target, rig.executor)
-    layer_bytes = rig.case.tokens * rig.sizes.kv_bytes
+        return SecondStream(bench.target, harness.executor)
+    layer_bytes = harness.case.tokens * harness.sizes.kv_bytes
     return ThrottledHalf(CopyRate(bytes_per_s=layer_bytes / _CARRY_S))
 
 
-def _follow(rig: DeviceRig, link: BusyLink, steps: int) -> tuple[_Followed, int]:
+def _follow(harness: StepHarness, link: BusyLink, steps: int) -> tuple[_Followed, int]:
     """Steps with the split that the controller takes, and how many changes were noticed."""
-    profiler, control, found = OffloadProfiler(rig.speeds), SplitController(), _Followed()
-    tokens = rig.case.tokens
+    profiler, control, found = OffloadProfiler(harness.speeds), SplitController(), _Followed()
+    tokens = harness.case.tokens
     for number in range(2 * steps):
         if number == steps:
             link.begin()
-        rates = rig.layout(BY_NAME["lB"], profiler.speeds).rates
+        rates = harness.layout(BY_NAME["lB"], profiler.speeds).rates
         split = control.split(rates, tokens)
-        step = rig.run(rig.split_layout(split, profiler.speeds))
+        step = harness.run(harness.split_layout(split, profiler.speeds))
         profiler.observe(step.timeline)
-        now = rig.layout(BY_NAME["lB"], profiler.speeds).rates
+        now = harness.layout(BY_NAME["lB"], profiler.speeds).rates
         control.observe(step.timeline, now, tokens)
         found.splits.append(split)
         found.seconds.append(step.seconds)
     return found, profiler.num_changes
 
 
-def _curve(rig: DeviceRig, bench: DeviceBench) -> list[tuple[int, float]]:
+def _curve(harness: StepHarness, bench: DeviceBench) -> list[tuple[int, float]]:
     """Splits and the seconds of a step, as the link is now."""
-    layouts = {str(x): rig.split_layout(x) for x in splits(rig, bench.config.sweep_points)}
-    steps = rig.rounds(layouts, bench.config.repeats)
+    layouts = {str(x): harness.split_layout(x) for x in splits(harness, bench.config.sweep_points)}
+    steps = harness.rounds(layouts, bench.config.repeats)
     return [(int(x), statistics.median(s.seconds for s in steps[x])) for x in layouts]
 
 
@@ -115,18 +115,19 @@ def settling_steps(over: Sequence[float]) -> int:
     return bad[-1] + 1 if bad else 0
 
 
-def _table(bench: DeviceBench, rig: DeviceRig, found: _Followed) -> Table:
+def _table(bench: DeviceBench, harness: StepHarness, found: _Followed) -> Table:
     pairs = zip(found.splits, found.seconds, strict=True)
     return Table(
         name="device-refit",
         caption=(
-            f"{bench.where} {rig.case.label}: somebody else takes about half the link behind step "
-            f"{bench.config.refit_steps}; what is recomputed, and what the step took. Expected: "
-            "the split follows within 10 steps, and loses less than 5 % against the best measured."
+            f"{bench.where} {harness.case.label}: somebody else takes about half the link "
+            f"behind step {bench.config.refit_steps}; what is recomputed, and what the step took. "
+            "Expected: the split follows within 10 steps, and loses less than 5 % against the best "
+            "measured."
         ),
         columns=("step", "recomputed", "share", "ms"),
         rows=tuple(
-            (n + 1, split, split / rig.case.tokens, 1e3 * taken_s)
+            (n + 1, split, split / harness.case.tokens, 1e3 * taken_s)
             for n, (split, taken_s) in enumerate(pairs)
         ),
     )

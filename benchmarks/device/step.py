@@ -9,10 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.device.bed import CHANGE, DeviceBed
-from benchmarks.device.layer import attend_rows, normed
+from benchmarks.device.link_codecs import Coder
+from benchmarks.device.offloaded_model import CHANGE, OffloadedModel
+from benchmarks.device.random_layer import attend_rows, normed
 from benchmarks.device.target import Target
-from benchmarks.device.wire import Coder
 from quire.errors import ConfigError
 from quire.offload.executors.base import Work, dispatch
 from quire.offload.schedule.operations import Kind, Operation
@@ -49,7 +49,7 @@ class DeviceStep:
     """A step of one batch.
 
     Args:
-        bed: the model.
+        model: whose step it is.
         staging: of its device.
         batch: tokens; those on the host whole rows, those on the device all or none.
         rules: of the layout.
@@ -64,15 +64,15 @@ class DeviceStep:
 
     def __init__(
         self,
-        bed: DeviceBed,
+        model: OffloadedModel,
         staging: Staging,
         batch: BatchTokens,
         rules: Rules,
         *,
         poison: bool = False,
     ) -> None:
-        case = bed.case
-        self._bed, self._batch, self._poison = bed, batch, poison
+        case = model.case
+        self._model, self._batch, self._poison = model, batch, poison
         self._host_rows, rest = divmod(batch.host, case.context)
         self._rows = case.rows - self._host_rows
         self._held = batch.x + batch.kv + batch.resident
@@ -81,34 +81,35 @@ class DeviceStep:
                 f"expected whole rows of {case.context} tokens on the host and equally many tokens "
                 f"of each of the other rows, got {batch}"
             )
-        if batch.host and not bed.kv_coder.is_plain:
+        if batch.host and not model.kv_coder.is_plain:
             raise ConfigError(
-                f"the host attends to plain KV here, got {bed.wire.label}; leave the codec out"
+                f"the host attends to plain KV here, got {model.link_codecs.label}; "
+                "leave the codec out"
             )
         self._ring = bool(rules.x_ring)
         self._stage(staging, rules)
-        self.hidden = bed.begin
-        self._query = self._attended = bed.begin
+        self.hidden = model.begin
+        self._query = self._attended = model.begin
         self._host_query = self._host_out = torch.zeros(0)
         self._ask(0)
 
     def _stage(self, staging: Staging, rules: Rules) -> None:
-        bed, batch, slots = self._bed, self._batch, rules.slots
-        case, dtype = bed.case, bed.kv_coder.dtype
+        model, batch, slots = self._model, self._batch, rules.slots
+        case, dtype = model.case, model.kv_coder.dtype
         self._kv = staging.take("KV", (slots, self._held, case.kv_width), dtype)
         pieces = rules.x_ring or slots
         longest = -(-batch.x // rules.x_chunks) if self._ring else batch.x
-        self._x = [_planes(staging, f"X {n}", bed.x_coder, longest) for n in range(pieces)]
-        coded = 0 if bed.kv_coder.is_plain else batch.kv
-        self._codes = [_planes(staging, f"codes {n}", bed.kv_coder, coded) for n in range(slots)]
+        self._x = [_planes(staging, f"X {n}", model.x_coder, longest) for n in range(pieces)]
+        coded = 0 if model.kv_coder.is_plain else batch.kv
+        self._codes = [_planes(staging, f"codes {n}", model.kv_coder, coded) for n in range(slots)]
         rows = (case.spec.num_layers, case.rows)
         self._new_kv = staging.take("new KV", (*rows, case.kv_width), dtype)
         self._new_x = staging.take("new X", (*rows, case.spec.hidden_size), dtype)
         if batch.resident:
-            shape = (bed.distinct, self._held, case.kv_width)
+            shape = (model.distinct, self._held, case.kv_width)
             self._resident = staging.take("resident KV", shape, dtype)
             for place, kept in enumerate(self._resident):
-                kept.copy_(bed.plain_kv(place)[: self._held])
+                kept.copy_(model.plain_kv(place)[: self._held])
 
     @property
     def work(self) -> Work:
@@ -134,23 +135,23 @@ class DeviceStep:
     # ---- copies --------------------------------------------------------------------------------
 
     def _bring_x(self, op: Operation) -> None:
-        source = self._bed.x(op.layer)
+        source = self._model.x(op.layer)
         _copy([plane[op.first : op.first + op.tokens] for plane in source], self._x_place(op))
 
     def _bring_kv(self, op: Operation) -> None:
         first, end = op.first, op.first + op.tokens
-        source = [p[self._batch.x + first : self._batch.x + end] for p in self._bed.kv(op.layer)]
-        if self._bed.kv_coder.is_plain:
+        source = [p[self._batch.x + first : self._batch.x + end] for p in self._model.kv(op.layer)]
+        if self._model.kv_coder.is_plain:
             place = self._kv[op.slot, self._batch.x + first : self._batch.x + end]
             _copy(source, [place.view(source[0].shape)])
         else:
             _copy(source, [plane[first:end] for plane in self._codes[op.slot]])
 
     def _store_kv(self, op: Operation) -> None:
-        self._bed.new_kv[op.layer].copy_(self._new_kv[op.layer], non_blocking=True)
+        self._model.new_kv[op.layer].copy_(self._new_kv[op.layer], non_blocking=True)
 
     def _store_x(self, op: Operation) -> None:
-        self._bed.new_x[op.layer].copy_(self._new_x[op.layer], non_blocking=True)
+        self._model.new_x[op.layer].copy_(self._new_x[op.layer], non_blocking=True)
 
     def _x_place(self, op: Operation) -> list[Tensor]:
         first = 0 if self._ring else op.first
@@ -159,51 +160,51 @@ class DeviceStep:
     # ---- computing -----------------------------------------------------------------------------
 
     def _project(self, op: Operation) -> None:
-        bed, end = self._bed, op.first + op.tokens
+        model, end = self._model, op.first + op.tokens
         into = self._kv[op.slot, op.first : end]
-        here = op.layer == 0 and bed.embedded is not None
+        here = op.layer == 0 and model.embedded is not None
         staged = self._x_place(op) if not here else []
         if here:
-            assert bed.embedded is not None, "the first layer's activations are here"
-            x = bed.embedded[op.first : end]
-        elif bed.x_coder.is_plain:
+            assert model.embedded is not None, "the first layer's activations are here"
+            x = model.embedded[op.first : end]
+        elif model.x_coder.is_plain:
             x = staged[0].view(op.tokens, -1)
         else:
-            x = into.new_empty(op.tokens, bed.case.spec.hidden_size)
-            bed.x_coder.decode(staged, x)
-        bed.layer(op.layer).project(x, into)
+            x = into.new_empty(op.tokens, model.case.spec.hidden_size)
+            model.x_coder.decode(staged, x)
+        model.layer(op.layer).project(x, into)
         if self._poison and not here:
             x.fill_(float("nan"))
 
     def _host_attend(self, op: Operation) -> None:
-        kv = self._bed.kv(op.layer)[0].view(self._bed.case.tokens, -1)[-op.tokens :]
-        self._host_out.copy_(attend_rows(self._bed.case, self._host_query, kv))
+        kv = self._model.kv(op.layer)[0].view(self._model.case.tokens, -1)[-op.tokens :]
+        self._host_out.copy_(attend_rows(self._model.case, self._host_query, kv))
 
     def _attend(self, op: Operation) -> None:
-        bed, batch = self._bed, self._batch
-        kv = self._resident[op.layer % bed.distinct] if batch.resident else self._kv[op.slot]
-        if not bed.kv_coder.is_plain and batch.kv:
-            bed.kv_coder.decode(self._codes[op.slot], kv[batch.x : batch.x + batch.kv])
+        model, batch = self._model, self._batch
+        kv = self._resident[op.layer % model.distinct] if batch.resident else self._kv[op.slot]
+        if not model.kv_coder.is_plain and batch.kv:
+            model.kv_coder.decode(self._codes[op.slot], kv[batch.x : batch.x + batch.kv])
         parts = []
         if self._rows:
-            parts.append(attend_rows(bed.case, self._query[: self._rows], kv))
+            parts.append(attend_rows(model.case, self._query[: self._rows], kv))
         if self._host_rows:
             parts.append(self._host_out.to(self.hidden.device, non_blocking=True))
         self._attended = torch.cat(parts)
         given = normed(self.hidden)
         self._new_x[op.layer].copy_(given)
-        torch.mm(given, bed.layer(op.layer).kv, out=self._new_kv[op.layer])
+        torch.mm(given, model.layer(op.layer).kv, out=self._new_kv[op.layer])
         if self._poison and not batch.resident:
             kv.fill_(float("nan"))
 
     def _finish(self, op: Operation) -> None:
-        self.hidden = self._bed.layer(op.layer).finish(self.hidden, self._attended)
+        self.hidden = self._model.layer(op.layer).finish(self.hidden, self._attended)
         self._ask(op.layer + 1)
 
     def _ask(self, number: int) -> None:
         """Queries of a layer, and a copy for the host's rows."""
         with torch.inference_mode():
-            self._query = normed(self.hidden) @ self._bed.layer(number).query
+            self._query = normed(self.hidden) @ self._model.layer(number).query
             if not self._host_rows:
                 return
             requested = self._query[self._rows :]

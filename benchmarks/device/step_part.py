@@ -2,11 +2,11 @@
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.rig import RESIDENT, DeviceRig, expected_seconds, median_ms
 from benchmarks.device.shapes import DecodeCase
+from benchmarks.device.step_harness import RESIDENT, StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.arms_part import error_p95, ratio
-from benchmarks.offload.rig import ArmStep
+from benchmarks.offload.simulated_machine import MeasuredStep
 from quire.models.device_memory import free_device_bytes
 
 ARMS = ("no_overlap", "prefetch", "lA", "lB")
@@ -27,25 +27,25 @@ def run_step(bench: DeviceBench) -> PartResult:
 
 def _measured(
     bench: DeviceBench, case: DecodeCase
-) -> tuple[dict[str, list[ArmStep]], list[tuple[Cell, ...]]]:
+) -> tuple[dict[str, list[MeasuredStep]], list[tuple[Cell, ...]]]:
     """Steps of all arms, and a row of each; the model's memory is free again behind it."""
-    rig = bench.rig(case)
-    layouts = layouts_of(rig)
-    steps = rig.rounds(layouts, bench.config.repeats)
-    return steps, [_row(bench, rig, name, layouts[name], steps) for name in layouts]
+    harness = bench.harness(case)
+    layouts = layouts_of(harness)
+    steps = harness.rounds(layouts, bench.config.repeats)
+    return steps, [_row(bench, harness, name, layouts[name], steps) for name in layouts]
 
 
-def layouts_of(rig: DeviceRig) -> dict[str, Layout]:
+def layouts_of(harness: StepHarness) -> dict[str, Layout]:
     """Every arm's, and all KV on the device where it has the room."""
-    found = {name: rig.layout(BY_NAME[name]) for name in ARMS}
-    case = rig.case
-    kept_bytes = case.tokens * case.kv_width * case.value_bytes * (rig.bed.distinct + 2)
-    if kept_bytes < free_device_bytes(rig.target.device):
-        found[RESIDENT] = rig.resident_layout()
+    found = {name: harness.layout(BY_NAME[name]) for name in ARMS}
+    case = harness.case
+    kept_bytes = case.tokens * case.kv_width * case.value_bytes * (harness.model.distinct + 2)
+    if kept_bytes < free_device_bytes(harness.target.device):
+        found[RESIDENT] = harness.resident_layout()
     return found
 
 
-def _claims(model: str, steps: dict[str, list[ArmStep]]) -> Numbers:
+def _claims(model: str, steps: dict[str, list[MeasuredStep]]) -> Numbers:
     """Of each model.
 
     *_ms: of a step. gain_lB_over_*: latency of the one over the pipelined split's, within rounds.
@@ -63,12 +63,12 @@ def _claims(model: str, steps: dict[str, list[ArmStep]]) -> Numbers:
 
 def _row(
     bench: DeviceBench,
-    rig: DeviceRig,
+    harness: StepHarness,
     name: str,
     layout: Layout,
-    steps: dict[str, list[ArmStep]],
+    steps: dict[str, list[MeasuredStep]],
 ) -> tuple[Cell, ...]:
-    case, found = rig.case, steps[name]
+    case, found = harness.case, steps[name]
     expected_s = None
     if name != RESIDENT:
         expected_s = 1e3 * expected_seconds(case, BY_NAME[name], bench.config.machine)
@@ -77,7 +77,7 @@ def _row(
     return (
         case.label,
         round(case.kv_bytes / 1e9, 2),
-        rig.bed.distinct,
+        harness.model.distinct,
         label,
         layout.batch.x / case.tokens,
         measured_ms,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.prompt import PromptBed
+from benchmarks.device.prompt_harness import PromptHarness
 from benchmarks.device.shapes import SPECS, DecodeCase
 from benchmarks.memory.swap_bench import measured_breakeven
 from benchmarks.offload.machines import MACHINES
@@ -40,12 +40,12 @@ class LengthTimes:
 
 def run_swap(bench: DeviceBench) -> PartResult:
     """The part."""
-    bed = _bed(bench)
-    lengths = [n for n in bench.config.swap_tokens if n <= bed.case.context]
-    times = [_times(bench, bed, tokens) for tokens in lengths]
+    harness = _harness(bench)
+    lengths = [n for n in bench.config.swap_tokens if n <= harness.case.context]
+    times = [_times(bench, harness, tokens) for tokens in lengths]
     prefill, loading = fitted(times)
-    both = [_hybrid(bench, bed, time, prefill, loading) for time in times]
-    rows = [_row(bench, bed.case, time, found) for time, found in zip(times, both, strict=True)]
+    both = [_hybrid(bench, harness, time, prefill, loading) for time in times]
+    rows = [_row(bench, harness.case, time, found) for time, found in zip(times, both, strict=True)]
     ratios = {t.tokens: t.read_s / (t.out_s + t.back_s) for t in times}
     return PartResult(
         claims={
@@ -59,11 +59,11 @@ def run_swap(bench: DeviceBench) -> PartResult:
             "swap_restored_error": max(found[2] for found in both),
         }
         | _paged(bench),
-        tables=(_table(bench, bed.case, rows),),
+        tables=(_table(bench, harness.case, rows),),
     )
 
 
-def _bed(bench: DeviceBench) -> PromptBed:
+def _harness(bench: DeviceBench) -> PromptHarness:
     """With the longest prompt that the pool has room for."""
     config, spec = bench.config, SPECS[bench.config.swap_model]
     token_bytes = spec.kv_bytes_per_token(2)
@@ -74,14 +74,14 @@ def _bed(bench: DeviceBench) -> PromptBed:
             f"pool has {bench.pool.num_bytes:,} B; raise --pinned"
         )
     case = DecodeCase(model=config.swap_model, rows=1, context=max(fits))
-    return PromptBed(case, config.chunk_tokens, bench.target, bench.pool)
+    return PromptHarness(case, config.chunk_tokens, bench.target, bench.pool)
 
 
-def _times(bench: DeviceBench, bed: PromptBed, tokens: int) -> LengthTimes:
+def _times(bench: DeviceBench, harness: PromptHarness, tokens: int) -> LengthTimes:
     target, repeats = bench.target, bench.config.repeats
-    read_s = target.median(lambda: bed.read_all(tokens), repeats)
-    out_s = target.median(lambda: bed.save(tokens), repeats)
-    back_s = target.median(lambda: bed.load(0, tokens), repeats)
+    read_s = target.median(lambda: harness.read_all(tokens), repeats)
+    out_s = target.median(lambda: harness.save(tokens), repeats)
+    back_s = target.median(lambda: harness.load(0, tokens), repeats)
     return LengthTimes(tokens=tokens, out_s=out_s, back_s=back_s, read_s=read_s)
 
 
@@ -95,34 +95,38 @@ def fitted(times: list[LengthTimes]) -> tuple[PrefillRates, Loading]:
 
 
 def _hybrid(
-    bench: DeviceBench, bed: PromptBed, time: LengthTimes, prefill: PrefillRates, loading: Loading
+    bench: DeviceBench,
+    harness: PromptHarness,
+    time: LengthTimes,
+    prefill: PrefillRates,
+    loading: Loading,
 ) -> tuple[int, float, float]:
     """Tokens read again, seconds of both at once, and how far the KV is from what was saved."""
-    tokens, chunk = time.tokens, bed.chunk_tokens
+    tokens, chunk = time.tokens, harness.chunk_tokens
     split = restore_split(prefill, loading, tokens, chunk)
-    bed.read_all(tokens)
-    bed.save(tokens)
+    harness.read_all(tokens)
+    harness.save(tokens)
     schedule = plan_restore(
         prefill,
         loading,
         tokens=tokens,
         read_tokens=split,
-        token_bytes=bed.case.kv_bytes / bed.case.context,
+        token_bytes=harness.case.kv_bytes / harness.case.context,
         chunk_tokens=chunk,
     )
     work = dispatch(
         {
-            Kind.PROJECT: lambda op: bed.read(op.first, op.tokens),
-            Kind.KV_IN: lambda op: bed.load(op.first, op.tokens),
+            Kind.PROJECT: lambda op: harness.read(op.first, op.tokens),
+            Kind.KV_IN: lambda op: harness.load(op.first, op.tokens),
         }
     )
     bench.target.seconds(lambda: None)  # what was begun has ended
-    bed.kv.fill_(0)
+    harness.kv.fill_(0)
     executor, taken = bench.target.executor(), []
     for _ in range(bench.config.repeats + 1):
         timeline = executor.run(schedule, work)
         taken.append(float(timeline.wall_s or timeline.seconds))
-    return split, statistics.median(taken[1:]), bed.off(tokens)
+    return split, statistics.median(taken[1:]), harness.off(tokens)
 
 
 def _paged(bench: DeviceBench) -> Numbers:

@@ -4,39 +4,39 @@ import statistics
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.rig import DeviceRig, expected_seconds, median_ms
+from benchmarks.device.step_harness import StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME, Layout
-from benchmarks.offload.rig import ArmStep
+from benchmarks.offload.simulated_machine import MeasuredStep
 
 _NOISE = 0.02  # of a step: rises smaller than this are none
 
 
 def run_sweep(bench: DeviceBench) -> PartResult:
     """The part."""
-    rig = bench.rig(bench.config.cases[0])
-    layouts = {str(x): rig.split_layout(x) for x in splits(rig, bench.config.sweep_points)}
-    chosen = rig.layout(BY_NAME["lB"])
+    harness = bench.harness(bench.config.cases[0])
+    layouts = {str(x): harness.split_layout(x) for x in splits(harness, bench.config.sweep_points)}
+    chosen = harness.layout(BY_NAME["lB"])
     layouts.setdefault(str(chosen.batch.x), chosen)
-    steps = rig.rounds(layouts, bench.config.repeats)
+    steps = harness.rounds(layouts, bench.config.repeats)
     order = sorted(layouts, key=int)
-    rows = tuple(_row(bench, rig, layouts[x], steps[x]) for x in order)
+    rows = tuple(_row(bench, harness, layouts[x], steps[x]) for x in order)
     return PartResult(
-        claims=_claims(rig, chosen, {int(x): steps[x] for x in order}),
-        tables=(_table(bench, rig, rows),),
+        claims=_claims(harness, chosen, {int(x): steps[x] for x in order}),
+        tables=(_table(bench, harness, rows),),
         charts=(_chart(rows),),
         raw={"seconds": {x: [s.seconds for s in steps[x]] for x in order}},
     )
 
 
-def splits(rig: DeviceRig, points: int) -> list[int]:
+def splits(harness: StepHarness, points: int) -> list[int]:
     """So many splits; only the first where activations do not pay."""
-    if not rig.bed.with_x:
+    if not harness.model.with_x:
         return [0]
     last = max(1, points - 1)
-    return [rig.case.tokens * point // last for point in range(last + 1)]
+    return [harness.case.tokens * point // last for point in range(last + 1)]
 
 
-def _claims(rig: DeviceRig, chosen: Layout, steps: dict[int, list[ArmStep]]) -> Numbers:
+def _claims(harness: StepHarness, chosen: Layout, steps: dict[int, list[MeasuredStep]]) -> Numbers:
     """What was measured, against the split that the rates choose.
 
     sweep_least_share, sweep_lB_share: of all tokens, at the least step and as chosen.
@@ -46,7 +46,7 @@ def _claims(rig: DeviceRig, chosen: Layout, steps: dict[int, list[ArmStep]]) -> 
     """
     times = {x: statistics.median(s.seconds for s in found) for x, found in steps.items()}
     least = min(times, key=lambda x: times[x])
-    split, tokens = chosen.batch.x, rig.case.tokens
+    split, tokens = chosen.batch.x, harness.case.tokens
     return {
         "sweep_least_share": least / tokens,
         "sweep_lB_share": split / tokens,
@@ -68,20 +68,21 @@ def turns(values: list[float]) -> int:
 
 
 def _row(
-    bench: DeviceBench, rig: DeviceRig, layout: Layout, steps: list[ArmStep]
+    bench: DeviceBench, harness: StepHarness, layout: Layout, steps: list[MeasuredStep]
 ) -> tuple[Cell, ...]:
-    case, x = rig.case, layout.batch.x
+    case, x = harness.case, layout.batch.x
     expected_s = expected_seconds(case, BY_NAME["lB"], bench.config.machine, x_tokens=x)
     predicted_s = steps[0].predicted_s
     return x, x / case.tokens, median_ms(steps), 1e3 * predicted_s, 1e3 * expected_s
 
 
-def _table(bench: DeviceBench, rig: DeviceRig, rows: tuple[tuple[Cell, ...], ...]) -> Table:
+def _table(bench: DeviceBench, harness: StepHarness, rows: tuple[tuple[Cell, ...], ...]) -> Table:
     return Table(
         name="device-sweep",
         caption=(
-            f"{bench.where} {rig.case.label}: a step by the tokens of a layer that are recomputed, "
-            "ms. Expected: a V whose least is within 5 % of l_B, and 10 % of what is predicted."
+            f"{bench.where} {harness.case.label}: a step by the tokens of a layer that are "
+            "recomputed, ms. Expected: a V whose least is within 5 % of l_B, and 10 % of what "
+            "is predicted."
         ),
         columns=("recomputed", "share", "measured", "predicted", "expected"),
         rows=rows,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
-from benchmarks.device.layer import attend_rows
+from benchmarks.device.random_layer import attend_rows
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from quire.offload.schedule.operations import Kind

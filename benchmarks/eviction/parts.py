@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.common.asked import AskingFor
+from benchmarks.common.graded_prompts import PromptMakerFor
 from benchmarks.common.result import PartResult
 from benchmarks.eviction.cells import Cell, CellFile, cell_keys
 from benchmarks.eviction.config import EvictionBenchConfig
@@ -25,7 +25,7 @@ class Material:
 
     Attributes:
         load: the model that reads and answers; loaded when the first part needs it.
-        asking_for: makes prompts for it.
+        prompt_maker_for: makes prompts for it.
         running_for: what its long texts are cut from.
         kept: where finished cells are, and go.
         commit: of this code.
@@ -33,7 +33,7 @@ class Material:
     """
 
     load: Callable[[], LoadedModel]
-    asking_for: AskingFor
+    prompt_maker_for: PromptMakerFor
     running_for: Callable[[LoadedModel], RunningText]
     kept: CellFile
     commit: str | None
@@ -55,7 +55,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
 
     def quality(config: EvictionBenchConfig) -> PartResult:
         keys = list(cell_keys(config.quality, config.model, material.commit))
-        judge = Judge(material.model, config.quality, material.asking_for(material.model))
+        judge = Judge(material.model, config.quality, material.prompt_maker_for(material.model))
         return run_quality(judge, config.quality, keys, material.kept, material.show)
 
     return {

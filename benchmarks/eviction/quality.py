@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from benchmarks.common.asked import Asked, Asking
+from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.config import CellsConfig
@@ -24,12 +24,12 @@ class Judge:
     Args:
         model: reads its context.
         config: rows at once.
-        asking: makes the prompts of a task.
+        make_prompts: makes the prompts of a task.
     """
 
-    def __init__(self, model: LoadedModel, config: CellsConfig, asking: Asking) -> None:
-        self._model, self._config, self._asking = model, config, asking
-        self._requested: dict[str, list[Asked]] = {}
+    def __init__(self, model: LoadedModel, config: CellsConfig, make_prompts: PromptMaker) -> None:
+        self._model, self._config, self._make_prompts = model, config, make_prompts
+        self._requested: dict[str, list[GradedPrompt]] = {}
 
     def cell(self, key: CellKey) -> Cell:
         """Answer all prompts of a cell; the memory holds every row whole, so nobody waits for it.
@@ -45,9 +45,9 @@ class Judge:
         answers = llm.generate([found.prompt for found in requested], options)
         return judged(key, requested, answers, time.perf_counter() - started_s)
 
-    def _prompts(self, key: CellKey) -> list[Asked]:
+    def _prompts(self, key: CellKey) -> list[GradedPrompt]:
         if key.task not in self._requested:
-            self._requested = {key.task: self._asking(key.task, key.tokens, key.prompts)}
+            self._requested = {key.task: self._make_prompts(key.task, key.tokens, key.prompts)}
         return self._requested[key.task]
 
     def _open(self, key: CellKey) -> LLM:
@@ -64,7 +64,10 @@ class Judge:
 
 
 def judged(
-    key: CellKey, requested: Sequence[Asked], answers: Sequence[RequestOutput], seconds: float
+    key: CellKey,
+    requested: Sequence[GradedPrompt],
+    answers: Sequence[RequestOutput],
+    seconds: float,
 ) -> Cell:
     """A cell of answers to all of its prompts.
 
@@ -84,13 +87,13 @@ def judged(
     )
 
 
-def _is_hit(requested: Asked, answer: RequestOutput) -> bool:
+def _is_hit(requested: GradedPrompt, answer: RequestOutput) -> bool:
     if answer.error is not None:
         raise InvariantError(f"a request of a bench failed: {answer.error}")
     return requested.grade(answer.text) == 1.0
 
 
-def _is_old(requested: Asked) -> bool:
+def _is_old(requested: GradedPrompt) -> bool:
     return requested.depth is not None and requested.depth <= OLD_DEPTH
 
 

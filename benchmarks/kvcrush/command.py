@@ -10,7 +10,7 @@ import typer
 
 from benchmarks.common.cells import parts_of_budgets, running_text, show_cell
 from benchmarks.common.command import finish, show_parts
-from benchmarks.common.questions import asking_for, load
+from benchmarks.common.graded_prompts import load, prompt_maker_for
 from benchmarks.kvcrush.recorded import files_of_tasks, recorded
 from quire.cli.common import AsJson
 from quire.cli.options import MODEL
@@ -103,7 +103,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     settings.set_threads()
     material = Material(
         load=lambda: load(settings),
-        asking_for=asking_for,
+        prompt_maker_for=prompt_maker_for,
         running_for=lambda model: running_text(model, text),
         recorded_for=partial(recorded, files),
         rouge_l=rouge_l,

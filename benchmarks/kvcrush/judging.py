@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.common.asked import Asked, Asking
+from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
 from benchmarks.eviction.cells import FULL, Cell, CellKey
 from benchmarks.eviction.quality import judged
 from benchmarks.kvcrush.config import QualityConfig
@@ -29,7 +29,7 @@ class _Task:
 
     name: str
     llm: LLM
-    requested: list[Asked]
+    requested: list[GradedPrompt]
     token_ids: list[list[int]]
     answer_tokens: int
 
@@ -40,14 +40,18 @@ class ManyRules:
     Args:
         model: reads its context.
         config: lengths and rows.
-        asking: makes the prompts of a task.
+        make_prompts: makes the prompts of a task.
         rules: all that will be asked, without caps.
     """
 
     def __init__(
-        self, model: LoadedModel, config: QualityConfig, asking: Asking, rules: Sequence[str]
+        self,
+        model: LoadedModel,
+        config: QualityConfig,
+        make_prompts: PromptMaker,
+        rules: Sequence[str],
     ) -> None:
-        self._model, self._config, self._asking = model, config, asking
+        self._model, self._config, self._make_prompts = model, config, make_prompts
         self._allow = "; ".join(dict.fromkeys(rule for rule in rules if rule != FULL))
         self._task: _Task | None = None
 
@@ -70,7 +74,7 @@ class ManyRules:
         return self._task
 
     def _begun(self, key: CellKey) -> _Task:
-        requested, llm = self._asking(key.task, key.tokens, key.prompts), self._open(key)
+        requested, llm = self._make_prompts(key.task, key.tokens, key.prompts), self._open(key)
         return _Task(
             name=key.task,
             llm=llm,

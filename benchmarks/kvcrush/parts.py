@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.common.asked import AskingFor
+from benchmarks.common.graded_prompts import PromptMakerFor
 from benchmarks.common.result import PartResult
 from benchmarks.eviction.cells import Cell, CellFile
 from benchmarks.eviction.texts import RunningText
@@ -33,7 +33,7 @@ class Material:
 
     Attributes:
         load: the model that reads and answers; loaded when the first part needs it.
-        asking_for: makes prompts for it.
+        prompt_maker_for: makes prompts for it.
         running_for: what its long texts are cut from.
         recorded_for: prompts of files of examples.
         rouge_l: judges continuations of texts.
@@ -43,7 +43,7 @@ class Material:
     """
 
     load: Callable[[], LoadedModel]
-    asking_for: AskingFor
+    prompt_maker_for: PromptMakerFor
     running_for: Callable[[LoadedModel], RunningText]
     recorded_for: Callable[[LoadedModel, PromptsConfig], Sequence[Recorded]]
     rouge_l: JudgeText
@@ -63,7 +63,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
     def quality(config: KVCrushBenchConfig, part: QualityConfig) -> PartResult:
         model = material.model
         rules = [key.rule for key in keys(part, config.model, None)]
-        judge = ManyRules(model, part, material.asking_for(model), rules)
+        judge = ManyRules(model, part, material.prompt_maker_for(model), rules)
         return run_quality(
             judge.cell,
             part,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.eviction.rules import Rule
 from benchmarks.kvcrush.arms import Arm, Row, paper_rows
@@ -34,7 +34,7 @@ class Recorded:
     name: str
     score: str
     prompts: tuple[list[int], ...]
-    requested: tuple[Asked, ...]
+    requested: tuple[GradedPrompt, ...]
 
 
 def run_prompts(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.common.asked import Asked
     from benchmarks.common.few_shot import FewShotTask
+    from benchmarks.common.graded_prompts import GradedPrompt
     from benchmarks.common.samples import Sample
     from benchmarks.kvcrush.config import PromptsConfig
     from benchmarks.kvcrush.prompts import Recorded
@@ -83,15 +83,15 @@ def _fitting(
     samples: "Iterator[tuple[Sample, ...]]",
     model: "LoadedModel",
     config: "PromptsConfig",
-) -> "Iterator[tuple[list[int], Asked]]":
+) -> "Iterator[tuple[list[int], GradedPrompt]]":
     """Each example with as many shots as fit; those that then are long enough."""
-    from benchmarks.common.asked import Asked
+    from benchmarks.common.graded_prompts import GradedPrompt
 
     for by_shots in samples:
         sample, tokens = _longest(by_shots, model, config.tokens)
         if len(tokens) > config.least_tokens:
             grade = partial(_judge, task, sample.references)
-            yield tokens, Asked(prompt=sample.prompt, grade=grade)
+            yield tokens, GradedPrompt(prompt=sample.prompt, grade=grade)
 
 
 def _longest(

@@ -10,13 +10,13 @@ import numpy as np
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Spans, Table
 from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.rig import ArmStep, Rig
+from benchmarks.offload.simulated_machine import MeasuredStep, SimulatedMachine
 from quire.offload.schedule.operations import DEVICE, IN, Kind
 from quire.offload.schedule.work import staging_bytes
 from quire.offload.timeline import Timeline, chrome_trace
 from quire.plan.offload.split import paper_gain, pipelined_gain
 
-Steps = Mapping[str, Sequence[ArmStep]]
+Steps = Mapping[str, Sequence[MeasuredStep]]
 COMPARED = ("prefetch", "lA", "lB")
 _BREAKDOWN = (
     ("KV load", Kind.KV_IN),
@@ -31,13 +31,13 @@ _BREAKDOWN = (
 
 def run_arms(config: OffloadBenchConfig) -> PartResult:
     """The part."""
-    rig = Rig(config.shape, config.ratios)
-    steps = run_rounds(rig, ARMS, config.repeats)
+    machine = SimulatedMachine(config.shape, config.ratios)
+    steps = run_rounds(machine, ARMS, config.repeats)
     others = {name: _other(config, rho) for name, rho in config.others}
     traced = {name: found[-1].timeline for name, found in steps.items()}
     return PartResult(
-        claims=claims(rig, steps) | _other_claims(others),
-        tables=(_table(rig, steps), _breakdown(steps), _other_table(config, others)),
+        claims=claims(machine, steps) | _other_claims(others),
+        tables=(_table(machine, steps), _breakdown(steps), _other_table(config, others)),
         charts=(_chart(steps),),
         spans=(_spans({name: traced[name] for name in COMPARED}),),
         raw={
@@ -48,13 +48,15 @@ def run_arms(config: OffloadBenchConfig) -> PartResult:
     )
 
 
-def run_rounds(rig: Rig, arms: Sequence[Arm], repeats: int) -> dict[str, list[ArmStep]]:
+def run_rounds(
+    machine: SimulatedMachine, arms: Sequence[Arm], repeats: int
+) -> dict[str, list[MeasuredStep]]:
     """Steps of all arms in turns, behind one of each that is not counted."""
-    layouts = {arm.name: rig.layout(arm) for arm in arms}
-    found: dict[str, list[ArmStep]] = {arm.name: [] for arm in arms}
+    layouts = {arm.name: machine.layout(arm) for arm in arms}
+    found: dict[str, list[MeasuredStep]] = {arm.name: [] for arm in arms}
     for turn in range(repeats + 1):
         for arm in arms:
-            step = rig.step(arm, layouts[arm.name])
+            step = machine.step(arm, layouts[arm.name])
             if turn:
                 found[arm.name].append(step)
     return found
@@ -76,7 +78,7 @@ def error_p95(errors: Sequence[float]) -> float:
     return float(np.quantile(errors, 0.95, method="higher"))
 
 
-def claims(rig: Rig, steps: Steps) -> Numbers:
+def claims(machine: SimulatedMachine, steps: Steps) -> Numbers:
     """Ratios within rounds, medians over them.
 
     gain_lB_over_prefetch, gain_lB_over_lA: latency of the one over the pipelined split's.
@@ -86,7 +88,7 @@ def claims(rig: Rig, steps: Steps) -> Numbers:
     staging_bytes_over_prefetch: of the pipelined split.
     output_error: largest difference of what a step computes, codes left out.
     """
-    rates = rig.layout(BY_NAME["prefetch"]).rates
+    rates = machine.layout(BY_NAME["prefetch"]).rates
     exact = [s.error for arm in ARMS if not arm.coded for s in steps[arm.name]]
     busy = [step.timeline.busy_fraction() for step in steps["lB"]]
     return {
@@ -101,24 +103,24 @@ def claims(rig: Rig, steps: Steps) -> Numbers:
         "gain_lA_over_serial": ratio(steps, "serial", "lA"),
         "device_busy_fraction": statistics.median(busy),
         "model_error_p95": error_p95(model_errors(steps)),
-        "staging_bytes_over_prefetch": _staging(rig, "lB") / _staging(rig, "prefetch"),
+        "staging_bytes_over_prefetch": _staging(machine, "lB") / _staging(machine, "prefetch"),
         "output_error": max(exact),
         "rho": rates.recompute_ratio,
         "xi": rates.x_ratio,
-        "other_over_carrying": rates.other_s / (rates.kv_s * rig.shape.tokens),
+        "other_over_carrying": rates.other_s / (rates.kv_s * machine.shape.tokens),
     }
 
 
-def _staging(rig: Rig, name: str) -> int | float:
+def _staging(machine: SimulatedMachine, name: str) -> int | float:
     arm = BY_NAME[name]
-    layout = rig.layout(arm)
-    sizes = rig.shape.sizes(coded=arm.coded)
-    work = step_work(layout.batch, rig.shape.num_layers, sizes, rig.speeds)
+    layout = machine.layout(arm)
+    sizes = machine.shape.sizes(coded=arm.coded)
+    work = step_work(layout.batch, machine.shape.num_layers, sizes, machine.speeds)
     return staging_bytes(work, layout.rules)
 
 
-def _table(rig: Rig, steps: Steps) -> Table:
-    shape, ratios = rig.shape, rig.ratios
+def _table(machine: SimulatedMachine, steps: Steps) -> Table:
+    shape, ratios = machine.shape, machine.ratios
     return Table(
         name="offload-arms",
         caption=(
@@ -140,12 +142,12 @@ def _table(rig: Rig, steps: Steps) -> Table:
             "link busy",
             "staging over prefetch",
         ),
-        rows=tuple(_row(rig, arm, steps) for arm in ARMS),
+        rows=tuple(_row(machine, arm, steps) for arm in ARMS),
     )
 
 
-def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
-    batch, found = rig.layout(arm).batch, steps[arm.name]
+def _row(machine: SimulatedMachine, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
+    batch, found = machine.layout(arm).batch, steps[arm.name]
 
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)
@@ -160,7 +162,7 @@ def _row(rig: Rig, arm: Arm, steps: Steps) -> tuple[Cell, ...]:
         1e3 * median([step.predicted_s for step in found]),
         median([step.timeline.busy_fraction(DEVICE) for step in found]),
         median([step.timeline.busy_fraction(IN) for step in found]),
-        _staging(rig, arm.name) / _staging(rig, "prefetch"),
+        _staging(machine, arm.name) / _staging(machine, "prefetch"),
     )
 
 
@@ -213,9 +215,9 @@ def _spans(timelines: Mapping[str, Timeline]) -> Spans:
 
 
 def _other(config: OffloadBenchConfig, rho: float) -> dict[str, Any]:
-    rig = Rig(config.shape, replace(config.ratios, recompute=rho))
-    steps = run_rounds(rig, [BY_NAME[name] for name in COMPARED], config.repeats)
-    return {"rig": rig, "steps": steps}
+    machine = SimulatedMachine(config.shape, replace(config.ratios, recompute=rho))
+    steps = run_rounds(machine, [BY_NAME[name] for name in COMPARED], config.repeats)
+    return {"machine": machine, "steps": steps}
 
 
 def _other_claims(others: Mapping[str, Any]) -> Numbers:
@@ -230,7 +232,7 @@ def _other_table(config: OffloadBenchConfig, others: Mapping[str, Any]) -> Table
     rows: list[tuple[Cell, ...]] = []
     for name, rho in config.others:
         run = others[name]
-        rates = run["rig"].layout(BY_NAME["prefetch"]).rates
+        rates = run["machine"].layout(BY_NAME["prefetch"]).rates
         rows.append(
             (
                 name,

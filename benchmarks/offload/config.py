@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.offload.bed import BedShape
-from benchmarks.offload.rig import Ratios
+from benchmarks.offload.layer_harness import LayerShape
+from benchmarks.offload.simulated_machine import Ratios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class OffloadBenchConfig:
         engine_steps: it decodes.
     """
 
-    shape: BedShape = field(default_factory=lambda: BedShape(tokens=4096))
+    shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=4096))
     ratios: Ratios = field(default_factory=Ratios)
     others: tuple[tuple[str, float], ...] = (("rtx5000", 0.85), ("h200", 0.35))
     repeats: int = 5
-    sweep_shape: BedShape = field(default_factory=lambda: BedShape(tokens=2048, num_layers=12))
+    sweep_shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=2048, num_layers=12))
     rhos: tuple[float, ...] = (0.1, 0.35, 0.5, 1.0, 2.0)
     xis: tuple[float, ...] = (0.5, 1.0, 2.0)
     hosts: tuple[float, ...] = (1.0, 0.5)
@@ -47,9 +47,9 @@ class OffloadBenchConfig:
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
-    shape=BedShape(tokens=2048, num_layers=8),
+    shape=LayerShape(tokens=2048, num_layers=8),
     repeats=2,
-    sweep_shape=BedShape(tokens=1024, num_layers=6),
+    sweep_shape=LayerShape(tokens=1024, num_layers=6),
     rhos=(0.35, 1.0),
     xis=(0.5, 2.0),
     hosts=(1.0,),

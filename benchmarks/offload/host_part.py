@@ -6,7 +6,7 @@ from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.arms_part import ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.rig import Rig
+from benchmarks.offload.simulated_machine import SimulatedMachine
 from benchmarks.offload.virtual import case_of
 from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.operations import side_by_side
@@ -26,9 +26,11 @@ def run_host(config: OffloadBenchConfig) -> PartResult:
             shape = replace(
                 config.shape, x_ratio=xi, num_layers=min(_LAYERS, config.shape.num_layers)
             )
-            rig = Rig(shape, replace(config.ratios, host=host, other=_OTHER, headroom=_HEADROOM))
+            machine = SimulatedMachine(
+                shape, replace(config.ratios, host=host, other=_OTHER, headroom=_HEADROOM)
+            )
             arms = [BY_NAME[name] for name in ("prefetch", "host_share", "all_host")]
-            steps = run_rounds(rig, arms, config.repeats)
+            steps = run_rounds(machine, arms, config.repeats)
             gain = ratio(steps, "prefetch", "host_share")
             formula = 1 + 1 / host  # S / (1 / k + 1 / u) under S k
             offloaded = ratio(steps, "prefetch", "all_host")

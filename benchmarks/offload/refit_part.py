@@ -5,7 +5,7 @@ from dataclasses import replace
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.rig import Rig
+from benchmarks.offload.simulated_machine import SimulatedMachine
 from quire.offload.control import SplitController
 from quire.offload.executors.base import VirtualClock
 from quire.offload.profiler import OffloadProfiler
@@ -21,32 +21,32 @@ _WITHIN = 1.05
 
 def run_refit(config: OffloadBenchConfig) -> PartResult:
     """The part: as many steps before the change as behind it."""
-    rig = Rig(config.shape, config.ratios)
-    profiler, control, splits = OffloadProfiler(rig.speeds), SplitController(), []
-    slower = CopyRate(bytes_per_s=rig.nominal.inward.bytes_per_s * _FACTOR)
+    machine = SimulatedMachine(config.shape, config.ratios)
+    profiler, control, splits = OffloadProfiler(machine.speeds), SplitController(), []
+    slower = CopyRate(bytes_per_s=machine.nominal.inward.bytes_per_s * _FACTOR)
     seconds = []
     for step in range(2 * config.refit_steps):
         if step == config.refit_steps:
-            rig.link.rate = slower
-        split = control.split(_rates(rig, profiler.speeds), rig.shape.tokens)
-        timeline = _run(rig, profiler.speeds, split)
+            machine.link.rate = slower
+        split = control.split(_rates(machine, profiler.speeds), machine.shape.tokens)
+        timeline = _run(machine, profiler.speeds, split)
         profiler.observe(timeline)
-        control.observe(timeline, _rates(rig, profiler.speeds), rig.shape.tokens)
+        control.observe(timeline, _rates(machine, profiler.speeds), machine.shape.tokens)
         splits.append(split)
         seconds.append(timeline.wall_s or timeline.seconds)
-    needed = _needed(rig, splits[config.refit_steps :], slower)
+    needed = _needed(machine, splits[config.refit_steps :], slower)
     return PartResult(
         claims={
             "refit_steps": needed,
             "refit_noticed_changes": profiler.num_changes,
-            "refit_last_over_best": _over_best(rig, splits[-1], slower),
+            "refit_last_over_best": _over_best(machine, splits[-1], slower),
         },
         tables=(
             Table(
                 name="offload-refit",
                 caption=(
                     f"The link drops to half its rate behind step {config.refit_steps}; tokens of "
-                    f"{rig.shape.tokens:,} that are recomputed, and what the step took."
+                    f"{machine.shape.tokens:,} that are recomputed, and what the step took."
                 ),
                 columns=("step", "recomputed", "ms"),
                 rows=tuple(
@@ -68,36 +68,38 @@ def run_refit(config: OffloadBenchConfig) -> PartResult:
     )
 
 
-def _rates(rig: Rig, speeds: Speeds) -> OffloadRates:
-    return rig.layout(BY_NAME["lB"], speeds).rates
+def _rates(machine: SimulatedMachine, speeds: Speeds) -> OffloadRates:
+    return machine.layout(BY_NAME["lB"], speeds).rates
 
 
-def _run(rig: Rig, speeds: Speeds, split: int) -> Timeline:
-    batch, rules = _divided(rig, split), rig.layout(BY_NAME["lB"], speeds).rules
-    work = step_work(batch, rig.shape.num_layers, rig.shape.sizes(), speeds)
-    return rig.executor.run(plan_step(work, rules), rig.bed.work(batch, rules))
+def _run(machine: SimulatedMachine, speeds: Speeds, split: int) -> Timeline:
+    batch, rules = _divided(machine, split), machine.layout(BY_NAME["lB"], speeds).rules
+    work = step_work(batch, machine.shape.num_layers, machine.shape.sizes(), speeds)
+    return machine.executor.run(plan_step(work, rules), machine.harness.work(batch, rules))
 
 
-def _divided(rig: Rig, split: int) -> BatchTokens:
-    return BatchTokens(rows=rig.shape.rows, x=split, kv=rig.shape.tokens - split)
+def _divided(machine: SimulatedMachine, split: int) -> BatchTokens:
+    return BatchTokens(rows=machine.shape.rows, x=split, kv=machine.shape.tokens - split)
 
 
-def _step_s(rig: Rig, split: int, link: CopyRate) -> float:
+def _step_s(machine: SimulatedMachine, split: int, link: CopyRate) -> float:
     """A step at the rates that really hold, on the virtual clock."""
-    speeds = replace(rig.nominal, inward=link)
-    work = step_work(_divided(rig, split), rig.shape.num_layers, rig.shape.sizes(), speeds)
-    rules = rig.layout(BY_NAME["lB"], speeds).rules
+    speeds = replace(machine.nominal, inward=link)
+    work = step_work(
+        _divided(machine, split), machine.shape.num_layers, machine.shape.sizes(), speeds
+    )
+    rules = machine.layout(BY_NAME["lB"], speeds).rules
     return float(VirtualClock().run(plan_step(work, rules)).seconds)
 
 
-def _over_best(rig: Rig, split: int, link: CopyRate) -> float:
-    tokens = rig.shape.tokens
-    best_s = min(_step_s(rig, x, link) for x in range(0, tokens + 1, max(1, tokens // 64)))
-    return _step_s(rig, split, link) / best_s
+def _over_best(machine: SimulatedMachine, split: int, link: CopyRate) -> float:
+    tokens = machine.shape.tokens
+    best_s = min(_step_s(machine, x, link) for x in range(0, tokens + 1, max(1, tokens // 64)))
+    return _step_s(machine, split, link) / best_s
 
 
-def _needed(rig: Rig, splits: list[int], link: CopyRate) -> int:
+def _needed(machine: SimulatedMachine, splits: list[int], link: CopyRate) -> int:
     """Steps until a split is within 5 % of the best and stays so."""
-    good = [_over_best(rig, split, link) <= _WITHIN for split in splits]
+    good = [_over_best(machine, split, link) <= _WITHIN for split in splits]
     bad = [step for step, fine in enumerate(good) if not fine]
     return bad[-1] + 1 if bad else 0

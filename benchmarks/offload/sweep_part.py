@@ -6,7 +6,7 @@ from benchmarks.common.result import Cell, PartResult, Table
 from benchmarks.offload.arms import BY_NAME, step_work
 from benchmarks.offload.arms_part import error_p95, model_errors, ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.rig import Rig
+from benchmarks.offload.simulated_machine import SimulatedMachine
 from quire.offload.executors.base import VirtualClock
 from quire.offload.schedule.planner import fastest, plan_step
 from quire.offload.schedule.work import BatchTokens, Rules
@@ -21,11 +21,11 @@ def run_sweep(config: OffloadBenchConfig) -> PartResult:
     for xi in config.xis:
         for rho in config.rhos:
             shape = replace(config.sweep_shape, x_ratio=xi)
-            rig = Rig(shape, replace(config.ratios, recompute=rho))
-            steps = run_rounds(rig, [BY_NAME["prefetch"], BY_NAME["lB"]], config.repeats)
-            rows.append(_row(rig, xi, rho, ratio(steps, "prefetch", "lB")))
+            machine = SimulatedMachine(shape, replace(config.ratios, recompute=rho))
+            steps = run_rounds(machine, [BY_NAME["prefetch"], BY_NAME["lB"]], config.repeats)
+            rows.append(_row(machine, xi, rho, ratio(steps, "prefetch", "lB")))
             slower.append(ratio(steps, "lB", "prefetch"))
-            virtual.append(_virtual_ratio(rig))
+            virtual.append(_virtual_ratio(machine))
             errors += model_errors(steps)
     never = max(virtual) <= 1 and max(slower) <= 1 + _TOLERANCE
     return PartResult(
@@ -40,15 +40,15 @@ def run_sweep(config: OffloadBenchConfig) -> PartResult:
     )
 
 
-def _virtual_ratio(rig: Rig) -> float:
+def _virtual_ratio(machine: SimulatedMachine) -> float:
     """What is chosen, over carrying all KV, both on the virtual clock at the nominal speeds."""
-    shape = rig.shape
+    shape = machine.shape
     sizes, tokens = shape.sizes(), shape.tokens
     arm = BY_NAME["lB"]
-    parted = rig.layout(arm, rig.nominal)
+    parted = machine.layout(arm, machine.nominal)
     whole = BatchTokens(rows=shape.rows, kv=tokens)
     ways = [
-        (step_work(batch, shape.num_layers, sizes, rig.nominal), rules)
+        (step_work(batch, shape.num_layers, sizes, machine.nominal), rules)
         for batch, rules in ((whole, Rules()), (parted.batch, parted.rules))
     ]
     _, chosen = fastest(ways)
@@ -56,9 +56,9 @@ def _virtual_ratio(rig: Rig) -> float:
     return VirtualClock().run(chosen).seconds / plain_s
 
 
-def _row(rig: Rig, xi: float, rho: float, gain: float) -> tuple[Cell, ...]:
-    share = rig.layout(BY_NAME["lB"]).batch.x / rig.shape.tokens
-    plain = rig.layout(BY_NAME["prefetch"]).rates
+def _row(machine: SimulatedMachine, xi: float, rho: float, gain: float) -> tuple[Cell, ...]:
+    share = machine.layout(BY_NAME["lB"]).batch.x / machine.shape.tokens
+    plain = machine.layout(BY_NAME["prefetch"]).rates
     return xi, rho, share, gain, pipelined_gain(plain)
 
 

@@ -21,7 +21,7 @@ def make_parts(material: Material) -> Mapping[str, Part]:
 
     def quality(config: QuantBenchConfig) -> PartResult:
         model = material.model
-        judge = CodecJudge(model, config.tasks, material.asking_for(model))
+        judge = CodecJudge(model, config.tasks, material.prompt_maker_for(model))
         return run_quality(
             model,
             config,

@@ -12,7 +12,7 @@ _LENGTHS, _TRACE = "rebatch_lengths.csv", "azure_conversation.csv.gz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TraceQuery:
     """One query.
 
     Attributes:
@@ -33,7 +33,7 @@ class Asked:
         return self.prompt_tokens + self.new_tokens
 
 
-Load = tuple[Asked, ...]
+Load = tuple[TraceQuery, ...]
 
 
 def workload(name: str, scale: float, queries: int | None = None) -> Load:
@@ -51,7 +51,7 @@ def workload(name: str, scale: float, queries: int | None = None) -> Load:
     text = files("quire").joinpath("assets", _LENGTHS).read_text(encoding="utf-8")
     rows = [row for row in csv.DictReader(text.splitlines()) if row["workload"] == name]
     return tuple(
-        Asked(
+        TraceQuery(
             prompt_tokens=_scaled(row["prompt_tokens"], scale),
             new_tokens=_scaled(row["new_tokens"], scale),
         )
@@ -77,7 +77,7 @@ def recorded(requests: int, length_scale: float, span_s: float, urgent_every: in
         trace = load_trace(path, options)
     last_s = trace.requests[-1].arrival_s or 1.0
     return tuple(
-        Asked(
+        TraceQuery(
             prompt_tokens=max(2, request.prompt_tokens),
             new_tokens=max(2, request.answer.tokens),
             arrival_s=request.arrival_s / last_s * span_s,

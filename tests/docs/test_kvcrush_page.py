@@ -44,7 +44,7 @@ def test_every_part_has_a_title(maker: ModuleType):
 
     material = Material(
         load=nothing,
-        asking_for=nothing,
+        prompt_maker_for=nothing,
         running_for=nothing,
         recorded_for=nothing,
         rouge_l=nothing,

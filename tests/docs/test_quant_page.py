@@ -45,7 +45,7 @@ def test_every_part_has_a_title(maker: ModuleType):
 
     material = Material(
         load=nothing,
-        asking_for=nothing,
+        prompt_maker_for=nothing,
         running_for=nothing,
         kept=CellFile(None),
         commit=None,

@@ -25,7 +25,7 @@ from benchmarks.batch_max.quality import (
 from benchmarks.batch_max.running import Finished, answer_all
 from benchmarks.batch_max.speed import claims, ratio, run_speed
 from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
@@ -325,7 +325,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
     prompts = [
         Encoded(
             tokens=tuple(tokens),
-            requested=Asked(prompt="", grade=lambda text, right=right: float(text == right)),
+            requested=GradedPrompt(prompt="", grade=lambda text, right=right: float(text == right)),
         )
         for tokens, right in zip(lists, wanted, strict=True)
     ]
@@ -339,7 +339,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
 
 def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
     prompts = [
-        Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0))
+        Encoded(tokens=(1,) * 224, requested=GradedPrompt(prompt="", grade=lambda text: 1.0))
         for _ in range(4)
     ]
     kv = KVConfig(memory=512 * 256, enable_prefix_caching=False)

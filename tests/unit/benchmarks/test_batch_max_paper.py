@@ -9,7 +9,7 @@ from benchmarks.batch_max import paper
 from benchmarks.batch_max.judged import Batches, Encoded, Judged
 from benchmarks.batch_max.paper import PaperConfig, PaperProtocol, PaperRow
 from benchmarks.batch_max.paper_result import claims, paper_result, smallest_cap
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
@@ -49,7 +49,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def protocol(model: LoadedModel, config: PaperConfig = CONFIG, kv: KVConfig = KV) -> PaperProtocol:
-    prompt = Encoded(tokens=(1,) * 224, requested=Asked(prompt="", grade=lambda text: 1.0))
+    prompt = Encoded(tokens=(1,) * 224, requested=GradedPrompt(prompt="", grade=lambda text: 1.0))
     return PaperProtocol(model, kv, config, [prompt] * config.samples)
 
 

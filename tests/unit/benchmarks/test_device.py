@@ -9,23 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.device import wire as wires
+from benchmarks.device import link_codecs as codecs_of_links
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.busy_link import ThrottledHalf
 from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
 from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.link_codecs import LinkCodecs, activations_pay, coders, link_sizes
 from benchmarks.device.link_part import host_kinds
 from benchmarks.device.parts import PARTS
-from benchmarks.device.prompt import PromptBed
+from benchmarks.device.prompt_harness import PromptHarness
 from benchmarks.device.refit_part import at, settling_steps
-from benchmarks.device.rig import DeviceRig, expected_seconds, whole_rows
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from benchmarks.device.step import DeviceStep, Staging
+from benchmarks.device.step_harness import StepHarness, expected_seconds, whole_rows
 from benchmarks.device.swap_part import LengthTimes, fitted
 from benchmarks.device.sweep_part import turns
 from benchmarks.device.target import Target
-from benchmarks.device.wire import Wire, activations_pay, coders, wire_sizes
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
 from quire.errors import ConfigError, UnknownName
@@ -46,23 +46,23 @@ RULES = st.sampled_from(
 )
 
 
-def rig(case=CASE, wire=None, **options):
+def harness(case=CASE, link_codecs=None, **options):
     """On the virtual clock, which calls the work in the order in which operations begin."""
     options.setdefault("executor", VirtualClock())
-    return DeviceRig(case, CPU, POOL, wire, poison=True, **options)
+    return StepHarness(case, CPU, POOL, link_codecs, poison=True, **options)
 
 
 @pytest.fixture(scope="module")
 def toy():
-    return rig()
+    return harness()
 
 
-def run(on: DeviceRig, batch: BatchTokens, rules: Rules, executor, change=lambda s: s) -> float:
+def run(on: StepHarness, batch: BatchTokens, rules: Rules, executor, change=lambda s: s) -> float:
     """One step with staging of its own; its error."""
     speeds = speeds_of(MACHINES["h200"], on.case.spec, on.sizes)
     layers = on.case.spec.num_layers
     schedule = change(plan_step(step_work(batch, layers, on.sizes, speeds), rules))
-    step = DeviceStep(on.bed, Staging(CPU), batch, rules, poison=True)
+    step = DeviceStep(on.model, Staging(CPU), batch, rules, poison=True)
     executor.run(schedule, step.work)
     return on.off(step)
 
@@ -102,11 +102,11 @@ def test_attention_that_begins_too_early_meets_poison(toy):
 
 @pytest.mark.parametrize("case", [CASE, GROUPED], ids=["multi-head", "grouped"])
 def test_every_arm_ends_with_the_same_hidden_states(case):
-    found = rig(case, host=True)
+    found = harness(case, host=True)
 
     layouts = {arm.name: found.layout(arm) for arm in ARMS if not arm.coded}
     layouts["resident"] = found.resident_layout()
-    layouts["all"] = found.split_layout(case.tokens if found.bed.with_x else 0)
+    layouts["all"] = found.split_layout(case.tokens if found.model.with_x else 0)
     steps = found.rounds(layouts, 1)
 
     assert {name: run[0].error < 1e-5 for name, run in steps.items()} == dict.fromkeys(steps, True)
@@ -118,42 +118,48 @@ def test_every_arm_ends_with_the_same_hidden_states(case):
 
 
 @pytest.mark.parametrize(
-    ("wire", "most"),
-    [(Wire("int8", "int8"), 0.03), (Wire("int4", "int4"), 0.3), (Wire("plain", "int8"), 0.03)],
+    ("link_codecs", "most"),
+    [
+        (LinkCodecs("int8", "int8"), 0.03),
+        (LinkCodecs("int4", "int4"), 0.3),
+        (LinkCodecs("plain", "int8"), 0.03),
+    ],
 )
-def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(wire, most, monkeypatch):
-    monkeypatch.setattr(wires, "_MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5)  # five tokens at a time
-    found = rig(CASE, wire)
-    bed, sizes = found.bed, found.sizes
+def test_codes_cross_in_as_many_bytes_as_counted_and_change_little(link_codecs, most, monkeypatch):
+    monkeypatch.setattr(
+        codecs_of_links, "_MOST_FLOAT_BYTES", 4 * CASE.kv_width * 5
+    )  # five tokens at a time
+    found = harness(CASE, link_codecs)
+    model, sizes = found.model, found.sizes
 
     steps = [found.run(found.split_layout(x)) for x in (0, 20, 48)]
 
-    assert sum(plane.nbytes for plane in bed.kv(0)) == CASE.tokens * sizes.kv_bytes
-    assert sum(plane.nbytes for plane in bed.x(0)) == CASE.tokens * sizes.x_bytes
+    assert sum(plane.nbytes for plane in model.kv(0)) == CASE.tokens * sizes.kv_bytes
+    assert sum(plane.nbytes for plane in model.x(0)) == CASE.tokens * sizes.x_bytes
     copied = steps[1].timeline.schedule.num_bytes(Kind.KV_IN, Kind.X_IN)
     layers = CASE.spec.num_layers  # the first one's activations are here
     assert copied == layers * 28 * sizes.kv_bytes + (layers - 1) * 20 * sizes.x_bytes
-    assert all(0 < step.error < most for step in steps if wire.kv != "plain")
+    assert all(0 < step.error < most for step in steps if link_codecs.kv != "plain")
     assert steps[2].error < most
 
 
 def test_codes_decide_whether_activations_pay():
-    assert activations_pay(CASE, Wire())
-    assert not activations_pay(GROUPED, Wire())
-    assert not activations_pay(CASE, Wire("int4", "plain"))
+    assert activations_pay(CASE, LinkCodecs())
+    assert not activations_pay(GROUPED, LinkCodecs())
+    assert not activations_pay(CASE, LinkCodecs("int4", "plain"))
     half = replace(CASE, dtype="bfloat16")
-    kv, x = coders(half, Wire("int8", "plain"))
+    kv, x = coders(half, LinkCodecs("int8", "plain"))
     assert (kv.value_bytes, x.value_bytes) == (1 + 2 / 16, 2)
-    assert wire_sizes(half, Wire()).kv_bytes == half.kv_width * 2
+    assert link_sizes(half, LinkCodecs()).kv_bytes == half.kv_width * 2
 
 
 def test_the_host_attends_to_plain_kv_only():
-    found = rig(CASE, Wire("int8", "int8"))
+    found = harness(CASE, LinkCodecs("int8", "int8"))
 
     with pytest.raises(ConfigError, match="plain KV"):
         found.run(found.layout(BY_NAME["all_host"], replace(found.speeds, host_token_s=1e-9)))
     with pytest.raises(ConfigError, match="whole rows of 12"):
-        DeviceStep(found.bed, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
+        DeviceStep(found.model, Staging(CPU), BatchTokens(rows=4, kv=47), Rules())
 
 
 # ---- room --------------------------------------------------------------------------------------
@@ -162,9 +168,9 @@ def test_the_host_attends_to_plain_kv_only():
 def test_layers_without_room_share_numbers():
     small = HostBytes(96 << 10, CPU)  # a layer takes 36 KiB, new tokens 9 KiB
 
-    found = DeviceRig(CASE, CPU, small, executor=VirtualClock(), poison=True)
+    found = StepHarness(CASE, CPU, small, executor=VirtualClock(), poison=True)
 
-    assert found.bed.distinct == 1
+    assert found.model.distinct == 1
     assert found.run(found.split_layout(20)).error < 1e-5
 
 
@@ -309,23 +315,23 @@ def test_a_busy_link_leaves_half():
 
 def test_a_prompt_comes_back_as_it_was_saved():
     case = DecodeCase(model="toy", rows=1, context=24, dtype="float32")
-    bed = PromptBed(case, 8, CPU, POOL)
-    bed.read_all(20)
-    bed.save(20)
-    whole = bed.kv.clone()
+    model = PromptHarness(case, 8, CPU, POOL)
+    model.read_all(20)
+    model.save(20)
+    whole = model.kv.clone()
 
-    bed.kv.zero_()
-    bed.read(0, 8)
-    assert bed.off(20) > 0.1  # the back is missing
-    bed.load(8, 12)
+    model.kv.zero_()
+    model.read(0, 8)
+    assert model.off(20) > 0.1  # the back is missing
+    model.load(8, 12)
 
-    assert bed.off(20) == 0
-    assert torch.equal(bed.kv[:, :20], whole[:, :20])
-    bed.read(8, 8)  # chunks see what is ahead of them
-    assert torch.allclose(bed.kv, whole, atol=1e-6)
-    bed.kv[:, :8].zero_()
-    bed.read(8, 8)
-    assert not torch.allclose(bed.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
+    assert model.off(20) == 0
+    assert torch.equal(model.kv[:, :20], whole[:, :20])
+    model.read(8, 8)  # chunks see what is ahead of them
+    assert torch.allclose(model.kv, whole, atol=1e-6)
+    model.kv[:, :8].zero_()
+    model.read(8, 8)
+    assert not torch.allclose(model.kv[1:, 8:16], whole[1:, 8:16], atol=1e-2)
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -365,7 +371,8 @@ def check(name: str, config: DeviceBenchConfig, kinds: set[str]) -> None:
     if name == "codes":
         case = config.cases[0]
         plain, coded = (
-            wire_sizes(case, Wire(*pair)).kv_bytes for pair in (("plain", "plain"), ("int8",) * 2)
+            link_sizes(case, LinkCodecs(*pair)).kv_bytes
+            for pair in (("plain", "plain"), ("int8",) * 2)
         )
         assert plain == 2 * case.kv_width
         assert coded / plain == pytest.approx((1 + 2 / 16) / 2)
@@ -408,20 +415,22 @@ def test_a_part_runs_on_a_gpu(name, cuda):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wire", [Wire(), Wire("int8", "int8")], ids=["plain", "codes"])
-def test_streams_compute_what_is_computed_at_once(wire, cuda):
+@pytest.mark.parametrize(
+    "link_codecs", [LinkCodecs(), LinkCodecs("int8", "int8")], ids=["plain", "codes"]
+)
+def test_streams_compute_what_is_computed_at_once(link_codecs, cuda):
     case = DecodeCase(model="toy", rows=16, context=512, dtype="float32")
     pool = HostBytes(64 * MIB, cuda)
-    found = DeviceRig(case, cuda, pool, wire, poison=True)
+    found = StepHarness(case, cuda, pool, link_codecs, poison=True)
     names = ["no_overlap", "prefetch", "serial", "lA", "lB"]
-    names += ["host_share", "all_host"] if wire == Wire() else []
+    names += ["host_share", "all_host"] if link_codecs == LinkCodecs() else []
     layouts = {name: found.layout(BY_NAME[name]) for name in names}
     layouts["half"] = found.split_layout(case.tokens // 2)
     layouts["resident"] = found.resident_layout()
 
     steps = found.rounds(layouts, 3)
 
-    most = 1e-3 if wire == Wire() else 0.05
+    most = 1e-3 if link_codecs == LinkCodecs() else 0.05
     assert max(step.error for run in steps.values() for step in run) < most
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.intervals import wilson
 from benchmarks.eviction import cost, ready
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey, cell_keys
@@ -180,11 +180,11 @@ def test_quality_claims_by_hand():
 def test_a_cell_counts_right_answers_and_old_ones(tiny: LoadedModel):
     """The model is not judged here: graders that always or never agree are."""
 
-    def asking(task: str, tokens: int, n: int) -> list[Asked]:
+    def make_prompts(task: str, tokens: int, n: int) -> list[GradedPrompt]:
         grades = [1.0, 0.0, 1.0, 1.0]
         depths = [0.0, 0.25, 0.5, None]
         return [
-            Asked(
+            GradedPrompt(
                 prompt="<|doc|>" + "word " * 60,
                 grade=lambda text, grade=grade: grade,
                 answer=" word",
@@ -206,7 +206,7 @@ def test_a_cell_counts_right_answers_and_old_ones(tiny: LoadedModel):
     keys = list(cell_keys(config, "m", None))
 
     result = run_quality(
-        Judge(tiny, config, asking), config, keys, CellFile(None), lambda cell: None
+        Judge(tiny, config, make_prompts), config, keys, CellFile(None), lambda cell: None
     )
 
     full, recent = result.raw["cells"]

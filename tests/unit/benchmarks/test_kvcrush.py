@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common.asked import Asked
+from benchmarks.common.graded_prompts import GradedPrompt, prompt_maker_for
 from benchmarks.common.intervals import bootstrap_mean
-from benchmarks.common.questions import asking_for
 from benchmarks.common.rouge import rouge_l
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.quality import Judge
@@ -299,14 +298,14 @@ ALL_TABLES = tuple(TABLES)
 
 def many_rules(model: LoadedModel, config: QualityConfig) -> ManyRules:
     rules = [key.rule for key in keys(config, "m", None)]
-    return ManyRules(model, config, asking_for(model), rules)
+    return ManyRules(model, config, prompt_maker_for(model), rules)
 
 
 @pytest.mark.slow
 def test_a_prompt_is_read_once_for_all_rules_that_remember_the_same(tiny: LoadedModel):
     """Answers are those of rules asked one by one; the second of a kind reads a block or two."""
     config = replace(SMALL, tables=("shares", "schedule"), prompts=3)
-    once, apart = many_rules(tiny, config), Judge(tiny, config.cells, asking_for(tiny))
+    once, apart = many_rules(tiny, config), Judge(tiny, config.cells, prompt_maker_for(tiny))
     read: dict[str, int] = {}
 
     for key in keys(config, "m", None):
@@ -448,7 +447,9 @@ def test_paged_h2o_and_kvcrush_answer_recorded_prompts(tiny: LoadedModel):
         tokens=160, prompts=2, new_tokens=4, paper=PaperConfig(divisor=8), anchors=("mean",)
     )
     prompts = tuple(pieces(tiny, BOOKS, 160, 2))
-    requested = tuple(Asked(prompt="", grade=lambda text: float(bool(text))) for _ in prompts)
+    requested = tuple(
+        GradedPrompt(prompt="", grade=lambda text: float(bool(text))) for _ in prompts
+    )
     own = Recorded(name="books", score="accuracy", prompts=prompts, requested=requested)
 
     result = run_prompts(tiny, config, [own], rouge_l)

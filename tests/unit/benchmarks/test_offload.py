@@ -1,4 +1,4 @@
-"""`python -m benchmarks offload`: its bed computes what it should, its arms are what they say."""
+"""`python -m benchmarks offload`: what its layers compute, and what its arms are."""
 
 from dataclasses import replace
 
@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from benchmarks.common.result import PartResult
 from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.arms_part import claims, error_p95, run_arms
-from benchmarks.offload.bed import Bed, BedShape
 from benchmarks.offload.config import QUICK_OFFLOAD
 from benchmarks.offload.engine_part import run_engine
 from benchmarks.offload.engine_restore_part import run_engine_restore
 from benchmarks.offload.host_part import run_host
+from benchmarks.offload.layer_harness import LayerHarness, LayerShape
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from benchmarks.offload.refit_part import run_refit
 from benchmarks.offload.restore_part import run_restore
-from benchmarks.offload.rig import ArmStep, Ratios, Rig
+from benchmarks.offload.simulated_machine import MeasuredStep, Ratios, SimulatedMachine
 from benchmarks.offload.sweep_part import run_sweep
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
@@ -28,7 +28,7 @@ from quire.offload.schedule.work import BatchTokens, Rules, Speeds, staging_byte
 from quire.plan.offload.split import pipelined_gain, pipelined_seconds
 from quire.plan.rates import CopyRate
 
-SHAPE = BedShape(hidden=16, tokens=48, rows=2, num_layers=3)
+SHAPE = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)
 CONFIG = replace(
     QUICK_OFFLOAD,
     shape=SHAPE,
@@ -66,19 +66,19 @@ def speeds(rho=0.58, other=0.04, tokens=1000):
     st.booleans(),
     st.sampled_from([Rules(), Rules(x_chunks=5, x_ring=2), Rules(slots=3, x_chunks=1)]),
 )
-def test_the_bed_computes_attention_over_all_kv(xi, x, host, coded, rules):
+def test_the_layers_compute_attention_over_all_kv(xi, x, host, coded, rules):
     shape = replace(SHAPE, x_ratio=xi)
     x, host = min(x, 48), min(host, 48 - min(x, 48))
     if xi != 0.5 and coded:
         coded = False
-    bed = Bed(shape, poison=True)
+    harness = LayerHarness(shape, poison=True)
     batch = BatchTokens(rows=2, x=x, kv=48 - x - host, host=host)
     work = step_work(batch, 3, shape.sizes(coded=coded), speeds())
 
-    VirtualClock().run(plan_step(work, rules), bed.work(batch, rules, coded=coded))
+    VirtualClock().run(plan_step(work, rules), harness.work(batch, rules, coded=coded))
 
-    assert bed.error() < (1e-3 if coded else 1e-4)
-    assert torch.isfinite(bed.hidden).all()
+    assert harness.error() < (1e-3 if coded else 1e-4)
+    assert torch.isfinite(harness.hidden).all()
 
 
 def test_arms_at_the_ratios_of_an_a100():
@@ -113,21 +113,21 @@ def test_a_ring_stays_small_and_loses_nothing(other):
 
 
 def test_claims_are_ratios_within_rounds():
-    rig = Rig.__new__(Rig)
-    rig.shape, rig.ratios, rig.speeds = SHAPE, Ratios(), speeds(tokens=48)
+    machine = SimulatedMachine.__new__(SimulatedMachine)
+    machine.shape, machine.ratios, machine.speeds = SHAPE, Ratios(), speeds(tokens=48)
     seconds = {arm.name: 1.0 + i for i, arm in enumerate(ARMS)}
 
     def step(name, factor):
-        found = rig.layout(BY_NAME[name])
+        found = machine.layout(BY_NAME[name])
         sizes = SHAPE.sizes(coded=BY_NAME[name].coded)
-        schedule = plan_step(step_work(found.batch, 3, sizes, rig.speeds), found.rules)
+        schedule = plan_step(step_work(found.batch, 3, sizes, machine.speeds), found.rules)
         timeline = VirtualClock().run(schedule)
         scale = seconds[name] * factor / timeline.seconds
         stretched = VirtualClock(lambda op: op.seconds * scale).run(schedule)
-        return ArmStep(timeline=stretched, predicted_s=stretched.seconds * 1.1, error=1e-6)
+        return MeasuredStep(timeline=stretched, predicted_s=stretched.seconds * 1.1, error=1e-6)
 
     steps = {arm.name: [step(arm.name, factor) for factor in (1, 5, 2)] for arm in ARMS}
-    found = claims(rig, steps)
+    found = claims(machine, steps)
 
     assert found["gain_lB_over_prefetch"] == pytest.approx(2 / 5)
     assert found["latency_cut_lA"] == pytest.approx(1 - 4 / 2)

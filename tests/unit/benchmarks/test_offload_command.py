@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.offload import config
-from benchmarks.offload.bed import BedShape
+from benchmarks.offload.layer_harness import LayerShape
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    shape = BedShape(hidden=16, tokens=48, rows=2, num_layers=3)
+    shape = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)
     small = replace(config.QUICK_OFFLOAD, shape=shape, others=(), layers=2)
     monkeypatch.setattr(config, "QUICK_OFFLOAD", small)
 

@@ -18,7 +18,7 @@ from benchmarks.rebatch.config import (
     STATIC,
     RebatchConfig,
 )
-from benchmarks.rebatch.load import Asked, recorded, workload
+from benchmarks.rebatch.load import TraceQuery, recorded, workload
 from benchmarks.rebatch.run import RebatchRun
 from benchmarks.rebatch.workloads import AtBatch, claims, measure
 
@@ -86,7 +86,9 @@ def test_list_scheduling_by_hand():
         read 1, 2: 2 s. step: slots 4 + 2 = 16 s, the first has ended
         read 3 (one token: done), read 4: 2 s. step: slots 3 + 3 = 16 s, both have ended
     """
-    load = tuple(Asked(prompt_tokens=m, new_tokens=n) for m, n in ((3, 2), (1, 3), (2, 1), (2, 2)))
+    load = tuple(
+        TraceQuery(prompt_tokens=m, new_tokens=n) for m, n in ((3, 2), (1, 3), (2, 1), (2, 2))
+    )
     costs = Costs(decode=(10.0, 0.0, 1.0), read=(1.0, 0.0, 0.0))
 
     assert ideal_s(load, 2, costs) == pytest.approx(2 + 16 + 2 + 16)

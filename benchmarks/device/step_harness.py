@@ -10,15 +10,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.device.bed import DeviceBed
 from benchmarks.device.host_bytes import HostBytes
+from benchmarks.device.link_codecs import LinkCodecs, link_sizes
+from benchmarks.device.offloaded_model import OffloadedModel
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.step import DeviceStep, Staging
 from benchmarks.device.target import Target
-from benchmarks.device.wire import Wire, wire_sizes
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
-from benchmarks.offload.rig import ArmStep
+from benchmarks.offload.simulated_machine import MeasuredStep
 from quire.offload.executors.base import Executor, VirtualClock, Work
 from quire.offload.profiler import measure_speeds
 from quire.offload.schedule.operations import Schedule
@@ -32,21 +32,21 @@ RESIDENT = "resident"
 """Not an arm: all KV on the device, which nothing that moves it comes near."""
 
 
-class DeviceRig:
+class StepHarness:
     """One batch on one device.
 
     Args:
         case: the batch.
         target: the device.
         pool: host memory.
-        wire: how X and KV cross the link.
+        link_codecs: how X and KV cross the link.
         host: whether the host may attend, so that its speed is measured too.
         executor: other than the device's own.
         poison: staging, for tests.
 
     Attributes:
         speeds: measured at the start.
-        bed: the model.
+        model: whose steps run.
         executor: of the steps.
         hidden: of the rows, behind the last step.
     """
@@ -56,18 +56,18 @@ class DeviceRig:
         case: DecodeCase,
         target: Target,
         pool: HostBytes,
-        wire: Wire | None = None,
+        link_codecs: LinkCodecs | None = None,
         *,
         host: bool = False,
         executor: Executor | None = None,
         poison: bool = False,
     ) -> None:
         self.case, self.target, self._poison = case, target, poison
-        self.bed = DeviceBed(case, target, pool, wire)
-        self.sizes = wire_sizes(case, self.bed.wire)
+        self.model = OffloadedModel(case, target, pool, link_codecs)
+        self.sizes = link_sizes(case, self.model.link_codecs)
         self.executor = executor or target.executor()
         self._staging = Staging(target)
-        self.hidden = self.bed.begin
+        self.hidden = self.model.begin
         self.speeds = self.measured(host=host)
 
     def measured(self, *, host: bool = False) -> Speeds:
@@ -83,7 +83,7 @@ class DeviceRig:
     def _probes(self, *, host: bool) -> list[BatchTokens]:
         case, found = self.case, []
         for context in (case.context // 2 or 1, case.context):
-            for share in _PROBE_SHARES if self.bed.with_x else (0.0,):
+            for share in _PROBE_SHARES if self.model.with_x else (0.0,):
                 tokens = case.rows * context
                 x = int(share * tokens)
                 found.append(BatchTokens(rows=case.rows, x=x, kv=tokens - x))
@@ -100,7 +100,7 @@ class DeviceRig:
         return schedule, self._step(batch, _PROBE_RULES).work
 
     def _step(self, batch: BatchTokens, rules: Rules) -> DeviceStep:
-        return DeviceStep(self.bed, self._staging, batch, rules, poison=self._poison)
+        return DeviceStep(self.model, self._staging, batch, rules, poison=self._poison)
 
     # ---- layouts -------------------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ class DeviceRig:
         work = step_work(layout.batch, layers, self.sizes, speeds or self.speeds)
         return plan_step(work, layout.rules)
 
-    def run(self, layout: Layout) -> ArmStep:
+    def run(self, layout: Layout) -> MeasuredStep:
         """One step; its error is relative, over all hidden states."""
         schedule = self.plan(layout)
         step = self._step(layout.batch, layout.rules)
         timeline = self.executor.run(schedule, step.work)
         self.hidden = step.hidden
-        return ArmStep(
+        return MeasuredStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,
             error=self.off(step),
@@ -144,13 +144,13 @@ class DeviceRig:
     def off(self, step: DeviceStep) -> float:
         """How far a step's hidden states are from those with all KV on the device."""
         if not hasattr(self, "_expected"):
-            self._expected = self.bed.expected().float()
+            self._expected = self.model.expected().float()
         difference = (step.hidden.float() - self._expected).norm()
         return float(difference / self._expected.norm())
 
-    def rounds(self, layouts: dict[str, Layout], repeats: int) -> dict[str, list[ArmStep]]:
+    def rounds(self, layouts: dict[str, Layout], repeats: int) -> dict[str, list[MeasuredStep]]:
         """Steps of all layouts in turns, behind one of each that is not counted."""
-        found: dict[str, list[ArmStep]] = {name: [] for name in layouts}
+        found: dict[str, list[MeasuredStep]] = {name: [] for name in layouts}
         for turn in range(repeats + 1):
             for name, layout in layouts.items():
                 step = self.run(layout)
@@ -166,7 +166,7 @@ def whole_rows(case: DecodeCase, batch: BatchTokens) -> BatchTokens:
     return replace(batch, x=x, kv=case.tokens - host - x, host=host, x_here=0)
 
 
-def median_ms(steps: Sequence[ArmStep]) -> float:
+def median_ms(steps: Sequence[MeasuredStep]) -> float:
     """Median milliseconds."""
     return 1e3 * statistics.median(step.seconds for step in steps)
 

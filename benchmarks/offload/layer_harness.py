@@ -24,7 +24,7 @@ _CODE = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BedShape:
+class LayerShape:
     """What a step computes.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Plane:
         return self.values if self.scales is None else torch.mul(self.values, self.scales)
 
 
-class Bed:
+class LayerHarness:
     """Host and device of one shape.
 
     Args:
@@ -81,7 +81,7 @@ class Bed:
         poison: fill staging with NaN when it has been used.
     """
 
-    def __init__(self, shape: BedShape, *, poison: bool = False) -> None:
+    def __init__(self, shape: LayerShape, *, poison: bool = False) -> None:
         self.shape, self._poison = shape, poison
         draw = torch.Generator().manual_seed(0)
         hidden, width = shape.hidden, shape.kv_width
@@ -168,10 +168,10 @@ class _Step:
     """Staging of one step."""
 
     def __init__(
-        self, bed: Bed, batch: BatchTokens, rules: Rules, *, coded: bool, poison: bool
+        self, harness: LayerHarness, batch: BatchTokens, rules: Rules, *, coded: bool, poison: bool
     ) -> None:
-        self._bed, self._batch, self._coded, self._poison = bed, batch, coded, poison
-        shape, slots = bed.shape, rules.slots
+        self._harness, self._batch, self._coded, self._poison = harness, batch, coded, poison
+        shape, slots = harness.shape, rules.slots
         pieces = rules.x_ring or slots
         longest = -(-batch.x // rules.x_chunks) if rules.x_ring else batch.x
         self._ring = bool(rules.x_ring)
@@ -184,11 +184,11 @@ class _Step:
         self._attended = torch.zeros(0)
 
     def bring_x(self, op: Operation) -> None:
-        x, _ = self._bed.source(op.layer, coded=self._coded)
+        x, _ = self._harness.source(op.layer, coded=self._coded)
         self._x_place(op).copy(x.rows(op.first, op.first + op.tokens))
 
     def bring_kv(self, op: Operation) -> None:
-        _, kv = self._bed.source(op.layer, coded=self._coded)
+        _, kv = self._harness.source(op.layer, coded=self._coded)
         first = self._batch.x + op.first
         source = kv.rows(first, first + op.tokens)
         if self._coded:
@@ -201,29 +201,29 @@ class _Step:
 
     def project(self, op: Operation) -> None:
         here = op.layer == 0  # of the first layer X is made from the token ids
-        x, _ = self._bed.source(op.layer, coded=False)
+        x, _ = self._harness.source(op.layer, coded=False)
         staged = x.rows(op.first, op.first + op.tokens) if here else self._x_place(op)
         target = self._kv[op.slot][op.first : op.first + op.tokens]
-        torch.mm(staged.numbers(), self._bed.weights(op.layer), out=target)
+        torch.mm(staged.numbers(), self._harness.weights(op.layer), out=target)
         if self._poison and not here and staged.scales is None:
             staged.values.fill_(float("nan"))
 
     def host_attend(self, op: Operation) -> None:
-        _, kv = self._bed.source(op.layer, coded=False)
-        first = self._bed.shape.tokens - op.tokens
-        self._offloaded = _attend(self._bed.queries(), kv.values[first:])
+        _, kv = self._harness.source(op.layer, coded=False)
+        first = self._harness.shape.tokens - op.tokens
+        self._offloaded = _attend(self._harness.queries(), kv.values[first:])
 
     def attend(self, op: Operation) -> None:
         kv = self._kv[op.slot]
         if self._coded:
             kv[self._batch.x :] = self._codes[op.slot].numbers()
-        self._attended = _merged(_attend(self._bed.queries(), kv), self._offloaded)
+        self._attended = _merged(_attend(self._harness.queries(), kv), self._offloaded)
         self._offloaded = None
         if self._poison:
             kv.fill_(float("nan"))
 
     def finish(self, _op: Operation) -> None:
-        self._bed.finish(self._attended)
+        self._harness.finish(self._attended)
 
     def _x_place(self, op: Operation) -> _Plane:
         first = 0 if self._ring else op.first

@@ -20,7 +20,7 @@ _MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class LinkCodecs:
     """Codecs by name; `plain` is the model's own type.
 
     Attributes:
@@ -96,29 +96,29 @@ class Coder:
             yield slice(first, first + step)
 
 
-def coders(case: DecodeCase, wire: Wire) -> tuple[Coder, Coder]:
+def coders(case: DecodeCase, link_codecs: LinkCodecs) -> tuple[Coder, Coder]:
     """Of KV and of activations."""
     kv, x = (
         make_codec(codec_spec(case.dtype if name == PLAIN else name), case.spec.head_dim)
-        for name in (wire.kv, wire.x)
+        for name in (link_codecs.kv, link_codecs.x)
     )
     dtype = DTYPES[case.dtype]
     return Coder(kv, dtype, case.kv_width), Coder(x, dtype, case.spec.hidden_size)
 
 
-def activations_pay(case: DecodeCase, wire: Wire) -> bool:
-    """Whether an activation is smaller on this wire than the KV that is made from it."""
-    kv, x = coders(case, wire)
+def activations_pay(case: DecodeCase, link_codecs: LinkCodecs) -> bool:
+    """Whether an activation is smaller on the link than the KV that is made from it."""
+    kv, x = coders(case, link_codecs)
     gate = activation_gate(case.spec, kv_value_bytes=kv.value_bytes, x_value_bytes=x.value_bytes)
     return gate.pays
 
 
-def wire_sizes(case: DecodeCase, wire: Wire) -> Sizes:
+def link_sizes(case: DecodeCase, link_codecs: LinkCodecs) -> Sizes:
     """Bytes on the link; a row's new token leaves as plain numbers."""
-    kv, x = coders(case, wire)
+    kv, x = coders(case, link_codecs)
     return Sizes(
         kv_bytes=kv.token_bytes,
         x_bytes=x.token_bytes,
         new_kv_bytes=case.kv_width * case.value_bytes,
-        new_x_bytes=case.spec.hidden_size * case.value_bytes * activations_pay(case, wire),
+        new_x_bytes=case.spec.hidden_size * case.value_bytes * activations_pay(case, link_codecs),
     )

@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from benchmarks.device.host_bytes import ALIGNMENT_BYTES, HostBytes
-from benchmarks.device.layer import Layer, attend_rows, normed
+from benchmarks.device.link_codecs import Coder, LinkCodecs, activations_pay, coders
+from benchmarks.device.random_layer import Layer, attend_rows, normed
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.target import Target
-from benchmarks.device.wire import Coder, Wire, activations_pay, coders
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 
@@ -24,14 +24,14 @@ _STAGED_LAYERS = 3  # of plain KV: two slots, and what a ring of X or codes take
 _EMBEDDED = 2  # X of the first layer, and of the one that is being made
 
 
-class DeviceBed:
+class OffloadedModel:
     """Host and device of one batch.
 
     Args:
         case: the batch.
         target: the device.
         pool: host memory; taken back from whoever had it.
-        wire: how X and KV lie on the host.
+        link_codecs: how X and KV lie on the host.
 
     Attributes:
         distinct: layers with numbers of their own.
@@ -45,13 +45,17 @@ class DeviceBed:
     """
 
     def __init__(
-        self, case: DecodeCase, target: Target, pool: HostBytes, wire: Wire | None = None
+        self,
+        case: DecodeCase,
+        target: Target,
+        pool: HostBytes,
+        link_codecs: LinkCodecs | None = None,
     ) -> None:
-        self.case, self.target, self.wire = case, target, wire or Wire()
-        self.with_x = activations_pay(case, self.wire)
-        self.kv_coder, self.x_coder = coders(case, self.wire)
+        self.case, self.target, self.link_codecs = case, target, link_codecs or LinkCodecs()
+        self.with_x = activations_pay(case, self.link_codecs)
+        self.kv_coder, self.x_coder = coders(case, self.link_codecs)
         pool.clear()
-        self.distinct = distinct_layers(case, target, pool, self.wire)
+        self.distinct = distinct_layers(case, target, pool, self.link_codecs)
         rows = (case.spec.num_layers, case.rows)
         self.new_kv = pool.take((*rows, case.kv_width), self._dtype)
         self.new_x = pool.take((*rows, case.spec.hidden_size), self._dtype)
@@ -123,14 +127,16 @@ def _put(coder: Coder, numbers: Tensor, pool: HostBytes) -> tuple[Tensor, ...]:
     return planes
 
 
-def distinct_layers(case: DecodeCase, target: Target, pool: HostBytes, wire: Wire) -> int:
+def distinct_layers(
+    case: DecodeCase, target: Target, pool: HostBytes, link_codecs: LinkCodecs
+) -> int:
     """Layers that get numbers of their own, at most all.
 
     Raises:
         ConfigError: not one fits on the host, or on the device.
     """
-    kv, x = coders(case, wire)
-    token_bytes = kv.token_bytes + x.token_bytes * activations_pay(case, wire)
+    kv, x = coders(case, link_codecs)
+    token_bytes = kv.token_bytes + x.token_bytes * activations_pay(case, link_codecs)
     planes = len(kv.records(1)) + len(x.records(1))
     layer_bytes = case.tokens * token_bytes + planes * ALIGNMENT_BYTES
     width = case.kv_width + case.spec.hidden_size

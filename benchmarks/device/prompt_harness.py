@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from benchmarks.device.host_bytes import HostBytes
-from benchmarks.device.layer import Layer, normed
+from benchmarks.device.random_layer import Layer, normed
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.target import Target
 from quire.kernels.backend import AttentionMath
@@ -14,7 +14,7 @@ from quire.kernels.dense import attend_dense
 _CHANGE = "name shorter prompts, or leave the part swap out"
 
 
-class PromptBed:
+class PromptHarness:
     """One sequence on a device, and a copy of its KV on the host.
 
     Tokens of a chunk see the whole chunk: half a chunk's products of attention too many, and the

@@ -36,7 +36,7 @@ class _Storing:
         return out[0].transpose(0, 1).contiguous()
 
 
-def remade_errors(target: Target, model: str, tokens: int) -> dict[str, float]:
+def recompute_errors(target: Target, model: str, tokens: int) -> dict[str, float]:
     """How far keys and values made from activations are from the stored ones, in bfloat16.
 
     Of half the tokens, so that the products have another shape than the prompt's had.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import Arm, Layout, lay_out, step_work
-from benchmarks.offload.bed import Bed, BedShape
+from benchmarks.offload.layer_harness import LayerHarness, LayerShape
 from quire.offload.executors.base import VirtualClock, Work
 from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink
 from quire.offload.profiler import measure_speeds
@@ -48,7 +48,7 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmStep:
+class MeasuredStep:
     """One step of one arm.
 
     Attributes:
@@ -73,7 +73,7 @@ class ArmStep:
         return abs(self.predicted_s - self.seconds) / self.seconds
 
 
-class Rig:
+class SimulatedMachine:
     """One shape at one set of ratios.
 
     Args:
@@ -86,8 +86,8 @@ class Rig:
         link: whose rate may be changed.
     """
 
-    def __init__(self, shape: BedShape, ratios: Ratios) -> None:
-        self.shape, self.ratios, self.bed = shape, ratios, Bed(shape)
+    def __init__(self, shape: LayerShape, ratios: Ratios) -> None:
+        self.shape, self.ratios, self.harness = shape, ratios, LayerHarness(shape)
         self.nominal = self._nominal()
         self.link = ThrottledLink(self.nominal.inward)
         out = ThrottledLink(self.nominal.outward)
@@ -102,7 +102,7 @@ class Rig:
         self.speeds = self._measured()
 
     def _nominal(self) -> Speeds:
-        taken_s = min(self.bed.product_seconds() for _ in range(_PRODUCTS))
+        taken_s = min(self.harness.product_seconds() for _ in range(_PRODUCTS))
         shape, ratios = self.shape, self.ratios
         token_s = ratios.headroom * taken_s / shape.tokens
         kv_s = token_s / ratios.recompute
@@ -143,7 +143,7 @@ class Rig:
         return plan_step(step_work(batch, layers or self.shape.num_layers, sizes, speeds), rules)
 
     def _work(self, batch: BatchTokens) -> Work:
-        return self.bed.work(batch, _PROBE_RULES)
+        return self.harness.work(batch, _PROBE_RULES)
 
     def layout(self, arm: Arm, speeds: Speeds | None = None) -> Layout:
         """An arm's division of the tokens, by measured speeds or by these."""
@@ -151,7 +151,7 @@ class Rig:
         sizes = shape.sizes(coded=arm.coded)
         return lay_out(arm, speeds or self.speeds, sizes, rows=shape.rows, tokens=shape.tokens)
 
-    def step(self, arm: Arm, layout: Layout | None = None) -> ArmStep:
+    def step(self, arm: Arm, layout: Layout | None = None) -> MeasuredStep:
         """Run one step of an arm.
 
         Args:
@@ -161,15 +161,15 @@ class Rig:
         layout = layout or self.layout(arm)
         batch, rules = layout.batch, layout.rules
         schedule = self._plan(batch, rules, coded=arm.coded)
-        timeline = self.executor.run(schedule, self.bed.work(batch, rules, coded=arm.coded))
-        return ArmStep(
+        timeline = self.executor.run(schedule, self.harness.work(batch, rules, coded=arm.coded))
+        return MeasuredStep(
             timeline=timeline,
             predicted_s=VirtualClock().run(schedule).seconds,
-            error=self.bed.error(),
+            error=self.harness.error(),
         )
 
 
-def medians(steps: Mapping[str, list[ArmStep]]) -> dict[str, float]:
+def medians(steps: Mapping[str, list[MeasuredStep]]) -> dict[str, float]:
     """Median seconds of each arm."""
     return {
         name: statistics.median(step.seconds for step in found) for name, found in steps.items()

@@ -1,12 +1,40 @@
-"""Brings models and the prompts of `quire.evals` to benches, which know nothing of tasks."""
+"""Models, and prompts whose continuations are graded, for benchmarks of quality."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.common.asked import Asked, Asking
     from quire.cli.settings import Settings
     from quire.models.loader import LoadedModel
+
+Grade = Callable[[str], float]
+"""What a model wrote behind a prompt to a score from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedPrompt:
+    """One prompt.
+
+    Attributes:
+        prompt: text.
+        grade: judges a continuation.
+        answer: what counts as right, to know how long an answer must be.
+        depth: place in the prompt of what is asked, 0 first to 1 last; None: no single place.
+    """
+
+    prompt: str
+    grade: Grade
+    answer: str = ""
+    depth: float | None = None
+
+
+PromptMaker = Callable[[str, int, int], list[GradedPrompt]]
+"""(task, most tokens of a prompt with its answer, how many) to prompts, always the same ones."""
+
+PromptMakerFor = Callable[["LoadedModel"], PromptMaker]
+"""Prompts whose lengths are counted as a model counts them."""
 
 
 def load(settings: "Settings") -> "LoadedModel":
@@ -27,7 +55,7 @@ def load(settings: "Settings") -> "LoadedModel":
     )
 
 
-def asking_for(model: "LoadedModel") -> "Asking":
+def prompt_maker_for(model: "LoadedModel") -> PromptMaker:
     """Prompts of any task, as long as this model counts.
 
     Raises:
@@ -43,12 +71,11 @@ def asking_for(model: "LoadedModel") -> "Asking":
     def measure(text: str) -> int:
         return len(encode_prompt(tokenizer, text)) if text else 0
 
-    def ask(task: str, tokens: int, n: int) -> "list[Asked]":
-        from benchmarks.common.asked import Asked
+    def make_prompts(task: str, tokens: int, n: int) -> list[GradedPrompt]:
         from quire.evals.questions import make_questions
 
         return [
-            Asked(
+            GradedPrompt(
                 prompt=q.prompt,
                 grade=partial(begins_with, q.answer),
                 answer=q.answer,
@@ -57,7 +84,7 @@ def asking_for(model: "LoadedModel") -> "Asking":
             for q in make_questions(task, tokens, n, measure=measure)
         ]
 
-    return ask
+    return make_prompts
 
 
 def begins_with(answer: str, text: str) -> float:
