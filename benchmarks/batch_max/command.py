@@ -161,7 +161,7 @@ def _standard(
     settings: Settings, parts: str, config: "BatchMaxConfig"
 ) -> "Iterator[tuple[str, PartResult]]":
     from benchmarks.batch_max.parts import make_parts
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
 
     made = make_parts(lambda: load(settings), prompt_maker_for)
     return run_named(names_of(parts, made), made, config)

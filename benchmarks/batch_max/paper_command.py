@@ -15,9 +15,8 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.batch_max.judged import Encoded
     from benchmarks.batch_max.paper import PaperConfig, PaperRow
-    from benchmarks.common.few_shot import FewShotTask
+    from benchmarks.common.few_shot import FewShotTask, Sample
     from benchmarks.common.result import PartResult
-    from benchmarks.common.samples import Sample
     from quire.cli.settings import Settings
     from quire.models.loader import LoadedModel
 
@@ -67,8 +66,7 @@ def run_paper(
     Raises:
         ConfigError: no data, or too few examples.
     """
-    from benchmarks.batch_max.paper import PaperProtocol
-    from benchmarks.batch_max.paper_result import paper_result
+    from benchmarks.batch_max.paper import PaperProtocol, paper_result
     from benchmarks.common.few_shot import task_named
 
     task = task_named(config.task)
@@ -84,7 +82,7 @@ def run_paper(
 def _samples(
     task: "FewShotTask", config: "PaperConfig", data: Path | None, shots: Path | None
 ) -> "list[Sample]":
-    from benchmarks.common.samples import make_samples, read_records
+    from benchmarks.common.few_shot import make_samples, read_records
 
     if data is None:
         raise ConfigError(

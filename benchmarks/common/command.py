@@ -1,18 +1,21 @@
-"""What commands share that run a bench in parts: show each, keep all, end with one object."""
+"""What commands share that run a bench in parts: show each, keep all, end with one object.
+
+Parts have names, by which they are chosen; each is timed.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TypeVar
 
 import typer
 
+from benchmarks.common.result import PartResult
 from quire.cli.out_folder import write_files
 from quire.cli.report import envelope
-
-if TYPE_CHECKING:
-    from benchmarks.common.result import PartResult
+from quire.errors import ConfigError, UnknownName
 
 QUICK_NOTE = (
     "--quick ran small shapes: the command works, and its figures support no claim about full ones."
@@ -20,8 +23,8 @@ QUICK_NOTE = (
 
 
 def show_parts(
-    found: Iterable[tuple[str, "PartResult"]],
-) -> tuple[dict[str, "PartResult"], dict[str, int | float]]:
+    found: Iterable[tuple[str, PartResult]],
+) -> tuple[dict[str, PartResult], dict[str, int | float]]:
     """Print the tables of each part when it is done.
 
     Returns:
@@ -41,7 +44,7 @@ def show_parts(
 
 def finish(
     bench: str,
-    results: Mapping[str, "PartResult"],
+    results: Mapping[str, PartResult],
     claims: Mapping[str, int | float],
     config: Mapping[str, object],
     out: Path | None,
@@ -73,11 +76,10 @@ def finish(
 
 
 def part_files(
-    bench: str, results: Mapping[str, "PartResult"], run: Mapping[str, object]
+    bench: str, results: Mapping[str, PartResult], run: Mapping[str, object]
 ) -> dict[str, bytes]:
     """Tables, pictures and the run, by name of the file."""
-    from benchmarks.common.charts import svg
-    from benchmarks.common.rendering import as_csv, report
+    from benchmarks.common.rendering import as_csv, report, svg
 
     tables = [table for result in results.values() for table in result.tables]
     pictures = [picture for result in results.values() for picture in result.pictures]
@@ -87,3 +89,45 @@ def part_files(
     }
     files |= {f"{table.name}.csv": as_csv(table).encode() for table in tables}
     return files | {f"{picture.name}.svg": svg(picture) for picture in pictures}
+
+
+Config = TypeVar("Config")
+
+
+def names_of(text: str, known: Mapping[str, object], what: str = "part") -> tuple[str, ...]:
+    """Read names written with commas, in the order of `known`; "" for all.
+
+    Args:
+        text: what was asked for.
+        known: by name, in the order in which they run.
+        what: a name stands for, for errors.
+
+    Raises:
+        UnknownName: nothing has this name.
+        ConfigError: one is named twice.
+    """
+    if not text.strip():
+        return tuple(known)
+    requested = [name.strip() for name in text.split(",")]
+    for name in requested:
+        if name not in known:
+            raise UnknownName(what, name, known)
+    if len(set(requested)) != len(requested):
+        raise ConfigError(f"expected each {what} once, got {text!r}")
+    return tuple(name for name in known if name in requested)
+
+
+def run_named(
+    names: Sequence[str], parts: Mapping[str, Callable[[Config], PartResult]], config: Config
+) -> Iterator[tuple[str, PartResult]]:
+    """Run parts one after the other; yield each when it is done.
+
+    Args:
+        names: of `parts`.
+        parts: by name.
+        config: of all of them.
+    """
+    for name in names:
+        started_s = perf_counter()
+        result = parts[name](config)
+        yield name, replace(result, seconds=perf_counter() - started_s)

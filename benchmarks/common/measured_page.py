@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from benchmarks.common.charts import svg
+from benchmarks.common.rendering import svg
 from benchmarks.common.result import PartResult
 
 Run = dict[str, Any]

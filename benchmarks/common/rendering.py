@@ -1,13 +1,23 @@
-"""Results as text: tables for a terminal, Markdown and CSV, and pages from Jinja2 templates."""
+"""Results as text and pictures.
+
+Tables for a terminal, Markdown and CSV, pages from Jinja2 templates; lines, bars, heat maps as SVG.
+"""
 
 import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.common.result import Cell, Table
+from benchmarks.common.result import Cell, Chart, HeatMap, Spans, Table
+from quire.sim.svg import drawn, drawn_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 SHARED_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -70,3 +80,78 @@ def as_csv(table: Table) -> str:
     writer.writerow(table.columns)
     writer.writerows(table.rows)
     return file.getvalue()
+
+
+_PANELS_ACROSS, _PANEL_INCHES = 3, 2.4
+_COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
+
+
+def svg(chart: Chart | HeatMap | Spans) -> bytes:
+    """A chart, a heat map or spans as an SVG file.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if isinstance(chart, Chart):
+        return drawn(lambda axes: _draw(axes, chart))
+    if isinstance(chart, Spans):
+        return drawn_figure(lambda figure: _draw_spans(figure, chart))
+    return drawn_figure(lambda figure: _draw_map(figure, chart))
+
+
+def _draw_map(figure: "Figure", found: HeatMap) -> None:
+    across = min(_PANELS_ACROSS, len(found.panels))
+    down = -(-len(found.panels) // across)
+    figure.set_size_inches(figure.get_figwidth(), _PANEL_INCHES * down + 0.6)
+    for i, (label, rows) in enumerate(found.panels.items()):
+        axes = figure.add_subplot(down, across, i + 1)
+        axes.pcolormesh(rows, vmin=0, vmax=1, cmap="Blues", rasterized=True)
+        axes.invert_yaxis()
+        axes.set_title(label, fontsize="medium")
+    figure.suptitle(found.title)
+    figure.supxlabel(found.x_label)
+    figure.supylabel(found.y_label)
+
+
+def _draw_spans(figure: "Figure", found: Spans) -> None:
+    kinds = dict.fromkeys(
+        kind for lanes in found.panels.values() for spans in lanes.values() for *_, kind in spans
+    )
+    colours = dict(zip(kinds, _COLOURS * len(kinds), strict=False))
+    figure.set_size_inches(figure.get_figwidth(), 1.1 * len(found.panels) + 1)
+    panels = figure.subplots(len(found.panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, lanes) in zip(panels, found.panels.items(), strict=True):
+        for row, spans in enumerate(lanes.values()):
+            bars = [(begin, end - begin) for begin, end, _ in spans]
+            faces = [colours[kind] for *_, kind in spans]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=0.3)
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.set_title(label, fontsize="medium", loc="left")
+    for kind, colour in colours.items():
+        panels[0].plot([], [], color=colour, label=kind, linewidth=6)
+    figure.legend(frameon=False, loc="outside lower center", ncols=len(colours))
+    figure.suptitle(found.title)
+    panels[-1].set_xlabel(found.x_label)
+
+
+def _draw(axes: "Axes", chart: Chart) -> None:
+    for i, (label, points) in enumerate(chart.lines.items()):
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        colour = _COLOURS[i % len(_COLOURS)]
+        if any(isinstance(x, str) for x in xs):
+            width = 0.8 / len(chart.lines)
+            places = [place + i * width for place in range(len(xs))]
+            axes.bar(places, ys, width=width, label=label, color=colour)
+            middle = [place + 0.4 - width / 2 for place in range(len(xs))]
+            axes.set_xticks(middle, [str(x) for x in xs])
+        else:
+            axes.plot(xs, ys, label=label, color=colour, marker="o")
+    if chart.log_x:
+        axes.set_xscale("log", base=2)
+    if chart.log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+    if len(chart.lines) > 1:
+        axes.legend(frameon=False)

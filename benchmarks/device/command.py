@@ -61,7 +61,7 @@ def device(  # noqa: PLR0913 - one parameter an option
     """
     import torch
 
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.device.bench import DeviceBench
     from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
     from benchmarks.device.parts import PARTS
@@ -91,7 +91,7 @@ def _batches(
     config: "DeviceBenchConfig", models: str, rows: int, context: int
 ) -> "DeviceBenchConfig":
     """The models asked for, with other rows and contexts where these are said."""
-    from benchmarks.common.named_parts import names_of
+    from benchmarks.common.command import names_of
 
     def sized(case: "DecodeCase") -> "DecodeCase":
         return replace(case, rows=rows or case.rows, context=context or case.context)

@@ -68,7 +68,7 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Compare eviction rules: right answers, perplexity, kept positions, cost."""
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.eviction.parts import make_parts
 
     config = _config(settings.model, quick=quick)
@@ -101,7 +101,7 @@ def _cells(
         UnknownName: no such task or schedule.
         ConfigError: a budget that is none.
     """
-    from benchmarks.common.named_parts import names_of
+    from benchmarks.common.command import names_of
     from quire.evals.tasks import FAMILIES
     from quire.layout.eviction import SCHEDULES
 

@@ -83,7 +83,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Compare rules with KVCrush and without: answers, fidelity, time, bytes of signatures."""
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.common.rouge import rouge_l
     from benchmarks.eviction.cells import CellFile
     from benchmarks.kvcrush.parts import Material, make_parts
@@ -136,7 +136,7 @@ def _quality(
         UnknownName: no such task.
         ConfigError: a budget that is none, or more than one.
     """
-    from benchmarks.common.named_parts import names_of
+    from benchmarks.common.command import names_of
     from benchmarks.kvcrush.config import PaperConfig
     from quire.evals.tasks import FAMILIES
 

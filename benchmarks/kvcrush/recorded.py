@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.common.few_shot import FewShotTask
+    from benchmarks.common.few_shot import FewShotTask, Sample
     from benchmarks.common.graded_prompts import GradedPrompt
-    from benchmarks.common.samples import Sample
     from benchmarks.kvcrush.config import PromptsConfig
     from benchmarks.kvcrush.prompts import Recorded
     from quire.models.loader import LoadedModel
@@ -58,7 +57,7 @@ def recorded(
 def _of_task(
     task: "FewShotTask", path: Path, model: "LoadedModel", config: "PromptsConfig"
 ) -> "Recorded":
-    from benchmarks.common.samples import make_samples, read_records
+    from benchmarks.common.few_shot import make_samples, read_records
     from benchmarks.kvcrush.prompts import Recorded
 
     records, n = read_records(path), config.prompts

@@ -10,8 +10,7 @@ from benchmarks.memory.page_sizes import PageSizesConfig
 from benchmarks.memory.prefix import PrefixConfig
 from benchmarks.memory.reuse import ReuseConfig
 from benchmarks.memory.simulated import SimulatedConfig
-from benchmarks.memory.swap_bench import SwapConfig
-from benchmarks.memory.swapping import SwappingConfig
+from benchmarks.memory.swapping import SwapConfig, SwappingConfig
 from benchmarks.memory.waste import WasteConfig
 from benchmarks.memory.watermarks import WatermarkConfig
 from benchmarks.overhead.bench import OverheadConfig

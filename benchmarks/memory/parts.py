@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from benchmarks.common.named_parts import names_of, run_named
+from benchmarks.common.command import names_of, run_named
 from benchmarks.common.result import PartResult
 from benchmarks.memory.allocator import run_allocator
 from benchmarks.memory.beam import run_beam

@@ -57,7 +57,7 @@ def offload(
     On threads with a throttled link and real copies and products, at the ratios of larger machines,
     and on a virtual clock at full size. One torch thread computes: the link has the other core.
     """
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
     from benchmarks.offload.parts import PARTS
 

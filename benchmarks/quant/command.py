@@ -58,7 +58,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
     as_json: AsJson = False,
 ) -> None:
     """Compare codecs of KV: bytes, attention, throughput, fidelity, tasks."""
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.quant.parts import make_parts
 
     config = _config(settings, codecs, batch, prompts, quick=quick)

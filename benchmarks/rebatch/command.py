@@ -49,7 +49,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     """
     import torch
 
-    from benchmarks.common.named_parts import names_of, run_named
+    from benchmarks.common.command import names_of, run_named
     from benchmarks.common.workload import SHAPES
     from benchmarks.rebatch.config import QUICK_REBATCH, RebatchConfig
     from benchmarks.rebatch.parts import PARTS

@@ -1,5 +1,9 @@
-"""One arm on one load: answers all of it, and says what every query and every step took."""
+"""One arm on one load: answers all of it, and says what every query and every step took.
 
+The clock skips time in which no query is waiting or running.
+"""
+
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rebatch.bound import Forwards
-from benchmarks.rebatch.clock import SkippingClock
 from benchmarks.rebatch.load import Load, prompt_ids
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -20,6 +23,28 @@ from quire.hf.dynamic.query import Query
 from quire.hf.dynamic.record import StepRecord
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
+
+
+class SkippingClock:
+    """Seconds since the start; what is skipped counts as passed.
+
+    Args:
+        seconds: the clock below it.
+    """
+
+    def __init__(self, seconds: Callable[[], float] = time.perf_counter) -> None:
+        self._seconds = seconds
+        self._start_s = seconds()
+        self._skipped_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the start."""
+        return self._seconds() - self._start_s + self._skipped_s
+
+    def skip_to(self, when_s: float) -> None:
+        """Let it be that late, if it is not."""
+        self._skipped_s += max(0.0, when_s - self())
+
 
 CONTINUOUS = "continuous"
 _CURVE_POINTS = 48

@@ -41,7 +41,7 @@ def stack(
     """
     import torch
 
-    from benchmarks.common.named_parts import run_named
+    from benchmarks.common.command import run_named
     from benchmarks.common.workload import SHAPES
     from benchmarks.stack.part import QUICK_STACK, StackConfig, run_stack
     from quire.errors import UnknownName

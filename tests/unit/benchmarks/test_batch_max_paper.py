@@ -7,8 +7,14 @@ import torch
 
 from benchmarks.batch_max import paper
 from benchmarks.batch_max.judged import Batches, Encoded, Judged
-from benchmarks.batch_max.paper import PaperConfig, PaperProtocol, PaperRow
-from benchmarks.batch_max.paper_result import claims, paper_result, smallest_cap
+from benchmarks.batch_max.paper import (
+    PaperConfig,
+    PaperProtocol,
+    PaperRow,
+    claims,
+    paper_result,
+    smallest_cap,
+)
 from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
 from quire.config.kv_config import KVConfig

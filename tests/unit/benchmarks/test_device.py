@@ -17,13 +17,12 @@ from benchmarks.device.host_bytes import HostBytes
 from benchmarks.device.link_codecs import LinkCodecs, activations_pay, coders, link_sizes
 from benchmarks.device.link_part import host_kinds
 from benchmarks.device.parts import PARTS
-from benchmarks.device.prompt_harness import PromptHarness
 from benchmarks.device.refit_part import at, settling_steps
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
 from benchmarks.device.step import DeviceStep, Staging
 from benchmarks.device.step_harness import StepHarness, expected_seconds, whole_rows
-from benchmarks.device.swap_part import LengthTimes, fitted
+from benchmarks.device.swap_part import LengthTimes, PromptHarness, fitted
 from benchmarks.device.sweep_part import turns
 from benchmarks.device.target import Target
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work

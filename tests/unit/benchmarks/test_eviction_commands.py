@@ -238,7 +238,7 @@ def test_what_is_said_of_prompts_holds_for_a_quick_run_too(requested, expected, 
         made.append(config)
         return iter(())
 
-    monkeypatch.setattr("benchmarks.common.named_parts.run_named", keep)
+    monkeypatch.setattr("benchmarks.common.command.run_named", keep)
     result = CliRunner().invoke(app, ["eviction", "--quick", *requested])
 
     assert result.exit_code == 0, result.output

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.few_shot import final_number, task_named
-from benchmarks.common.samples import make_samples, read_records
+from benchmarks.common.few_shot import final_number, make_samples, read_records, task_named
 from quire.errors import ConfigError, UnknownName
 
 SUMS = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(20)]

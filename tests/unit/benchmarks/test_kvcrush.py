@@ -32,21 +32,23 @@ from benchmarks.kvcrush.config import (
 from benchmarks.kvcrush.fidelity import compared, run_fidelity
 from benchmarks.kvcrush.gains import gain_of
 from benchmarks.kvcrush.judging import ManyRules
-from benchmarks.kvcrush.overhead import KMEANS, KVCRUSH, Run
-from benchmarks.kvcrush.prompts import Recorded, run_prompts
-from benchmarks.kvcrush.quality import Answers, claims, run_quality
-from benchmarks.kvcrush.reading import divergence
-from benchmarks.kvcrush.recorded import recorded
-from benchmarks.kvcrush.stopwatch import (
+from benchmarks.kvcrush.overhead import (
     COMPACTION,
+    KMEANS,
+    KVCRUSH,
     PHASES,
     REPRESENTATIVES,
     SCORING,
     SELECTION,
     SIGNATURES,
+    Run,
     Stopwatch,
     watched_rules,
 )
+from benchmarks.kvcrush.prompts import Recorded, run_prompts
+from benchmarks.kvcrush.quality import Answers, claims, run_quality
+from benchmarks.kvcrush.reading import divergence
+from benchmarks.kvcrush.recorded import recorded
 from quire.errors import ConfigError, InvariantError
 from quire.evals.haystack import book_text
 from quire.models.loader import LoadedModel, load_model

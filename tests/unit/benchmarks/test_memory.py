@@ -7,7 +7,7 @@ import pytest
 from benchmarks.memory import allocator, beam, fairness, generation, page_sizes, prefix, swapping
 from benchmarks.memory.config import QUICK_MEMORY
 from benchmarks.memory.parts import PARTS, parts_of, run_parts
-from benchmarks.memory.swap_bench import SwapConfig
+from benchmarks.memory.swapping import SwapConfig
 from benchmarks.overhead.bench import OverheadConfig
 from quire.errors import ConfigError, UnknownName
 from quire.sim.fairness import ServedTokens

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.common.charts import svg
-from benchmarks.common.rendering import as_csv, plain, report, shown
+from benchmarks.common.rendering import as_csv, plain, report, shown, svg
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.memory import parts
 

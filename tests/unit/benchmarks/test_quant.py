@@ -9,7 +9,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from benchmarks.quant.attention import AttentionTimes, measure_length
 from benchmarks.quant.attention import claims as attention_claims
-from benchmarks.quant.bandwidth import StepTime
+from benchmarks.quant.bandwidth import DecodeSteps, StepTime
 from benchmarks.quant.bandwidth import claims as bandwidth_claims
 from benchmarks.quant.capacity import codes_bytes, run_capacity, sequence_bytes
 from benchmarks.quant.config import (
@@ -18,7 +18,6 @@ from benchmarks.quant.config import (
     QuantAttentionConfig,
     QuantBenchConfig,
 )
-from benchmarks.quant.decode_steps import DecodeSteps
 from benchmarks.quant.evicting import claims as evicting_claims
 from benchmarks.quant.orderings import PAIRS
 from benchmarks.quant.orderings import claims as ordering_claims

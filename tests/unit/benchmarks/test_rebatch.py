@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.rebatch.arms import Models, run_arm
 from benchmarks.rebatch.bound import Costs, Forwards, fit, ideal_s
-from benchmarks.rebatch.clock import SkippingClock
 from benchmarks.rebatch.config import (
     ALL_ARMS,
     EMBEDDING,
@@ -19,7 +18,7 @@ from benchmarks.rebatch.config import (
     RebatchConfig,
 )
 from benchmarks.rebatch.load import TraceQuery, recorded, workload
-from benchmarks.rebatch.run import RebatchRun
+from benchmarks.rebatch.run import RebatchRun, SkippingClock
 from benchmarks.rebatch.workloads import AtBatch, claims, measure
 
 CPU = replace(QUICK_REBATCH, clock="cpu")

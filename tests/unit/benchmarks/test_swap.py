@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.common.models import llama_tiny, random_model
-from benchmarks.memory.swap_bench import (
+from benchmarks.memory.swapping import (
     QUICK_SWAP,
     SwapTime,
     measure_swap,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory.contiguous import longest_tokens, request_waste, run_contiguous
+from benchmarks.memory.waste import longest_tokens, request_waste, run_contiguous
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
