@@ -81,7 +81,6 @@ def test_prefill_prints_every_budget():
         (("--peers", "vllm"), "unknown arm 'vllm'"),
         (("--prompt-tokens", "9000"), "over the context"),
         (("--page", "nowhere/page.html"), "no folder nowhere"),
-        (("--quick", "--attention", "nativ"), "unknown attention backend"),
     ],
 )
 def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], message: str):
@@ -90,6 +89,13 @@ def test_wrong_options_of_throughput_are_one_line(arguments: tuple[str, ...], me
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
+
+
+def test_an_unknown_attention_backend_is_refused_with_the_known_ones():
+    result = benchmark("throughput", "--quick", "--attention", "nativ")
+
+    assert result.exit_code == 2
+    assert "'nativ' is not one of 'auto'" in result.stderr
 
 
 def test_a_page_without_matplotlib_is_refused_before_anything_is_measured(
