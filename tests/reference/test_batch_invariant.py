@@ -25,7 +25,7 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan
 from support import zoo
 from support.engines import load
 

@@ -17,7 +17,7 @@ from quire.errors import ConfigError, NeverFits
 from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers.registry import BATCHERS
-from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load, make_prompts
 

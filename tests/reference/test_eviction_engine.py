@@ -109,7 +109,7 @@ def run(
         before_step(engine)
         for request in [r for r in running if r.num_evictions and r.preemptions < preempts]:
             if rng.random() < 0.4:
-                engine.scheduler._preempt(request, "for the test")
+                engine.scheduler.lifecycle.preempt(request, "for the test")
         for delta in engine.step():
             if delta.usage is not None:
                 done.usages[delta.request_id] = delta.usage
@@ -242,7 +242,7 @@ def test_several_answers_lose_what_each_would_lose_alone():
         found: dict[tuple[str, int], list[int]] = {}
         while engine.has_work:
             if preempted and engine.num_steps in (12, 20, 28) and engine.scheduler.running:
-                engine.scheduler._preempt(engine.scheduler.running[0], "for the test")
+                engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "for the test")
             for delta in engine.step():
                 assert delta.error is None
                 found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)

@@ -174,7 +174,7 @@ def press(engine: Engine) -> None:
     """Ask for room at the same tokens in every run, whatever the memory is."""
     for request in list(engine.scheduler.running):
         if request.num_computed - len(request.prompt_token_ids) in PRESSED_AT:
-            engine.scheduler.caps.relieve([request])
+            engine.scheduler.capacities.evict_under_pressure([request])
 
 
 def compare_lanes_with_traces(engine: Engine) -> None:

@@ -188,7 +188,7 @@ def test_a_prefix_that_comes_back_behind_a_preemption_counts_as_cached(tmp_path)
         patch.setattr(prefix_loader.tier.transfer_worker, "urgent", lambda work: None)
         engine.step()
         [request] = engine.scheduler.running
-        engine.scheduler._preempt(request, "test")
+        engine.scheduler.lifecycle.preempt(request, "test")
     while engine.has_work:
         usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
 
@@ -205,7 +205,7 @@ def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp
     usages = {}
     while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 100:
         engine.step()
-    engine.scheduler._preempt(engine.scheduler.running[0], "test")
+    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "test")
     while engine.has_work:
         usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
 

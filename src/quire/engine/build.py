@@ -27,6 +27,7 @@ from quire.plan.known_costs import known_costs
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
 from quire.plan.sizes import parse_size
+from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor
 from quire.scheduler.preemption.swapper import Swapper
@@ -34,11 +35,10 @@ from quire.scheduler.prefix_identities import PrefixIdentities
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
+from quire.scheduler.step import StepTimes
 from quire.scheduler.step_size import StepSize
-from quire.scheduler.times import StepTimes
 from quire.tenancy.tenants import parse_tenants
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def build(
         attach(scheduler)
     times = StepTimes()
     rows = INVARIANT_ROWS if schedule.batch_invariant else None
-    runner = Runner(model.decoder, pool.kv, times, scheduler.step, fixed_rows=rows)
+    runner = Runner(model.decoder, pool.kv, times, scheduler.step_size, fixed_rows=rows)
     return EngineParts(pool, scheduler, runner, prefix_loader, times)
 
 
@@ -136,12 +136,15 @@ def _make_scheduler(
     swapper: Swapper,
 ) -> Scheduler:
     brought = model.weights if pool.fronts is None else None
-    step = StepSize(schedule.max_num_batched_tokens, schedule.objective, brought)
-    parts = make_parts(schedule, sequence_memory, swapper, step, state)
+    step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, brought)
     evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
     if evictor is not None and offloader is not None:
         evictor = OffloadEvictor(evictor, offloader)
-    return Scheduler(pool.kv.memory, schedule, evictor, parts=parts)
+    return Scheduler(
+        make_components(
+            schedule, sequence_memory, evictor, swapper, step_size=step_size, state=state
+        )
+    )
 
 
 def _make_sharing(

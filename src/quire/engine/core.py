@@ -29,7 +29,7 @@ from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.siblings import make_sequences
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan
 
 
 class Engine:
@@ -199,7 +199,7 @@ class Engine:
             deltas.extend(self._process(plan))  # keeps what came before an error
         except BaseException as error:
             # their KV is half written; while a step is being planned that may be anybody's
-            failed = self.scheduler.take_back(plan)
+            failed = self.scheduler.roll_back(plan)
             if not plan.requests or not is_out_of_memory(error):
                 self._unsent = deltas
                 raise
@@ -211,11 +211,10 @@ class Engine:
         started_s = time.perf_counter()
         plan = self.scheduler.schedule()
         self.times.scheduled(time.perf_counter() - started_s)
-        for request, error in self.scheduler.failures:
-            deltas += self._choosing.fail(request, str(error))
-        self.scheduler.failures.clear()
+        for failure in self.scheduler.take_failures():
+            deltas += self._choosing.fail(failure.request, str(failure.error))
         if any(request.state is not RequestState.RUNNING for request in plan.requests):
-            self.scheduler.take_back(plan)  # with who failed went others that were planned
+            self.scheduler.roll_back(plan)  # with who failed went others that were planned
             return StepPlan()
         if not (plan.requests or plan.waits or deltas) and self.scheduler.has_work:
             raise InvariantError("requests are running or waiting, but no step can be planned")

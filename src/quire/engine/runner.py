@@ -19,9 +19,8 @@ from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, Paged
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.sampling.step_logits import StepLogits
 from quire.scheduler.request import Request
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan, StepTimes
 from quire.scheduler.step_size import StepSize
-from quire.scheduler.times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

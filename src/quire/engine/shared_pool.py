@@ -141,7 +141,7 @@ class SharedPool:
     def attach(self, name: str, scheduler: Scheduler) -> None:
         """Know the scheduler of a member's engine: whom to ask for memory."""
         self._schedulers[name] = scheduler
-        self.arena.members[name].preempt = scheduler.preempt
+        self.arena.members[name].preempt = scheduler.preempt_one
 
     def refuse_if_not_free(self, name: str) -> None:
         """Refuse an engine whose place is not there for it.

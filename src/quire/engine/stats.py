@@ -10,7 +10,7 @@ from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_tier import TierStats
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.times import StepTimes
+from quire.scheduler.step import StepTimes
 from quire.tenancy.meter import TenantStats
 
 
@@ -178,8 +178,8 @@ def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
         "num_running": len(scheduler.running),
         "num_waiting": scheduler.num_waiting,
         "num_preemptions": scheduler.num_preemptions,
-        "num_evictions": scheduler.caps.num_evictions,
-        "evicted_tokens": round(scheduler.caps.evicted_tokens),
+        "num_evictions": scheduler.capacities.num_evictions,
+        "evicted_tokens": round(scheduler.capacities.evicted_tokens),
         "num_swaps": 0 if swapper is None else swapper.num_swaps,
         "queried_tokens": 0 if prefix is None else prefix.queried_tokens,
         "cached_tokens": 0 if prefix is None else prefix.hit_tokens,

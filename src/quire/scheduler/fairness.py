@@ -22,7 +22,7 @@ class Fairness:
     """Keeps the accounts of tenants for a scheduler.
 
     Args:
-        book: who the tenants are, and what each holds.
+        accounts: the tenants, and the bytes that each holds.
         sharing: the prefix cache, whose public prefixes are on no tenant's account.
         waiting: the queue, fair by served tokens.
 
@@ -32,9 +32,9 @@ class Fairness:
     """
 
     def __init__(
-        self, book: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue[Request]
+        self, accounts: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue[Request]
     ) -> None:
-        self.book, self._sharing, self.waiting = book, sharing, waiting
+        self.accounts, self._sharing, self.waiting = accounts, sharing, waiting
         self.meter = TenantMeter()
         self._here: set[str] = set()
         self._forget_from = FORGET_FROM
@@ -42,7 +42,7 @@ class Fairness:
     @property
     def has_several(self) -> bool:
         """Whether there is anybody to be fair to: tenants are configured, or several are here."""
-        return len(self._here) > 1 or bool(self.book.specs)
+        return len(self._here) > 1 or bool(self.accounts.specs)
 
     def admit(self, request: Request, peak_bytes: int) -> None:
         """Note a new request.
@@ -51,10 +51,10 @@ class Fairness:
             RequestError: an unknown tenant, or a name that cannot be one.
             NeverFits: its tenant may never hold as much.
         """
-        checked_tenant(self.book, request.tenant)
+        checked_tenant(self.accounts, request.tenant)
         is_mostly_prompt = len(request.prompt_token_ids) > request.params.max_tokens
         param = "prompt" if is_mostly_prompt else "max_tokens"
-        self.book.refuse_if_never(request.tenant, peak_bytes, param=param)
+        self.accounts.refuse_if_never(request.tenant, peak_bytes, param=param)
         self._here.add(request.tenant)
         self.meter.submitted(request.tenant)
 
@@ -64,10 +64,10 @@ class Fairness:
         Args:
             running: all that have a row.
         """
-        if self.meter.num_tenants < 2 and not self.book.specs:
+        if self.meter.num_tenants < 2 and not self.accounts.specs:
             return self.meter.report()
         self._count(running)
-        return self.meter.report(self.book)
+        return self.meter.report(self.accounts)
 
     # ---- bytes ---------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Fairness:
         if self.has_several:
             self._count(running)
         else:
-            self.book.note({})
+            self.accounts.note({})
 
     def suppose(self, staying: Sequence[Request], leaving: Sequence[Request]) -> None:
         """Count what each tenant would hold if some left and waited; `recount` takes it back.
@@ -102,11 +102,11 @@ class Fairness:
         prefix = self._sharing.prefix
         public = [] if prefix is None else prefix.public_references()
         held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
-        self.book.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
+        self.accounts.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
     def owes(self, request: Request) -> bool:
         """Whether its tenant holds more than its share, so that it gives way first."""
-        return self.has_several and self.book.over_share_bytes(request.tenant) > 0
+        return self.has_several and self.accounts.over_share_bytes(request.tenant) > 0
 
     def order(self, request: Request) -> tuple[bool, int, float, int]:
         """Who goes before whom: those who owe nothing, then by their own order."""
@@ -116,17 +116,19 @@ class Fairness:
         """On what ground a waiting request may take bytes."""
         if not self.has_several:
             return Right.SHARE
-        return self.book.may_take(request.tenant, size_bytes).right
+        return self.accounts.may_take(request.tenant, size_bytes).right
 
     def has_limit(self, request: Request) -> bool:
         """Whether its tenant may hold so much and no more."""
-        return self.has_several and self.book.spec(request.tenant).limit_bytes is not None
+        return self.has_several and self.accounts.spec(request.tenant).limit_bytes is not None
 
     def debtors(self, request: Request, missing_bytes: int) -> list[str]:
         """Tenants that must give back so that a request gets what is its tenant's own."""
         if not self.has_several:
             return []
-        return [tenant for tenant, _ in self.book.reclaimable_for(request.tenant, missing_bytes)]
+        return [
+            tenant for tenant, _ in self.accounts.reclaimable_for(request.tenant, missing_bytes)
+        ]
 
     def rows_debtors(self, request: Request, running: Sequence[Request], most: int) -> list[str]:
         """The tenant that holds most rows over its part, where this request's holds less than its.
@@ -137,7 +139,7 @@ class Fairness:
             most: rows there are.
         """
         rows = Counter(other.tenant for other in running)
-        weights = {tenant: self.book.spec(tenant).weight for tenant in {*rows, request.tenant}}
+        weights = {tenant: self.accounts.spec(tenant).weight for tenant in {*rows, request.tenant}}
         a_weight = most / sum(weights.values())
         over = {tenant: count - a_weight * weights[tenant] for tenant, count in rows.items()}
         worst = max(over, key=lambda tenant: (over[tenant], tenant), default=None)
@@ -155,7 +157,9 @@ class Fairness:
         if not self.has_several:
             return budget
         tenants = {other.tenant for other in others} | set(self.waiting.backlogged)
-        weights = {tenant: self.book.spec(tenant).weight for tenant in {*tenants, request.tenant}}
+        weights = {
+            tenant: self.accounts.spec(tenant).weight for tenant in {*tenants, request.tenant}
+        }
         return max(1, int(budget * weights[request.tenant] / sum(weights.values())))
 
     def charge_prefill(self, request: Request, tokens: int) -> None:

@@ -9,56 +9,39 @@
 A fork shares the pages of its parent, and copies those of statistics: only these can be missing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.errors import NeverFits, OutOfPages, QuireError
+from quire.errors import NeverFits, OutOfPages
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
+from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import branch, due_forks, leave, not_continued, same_group, together
-from quire.scheduler.lane_capacities import LaneCapacities
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.scheduler.scheduler_parts import SchedulerParts
 from quire.scheduler.sequence_memory import rows_of, share_evictions
-from quire.scheduler.unblocking import NEVER
 
 NO_PAGES = "no pages for the statistics of a fork"
-Recompute = Callable[[Request, str], None]  # (request, why): preempts, nothing goes to the host
-Fail = Callable[[Request, QuireError], None]
+NEVER = (
+    "no pages for the request's next step, even alone: ask for fewer beams or answers, shorten the "
+    "prompt, lower max_tokens or raise --kv-memory"
+)
 
 
 class Forks:
     """Forks of the groups of one scheduler.
 
     Args:
-        parts: the rules that are asked.
-        running: those that are in; the scheduler's own list.
-        caps: makes room in lanes over their cap.
-        preempt: takes a request out; it comes back as the schedule says.
-        recompute: takes a request and its group out, to be computed again.
-        wait: queues a request.
-        fail: ends a request with an error.
+        components: of the scheduler.
     """
 
-    def __init__(
-        self,
-        parts: SchedulerParts,
-        running: list[Request],
-        caps: LaneCapacities,
-        *,
-        preempt: Recompute,
-        recompute: Recompute,
-        wait: Callable[[Request], None],
-        fail: Fail,
-    ) -> None:
-        self._sequence_memory, self._preempter = parts.sequence_memory, parts.preempter
-        self._memory, self._waiting = parts.sequence_memory.memory, parts.fairness.waiting
-        self._running, self._caps = running, caps
-        self._preempt, self._recompute = preempt, recompute
-        self._wait, self._fail = wait, fail
+    def __init__(self, components: SchedulerComponents) -> None:
+        self._sequence_memory, self._preempter = components.sequence_memory, components.preempter
+        self._memory = components.sequence_memory.memory
+        self._running, self._waiting = components.state.running, components.state.waiting
+        self._capacities, self._lifecycle = components.capacities, components.lifecycle
 
-    # ---- members that begin as copies ----------------------------------------------------------
+    # ---- members that begin as forks ----------------------------------------------------------
 
     def make_due(self, requests: Iterable[Request]) -> list[PlannedFork]:
         """Fork those that have read what they share with another; return the forks made.
@@ -71,35 +54,35 @@ class Forks:
 
     def _make(self, planned: PlannedFork) -> bool:
         if self._fork(planned):
-            self._running.append(planned.child)
+            self._lifecycle.add_fork(planned.child)
             return True
         child = planned.child
         if child.group is None or together(child)[0] in self._waiting:
             return False  # its group has been preempted: forks are planned anew when it enters
         if not child.group.atomic:
-            self._run_apart(child)
+            self._split(child)
         elif self._are_alone([planned.parent]):
-            self._fail(planned.parent, NeverFits(NEVER))
+            self._lifecycle.fail(planned.parent, NeverFits(NEVER))
         else:
-            self._recompute(planned.parent, NO_PAGES)
+            self._lifecycle.preempt(planned.parent, NO_PAGES, recompute=True)
         return False
 
     def _fork(self, planned: PlannedFork) -> bool:
         """Fork a running request if there are pages for it, or can be without preemptions."""
         parent = planned.parent
         while parent.state is RequestState.RUNNING and not self._has_room([parent]):
-            if not self._caps.relieve(self._running):
-                return self._are_alone([parent]) and self._fork_packed(planned)
+            if not self._capacities.evict_under_pressure(self._running):
+                return self._are_alone([parent]) and self._fork_compacted(planned)
         return parent.state is RequestState.RUNNING and self._copy(parent, planned.child)
 
-    def _fork_packed(self, planned: PlannedFork) -> bool:
+    def _fork_compacted(self, planned: PlannedFork) -> bool:
         """Fork a request of a group that is alone, once its pages lie together."""
-        self._preempter.pack(planned.parent)
+        self._preempter.compact(planned.parent)
         return self._has_room([planned.parent]) and self._copy(planned.parent, planned.child)
 
     def _copy(self, parent: Request, child: Request) -> bool:
         try:
-            self._sequence_memory.copy(parent, child)
+            self._sequence_memory.fork(parent, child)
         except OutOfPages:
             return False
         return True
@@ -109,7 +92,7 @@ class Forks:
         first = members[0]
         return all(r in members or same_group(r, first) for r in self._running)
 
-    def _run_apart(self, member: Request) -> None:
+    def _split(self, member: Request) -> None:
         """Let a member, and those planned to be forked from it, read their prompt alone."""
         group = member.group
         assert group is not None
@@ -118,13 +101,13 @@ class Forks:
         group.forks = [f for f in group.forks if f.parent is not member]
         member.group, member.apart = None, group
         if member.state is RequestState.RUNNING:
-            self._recompute(member, NO_PAGES)
+            self._lifecycle.preempt(member, NO_PAGES, recompute=True)
         else:
-            self._wait(member)
+            self._lifecycle.wait(member)
         for other in planned_from:
-            self._run_apart(other)
+            self._split(other)
 
-    def part(self, request: Request) -> bool:
+    def split_off(self, request: Request) -> bool:
         """Let another member of a request's group run apart, the last one that holds KV.
 
         Returns:
@@ -135,7 +118,7 @@ class Forks:
         others = [r for r in self._running if same_group(r, request) and r is not request]
         if not others:
             return False
-        self._run_apart(max(others, key=self._preempter.order))
+        self._split(max(others, key=self._preempter.order))
         return True
 
     # ---- beams ---------------------------------------------------------------------------------
@@ -145,8 +128,7 @@ class Forks:
 
         Where there are no pages for the copies the group waits, and is computed again.
         """
-        for member in group.members:
-            self._running.remove(member)
+        self._lifecycle.pause_group(group.members)
         try:
             for member in not_continued(group, parents):
                 self._drop(member)
@@ -155,12 +137,12 @@ class Forks:
                 self._make_room(copied)
             branch(group, parents, self._copy_or_follow)
         finally:  # whatever it raises, those that hold rows are among those that run
-            self._running.extend(member for member in group.members if member.row >= 0)
+            self._lifecycle.resume_group(group.members)
         if any(member.row < 0 for member in group.members):
-            self._recompute(group.members[0], NO_PAGES)
+            self._lifecycle.preempt(group.members[0], NO_PAGES, recompute=True)
 
     def _drop(self, request: Request) -> None:
-        self._sequence_memory.leave(request, "beam dropped")
+        self._sequence_memory.free(request, "beam dropped")
         request.state = RequestState.WAITING
         request.trace.clear()  # when it comes back it is another beam's copy
 
@@ -170,15 +152,15 @@ class Forks:
         Other beams are not preempted: their tokens of this step may still be missing.
         """
         while not self._has_room(parents):
-            if self._caps.relieve(self._running):
+            if self._capacities.evict_under_pressure(self._running):
                 continue
             others = [r for r in self._running if r.group is None or not r.group.atomic]
             victim = self._preempter.victim(others, parents[0])
             if victim is None:
                 break
-            self._preempt(victim, NO_PAGES)
+            self._lifecycle.preempt(victim, NO_PAGES)
         if not self._running and not self._has_room(parents):
-            self._preempter.pack(parents[0])
+            self._preempter.compact(parents[0])
 
     def _copy_or_follow(self, parent: Request, child: Request) -> None:
         """Fork a beam; where there are no pages its child loses what it has lost, and waits."""

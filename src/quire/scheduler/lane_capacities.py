@@ -18,6 +18,7 @@ from quire.scheduler.lane_slots import (
     slots_to_keep,
     wants_page,
 )
+from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 
@@ -100,7 +101,7 @@ class LaneCapacities:
     Args:
         sequence_memory: requests' rows.
         evictor: chooses and moves; None where no request evicts.
-        fail: called with a request whose policy broke its contract.
+        lifecycle: ends requests whose policy broke its contract.
 
     Attributes:
         num_evictions, evicted_tokens: so far, repeated ones not counted.
@@ -110,15 +111,15 @@ class LaneCapacities:
         self,
         sequence_memory: SequenceMemory,
         evictor: Evictor | None,
-        fail: Callable[[Request, PolicyError], None],
+        lifecycle: Lifecycle,
     ) -> None:
-        self._sequence_memory, self._fail = sequence_memory, fail
+        self._sequence_memory, self._lifecycle = sequence_memory, lifecycle
         self._evictor = _NoEvictor() if evictor is None else evictor
         self._table = evicting_table(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
 
-    def bring_down(self, requests: list[Request]) -> list[Request]:
+    def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from those whose lanes are full; return the requests that can go on."""
         if self._table is None:
             return requests
@@ -128,20 +129,20 @@ class LaneCapacities:
         # others of a group leave with the member they were to be copied from
         return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
 
-    def relieve_while(
+    def evict_while(
         self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
     ) -> None:
         """While room is short let those that may go down to their caps, before anybody gives way.
 
         Args:
             lacks_free_pages: asked only where somebody may.
-            requests: see `relieve`; those that fail leave it.
+            requests: see `evict_under_pressure`; those that fail leave it.
         """
         requested = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
-        while requested and lacks_free_pages() and self.relieve(requests):
+        while requested and lacks_free_pages() and self.evict_under_pressure(requests):
             pass
 
-    def relieve(self, requests: Iterable[Request]) -> bool:
+    def evict_under_pressure(self, requests: Iterable[Request]) -> bool:
         """Room is short: let the longest of those that are over their cap go down to it.
 
         Args:
@@ -150,22 +151,34 @@ class LaneCapacities:
         Returns:
             Whether pages came free.
         """
-        return any(map(self._relieve, self._patient(requests)))
+        return any(map(self._evict_pages, self._evictable(requests)))
 
-    def give_up_slots(self, requests: Iterable[Request]) -> bool:
+    def free_for(self, requests: Iterable[Request], running: Iterable[Request]) -> bool:
+        """Evict under pressure, or let requests that lack a page go on in the pages they have.
+
+        Args:
+            requests: lack pages for their next tokens.
+            running: may lose tokens; none is part of the step that is being planned.
+
+        Returns:
+            Whether pages or slots came free.
+        """
+        return self.evict_under_pressure(running) or self.reuse_slots(requests)
+
+    def reuse_slots(self, requests: Iterable[Request]) -> bool:
         """No page is left: let the longest that is full go on in the pages that it has.
 
         Its lanes are at their cap and end with a page: what leaves frees slots, perhaps no page.
 
         Args:
-            requests: those that lack a page for their next token, as for `relieve`.
+            requests: those that lack a page for their next token, as for `evict_under_pressure`.
 
         Returns:
             Whether one has slots now.
         """
-        return any(map(self._give_up_slots, self._patient(requests)))
+        return any(map(self._reuse_slots, self._evictable(requests)))
 
-    def _patient(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Those that lose tokens only where room is short, the longest first."""
         if self._table is None:
             return
@@ -178,11 +191,11 @@ class LaneCapacities:
         assert self._table is not None
         return int(held_slots(self._table, request).sum())
 
-    def _relieve(self, request: Request) -> bool:
+    def _evict_pages(self, request: Request) -> bool:
         assert self._table is not None
         return self._lose(request, over_cap(request, self._table), least_gain=1)
 
-    def _give_up_slots(self, request: Request) -> bool:
+    def _reuse_slots(self, request: Request) -> bool:
         assert self._table is not None
         if not wants_page(request, self._table):
             return False
@@ -201,7 +214,7 @@ class LaneCapacities:
         except OutOfPages:
             return False
         except PolicyError as error:
-            self._fail(request, error)
+            self._lifecycle.fail(request, error)
             return True
 
     def _shares_with_group(self, request: Request) -> bool:
@@ -219,14 +232,14 @@ class LaneCapacities:
     def _try(self, request: Request) -> bool:
         """Evict; False where the policy failed, or private copies of shared pages found no room."""
         try:
-            return self._bring_down(request)
+            return self._evict_due(request)
         except OutOfPages:
             return False
         except PolicyError as error:
-            self._fail(request, error)
+            self._lifecycle.fail(request, error)
             return False
 
-    def _bring_down(self, request: Request) -> bool:
+    def _evict_due(self, request: Request) -> bool:
         """Make room for the next tokens; False where what is held has yet to be written."""
         assert self._table is not None
         if self._sequence_memory.sharing.borrows_unwritten(request):

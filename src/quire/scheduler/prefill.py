@@ -1,150 +1,176 @@
-"""Reads prompts: chunks of those that are in, and newcomers behind them.
+"""Plans the prefill of a step: chunks of running requests' prompts, then new requests.
 
-a step's budget   | the tenant served least first, a part of the step each | newcomers |
+a step's budget   | the tenant served least first, its fraction of the step each | new requests |
 """
 
 from collections.abc import Iterator
 
 from quire.scheduler.admission.admission import Admission
-from quire.scheduler.batchers.base import Batcher
+from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import readable_tokens
-from quire.scheduler.lane_capacities import LaneCapacities
+from quire.scheduler.lane_slots import evicting_table, in_blocks, room_tokens
 from quire.scheduler.request import Request, RequestState
-from quire.scheduler.scheduler_parts import SchedulerParts
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan
+
+SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
 
 
 class Prefill:
-    """Plans the part of a step that reads prompts.
+    """Chunks of prompts, and the admission of new requests behind them.
 
     Args:
-        parts: the rules that are asked.
-        running: those that are in; the scheduler's own list.
-        caps: makes room in lanes at their cap.
-        admission: lets newcomers in.
-        batcher: who may get tokens.
+        components: of the scheduler.
+        admission: admits new requests.
     """
 
-    def __init__(
-        self,
-        parts: SchedulerParts,
-        running: list[Request],
-        caps: LaneCapacities,
-        admission: Admission,
-        batcher: Batcher,
-    ) -> None:
-        self._sequence_memory, self._preempter = parts.sequence_memory, parts.preempter
-        self._fairness, self._chunks = parts.fairness, parts.chunks
-        self._step = parts.step
-        self._running, self._caps = running, caps
-        self._admission, self._batcher = admission, batcher
+    def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
+        self._config, self._step_size = components.config, components.step_size
+        self._sequence_memory, self._preempter = components.sequence_memory, components.preempter
+        self._loader = components.sequence_memory.prefix_loader
+        self._fairness, self._capacities = components.fairness, components.capacities
+        self._batcher, self._running = components.batcher, components.state.running
+        self._table = evicting_table(components.sequence_memory.memory)
+        self._admission = admission
 
-    def plan(self, plan: StepPlan, budget: int) -> None:
-        """Read prompts on, and let newcomers in behind them.
+    def plan(self, plan: StepPlan, budget: int | None = None) -> None:
+        """Add chunks of prompts, and admit new requests behind them.
 
-        Nobody enters while one that is in gets nothing: a chunk that must be read whole would wait
-        for ever behind newcomers that take the rest of every step. Only the tenant that was served
-        least does not wait for others' prompts.
+        No request is admitted while a running one gets no tokens: a chunk that must be computed
+        whole would wait for ever behind new requests that take the rest of every step. Only the
+        tenant that was served least does not wait for others' prompts.
+
+        Args:
+            plan: of the step.
+            budget: tokens; default: what the batcher leaves beside the decoding rows.
         """
-        prefix_loader = self._sequence_memory.prefix_loader
-        if prefix_loader is not None:
-            prefix_loader.begin_plan()
+        if budget is None:
+            left = self._step_size.tokens - len(plan.requests)
+            budget = self._batcher.prefill_tokens(left)
+        if self._loader is not None:
+            self._loader.begin_plan()
         self._plan(plan, budget)
-        if prefix_loader is not None and prefix_loader.waits and not plan.requests:
-            if prefix_loader.wait():
+        if self._loader is not None and self._loader.waits and not plan.requests:
+            if self._loader.wait():
                 self._plan(plan, budget)
             plan.waits = not plan.requests
 
     def _plan(self, plan: StepPlan, budget: int) -> None:
-        readers = sorted(self._reading(plan), key=self._fairness.prefill_order, reverse=True)
+        queue = sorted(self._unplanned(plan), key=self._fairness.prefill_order, reverse=True)
         all_served = True
         while budget > 0:
             new_request = None
-            if (not readers and all_served) or (readers and self._is_before(readers[-1])):
+            if (not queue and all_served) or (queue and self._is_before(queue[-1])):
                 new_request = self._admission.admit(budget)
-            if new_request is None and not readers:
+            if new_request is None and not queue:
                 return
-            request = new_request or readers.pop()
-            if request.state is not RequestState.RUNNING:  # its group left: a policy failed
+            request = new_request or queue.pop()
+            if request.state is not RequestState.RUNNING:  # its group has failed
                 continue
             if request is new_request and not self._batcher.reads(request):
-                continue  # it came back whole, and waits for a row
-            tokens = self.chunk(plan, request, min(budget, self._part(request, readers)))
+                continue  # it was swapped in whole, and waits for a row
+            tokens = self.chunk(plan, request, min(budget, self._fraction(request, queue)))
             budget -= tokens
-            all_served &= tokens > 0 or self._waits_for_pages(request)
+            all_served &= tokens > 0 or self._waits_for_prefix(request)
 
-    def _waits_for_pages(self, request: Request) -> bool:
-        """Whether it gets nothing because its prefix is on its way: others need not wait too."""
-        prefix_loader = self._sequence_memory.prefix_loader
-        return prefix_loader is not None and prefix_loader.is_waiting(request)
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Whether it gets no tokens because its prefix is being loaded."""
+        return self._loader is not None and self._loader.is_waiting(request)
 
-    def _part(self, request: Request, others: list[Request]) -> int:
-        """What its tenant may read of a step; a chunk that must be read whole is not divided."""
-        if self._chunks.is_atomic(request):
-            return self._step.tokens
-        return self._fairness.step_part(request, others, self._step.tokens)
+    def _fraction(self, request: Request, others: list[Request]) -> int:
+        """Tokens of a step its tenant may prefill; a chunk computed whole is not divided."""
+        if self.is_atomic(request):
+            return self._step_size.tokens
+        return self._fairness.step_part(request, others, self._step_size.tokens)
 
-    def _is_before(self, reader: Request) -> bool:
-        """Whether somebody waits whose tenant has been served less than the next reader's."""
+    def _is_before(self, request: Request) -> bool:
+        """Whether a request waits whose tenant has been served less than this one's."""
         if not self._fairness.has_several:
             return False
         queue = self._fairness.waiting
         head = next(queue.heads(), None)
-        if head is None or head.tenant == reader.tenant:
+        if head is None or head.tenant == request.tenant:
             return False
-        return queue.virtual_time(head.tenant) < queue.virtual_time(reader.tenant)
+        return queue.virtual_time(head.tenant) < queue.virtual_time(request.tenant)
 
-    def _reading(self, plan: StepPlan) -> Iterator[Request]:
-        """Running requests not yet in the plan that still read their prompt."""
-        planned, may_read = set(map(id, plan.requests)), self._batcher.reads
+    def _unplanned(self, plan: StepPlan) -> Iterator[Request]:
+        """Running requests in prefill that are not part of the plan."""
+        planned = set(map(id, plan.requests))
         left = (r for r in self._running if id(r) not in planned)
-        return (r for r in left if readable_tokens(r) > 0 and may_read(r))
+        return (r for r in left if readable_tokens(r) > 0 and self._batcher.reads(r))
+
+    # ---- one chunk -----------------------------------------------------------------------------
 
     def chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
-        """Plan the next chunk of a prompt, as large as budget and pages allow; return its size."""
-        budget = self._behind_tail(request, budget)
-        if self._sequence_memory.prefix_loader is not None:
-            budget = self._sequence_memory.prefix_loader.may_read(request, budget)
-        tokens = self._chunks.tokens(plan, request, budget)
-        atomic = self._chunks.is_atomic(request)
-        if tokens and not self._caps.bring_down([request]):
+        """Add a prompt's next chunk, as large as budget and pages allow; return its tokens."""
+        budget = self._up_to_tail(request, budget)
+        if self._loader is not None:
+            budget = self._loader.may_read(request, budget)
+        tokens, atomic = self.chunk_tokens(plan, request, budget), self.is_atomic(request)
+        if not tokens or not self._capacities.evict_to_capacity([request]):
             return 0
-        if tokens and not self._has_room(plan, request, tokens):
-            if request.state is not RequestState.RUNNING:  # its policy failed
+        if not self._has_pages(plan, request, tokens):
+            if atomic or request.state is not RequestState.RUNNING:
                 return 0
-            tokens = 0 if atomic else self._largest_fitting(request, tokens)
+            tokens = self._largest_fitting(request, tokens)
         if tokens:
-            self._sequence_memory.grow([request], [tokens])
-            self._fairness.charge_prefill(request, tokens)
-            kv_bytes = self._sequence_memory.memory.row_bytes(request.row)
-            self._sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
-            plan.add(request, tokens)
+            self._add(plan, request, tokens)
         return tokens
 
-    def _has_room(self, plan: StepPlan, request: Request, tokens: int) -> bool:
-        """Whether there is room for a chunk, others gone down to their caps where they can."""
+    def _add(self, plan: StepPlan, request: Request, tokens: int) -> None:
+        self._sequence_memory.grow([request], [tokens])
+        self._fairness.charge_prefill(request, tokens)
+        kv_bytes = self._sequence_memory.memory.row_bytes(request.row)
+        self._sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
+        plan.add(request, tokens)
+
+    def is_atomic(self, request: Request) -> bool:
+        """Whether its next chunk is computed whole or not at all, after an eviction."""
+        return self._table is not None and in_blocks(request)
+
+    def chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Tokens of its next chunk within a budget.
+
+        Where its lanes have a capacity: up to it while there is room, then one eviction, then
+        `every` tokens (or the rest) at once or none. So the rest of the batch changes nothing.
+        """
+        most = min(readable_tokens(request), room_tokens(request, self._table))
+        if self.is_atomic(request):
+            return most if most <= budget else 0
+        budget = min(budget, self._config.longest_chunk)
+        if request.params.prompt_logprobs is not None:
+            budget = min(budget, max(0, SCORED_TOKENS - plan.num_scored))
+        return min(most, budget, _to_snapshot(request))
+
+    def _has_pages(self, plan: StepPlan, request: Request, tokens: int) -> bool:
+        """Whether there are pages for a chunk, after evictions of requests outside of the plan."""
         while not self._sequence_memory.can_grow([request], [tokens]):
             planned = set(map(id, plan.requests))
-            others = (r for r in self._running if id(r) not in planned)
-            relieved = self._caps.relieve(others) or self._caps.give_up_slots([request])
-            if not relieved or request.state is not RequestState.RUNNING:
+            others = [r for r in self._running if id(r) not in planned]
+            freed = self._capacities.free_for([request], others)
+            if not freed or request.state is not RequestState.RUNNING:
                 return False
         return True
 
-    def _behind_tail(self, request: Request, budget: int) -> int:
-        """Tokens a request may read where its tail is on the host: up to it, then on from it."""
+    def _up_to_tail(self, request: Request, budget: int) -> int:
+        """Tokens it may compute where its tail is swapped out: up to the tail, then behind it."""
         head_tokens = self._preempter.head_tokens(request)
         if head_tokens is None:
             return budget
         if request.num_computed < head_tokens:
             return min(budget, head_tokens - request.num_computed)
-        return budget if self._preempter.append_tail(request) else 0
+        return budget if self._preempter.swap_in_tail(request) else 0
 
     def _largest_fitting(self, request: Request, tokens: int) -> int:
-        """Largest chunk below `tokens` whose pages are there, by bisection."""
+        """The largest chunk below `tokens` that has pages, by bisection."""
         low, high = 0, tokens
         while high - low > 1:
             middle = (low + high) // 2
             fits = self._sequence_memory.can_grow([request], [middle])
             low, high = (middle, high) if fits else (low, middle)
         return low
+
+
+def _to_snapshot(request: Request) -> int:
+    """Tokens up to where statistics of a prompt are kept for other requests; 1 at least."""
+    ahead = [end - request.num_computed for end in request.snapshot_ends]
+    return min((tokens for tokens in ahead if tokens > 0), default=request.num_uncomputed)

@@ -1,4 +1,4 @@
-"""Requests in the KV memory: how they enter, grow, and leave."""
+"""The pages of requests in the KV memory: allocate, grow, share, free."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ FINISHED = "finished"  # by themselves: why most requests leave
 
 
 class SequenceMemory:
-    """Rows of the KV memory on behalf of requests.
+    """Allocates and frees the pages of requests, prefix cache included.
 
     Args:
         sharing: the prefix cache over the memory.
@@ -39,7 +39,7 @@ class SequenceMemory:
         self.prefix_offloader, self.prefix_loader = prefix_offloader, prefix_loader
         self.events = events or EventLog()
 
-    # ---- room ----------------------------------------------------------------------------------
+    # ---- free pages ----------------------------------------------------------------------------
 
     def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
         """Whether these requests can take so many more tokens each, cached prefixes dropped."""
@@ -59,9 +59,9 @@ class SequenceMemory:
         reclaimed = self.sharing.make_room(self.memory.pages_to_grow(rows, counts))
         return reclaimed and self.memory.can_grow(rows, counts)
 
-    # ---- entering and leaving ------------------------------------------------------------------
+    # ---- allocate and free -----------------------------------------------------------------------
 
-    def enter(self, request: Request, lease: PrefixLease | None) -> None:
+    def allocate(self, request: Request, lease: PrefixLease | None) -> None:
         """Give a request a row, with the pages of its cached prefix.
 
         Raises:
@@ -93,11 +93,11 @@ class SequenceMemory:
             kv_bytes = self.memory.row_bytes(request.row)
             self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
 
-    def leave(self, request: Request, reason: str) -> None:
+    def free(self, request: Request, reason: str) -> None:
         """Take a request out and free what only it holds."""
         kv_bytes = self.note_peak(request)
         self.memory.release([request.row])
-        self.note_gone(request, kv_bytes, reason)
+        self.note_freed(request, kv_bytes, reason)
 
     def note_peak(self, request: Request) -> int:
         """Remember the most bytes of a request that is about to go; return what it refers to."""
@@ -108,7 +108,7 @@ class SequenceMemory:
         request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
         return self.memory.row_bytes(row)
 
-    def note_gone(self, request: Request, kv_bytes: int, reason: str) -> None:
+    def note_freed(self, request: Request, kv_bytes: int, reason: str) -> None:
         """A request's row has been released."""
         self.sharing.stop_sharing(request)
         if self.prefix_loader is not None:
@@ -117,7 +117,7 @@ class SequenceMemory:
         request.row, request.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
-    def come_back(self, request: Request, row: int, length: int) -> None:
+    def resume(self, request: Request, row: int, length: int) -> None:
         """A request's KV has been copied back into pages of its own.
 
         It holds the prefix it once shared again, as far as that is still there, so that what it
@@ -146,7 +146,7 @@ class SequenceMemory:
             if request.num_computed % block + count >= block:
                 self.sharing.publish(request, request.num_computed + count)
 
-    def copy(self, parent: Request, child: Request) -> None:
+    def fork(self, parent: Request, child: Request) -> None:
         """Let a request without KV begin with all that another has, in shared pages.
 
         Raises:

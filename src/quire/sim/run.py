@@ -17,6 +17,7 @@ from quire.plan.known_costs import assumed_prefill
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.plan.sizes import parse_size
+from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
 from quire.scheduler.prefix_identities import PrefixIdentities
@@ -24,7 +25,6 @@ from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
@@ -132,8 +132,8 @@ def make_scheduler(
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)
-    parts = make_parts(config.schedule, sequence_memory, swapper)
-    return Scheduler(memory, config.schedule, OldestLeave(memory), parts=parts)
+    evictor = OldestLeave(memory)
+    return Scheduler(make_components(config.schedule, sequence_memory, evictor, swapper))
 
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:

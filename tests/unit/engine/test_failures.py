@@ -178,7 +178,7 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
         KVConfig(memory="2MiB", page_tokens=4, evict="recent:cap=8,every=2"),
         ScheduleConfig(max_num_seqs=4),
     )
-    evictor, run, failed = engine.scheduler.caps._evictor, engine._runner.run, []
+    evictor, run, failed = engine.scheduler.capacities._evictor, engine._runner.run, []
     evict = evictor.evict
 
     def break_once(request, keep, *, least_gain=None):

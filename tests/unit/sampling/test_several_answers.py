@@ -271,9 +271,9 @@ def test_one_can_be_cancelled_while_the_group_waits_to_be_copied_again(llama):
         engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
     )
     deltas = [delta for _ in range(9) for delta in engine.step()]
-    engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
     deltas += engine.step()  # one reads again, the others wait for it
-    engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
     engine.cancel("r", 1)
     while engine.has_work:
         deltas += engine.step()
@@ -313,7 +313,7 @@ def test_what_is_shared_is_shared_again_after_a_preemption(llama):
     memory, processed = engine.pool.kv.memory, engine.num_processed_tokens
     before = memory.used_bytes
     known = [r.num_tokens for r in engine.scheduler.running]
-    engine.scheduler._preempt(engine.scheduler.running[2], "forced")
+    engine.scheduler.lifecycle.preempt(engine.scheduler.running[2], "forced")
     assert len(memory.live_rows) == 0
 
     engine.step()  # the first reads all it knows, up to where the others part

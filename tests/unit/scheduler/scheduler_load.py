@@ -29,21 +29,21 @@ from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers.registry import parse_batcher
+from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.group import distinct_bytes, have_moved_on
-from quire.scheduler.lane_capacities import Evicted
+from quire.scheduler.lane_capacities import Evicted, Evictor
 from quire.scheduler.lane_slots import Slots
-from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
@@ -139,6 +139,13 @@ class Newest:
             return False
         commit_compaction(self.memory, plan)
         return True
+
+
+def make_scheduler(
+    memory: KVMemory, config: ScheduleConfig, evictor: Evictor | None = None
+) -> Scheduler:
+    """A scheduler without a prefix cache, swap space or offloading."""
+    return Scheduler(make_components(config, SequenceMemory(PrefixSharing(memory)), evictor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,17 +256,18 @@ class SchedulerLoad:
         room = self._prefix_offloader(setting.offload_bytes, sharing, state)
         sequence_memory = SequenceMemory(sharing, prefix_offloader=room)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
-        parts = make_parts(config, sequence_memory, swapper, state=state)
-        take_out = parts.preempter.take_out
+        newest = Newest(memory, self.broken)
+        components = make_components(config, sequence_memory, newest, swapper, state=state)
+        preempt = components.preempter.preempt
 
         def watched(requests: list[Request], reason: str, **how: bool) -> None:
             if not all(map(have_moved_on, requests)):
                 self.without_progress += 1
                 assert reason in ALLOWED_AT_ONCE
-            take_out(requests, reason, **how)
+            preempt(requests, reason, **how)
 
-        parts.preempter.take_out = watched
-        return Scheduler(memory, config, Newest(memory, self.broken), parts=parts)
+        components.preempter.preempt = watched
+        return Scheduler(components)
 
     def _prefix_offloader(
         self, offload_bytes: int, sharing: PrefixSharing, state: SchedulerState
@@ -307,7 +315,7 @@ class SchedulerLoad:
 
     def _check_refusal(self, request: Request) -> None:
         needed = self.scheduler.peaks.peak_bytes(need_of(request, request.final_tokens))
-        limit = self.scheduler.fairness.book.spec(request.tenant).limit_bytes
+        limit = self.scheduler.fairness.accounts.spec(request.tenant).limit_bytes
         too_much = self.memory.total_bytes - self.memory.arena.slab_bytes * 2
         bounded = limit is not None and needed > limit
         assert request.group is not None or needed > too_much or bounded
@@ -362,11 +370,11 @@ class SchedulerLoad:
     def _planned(self) -> tuple[StepPlan, int]:
         self.num_steps += 1
         plan = self.scheduler.schedule()
-        failed = self.scheduler.failures.copy()
-        self.scheduler.failures.clear()
-        for request, _ in failed:
-            assert request.request_id in self.broken
-            assert self.requests.pop(request.request_id).state is RequestState.FINISHED
+        failed = self.scheduler.take_failures()
+        for failure in failed:
+            request_id = failure.request.request_id
+            assert request_id in self.broken
+            assert self.requests.pop(request_id).state is RequestState.FINISHED
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         assert sum(plan.tokens) <= self.config.max_num_batched_tokens
@@ -377,7 +385,7 @@ class SchedulerLoad:
     def fail_step(self, *, planning: bool) -> None:
         """A step that raises, in the middle or while it is planned."""
         plan, _ = self._planned()
-        self.scheduler.take_back(StepPlan() if planning else plan)
+        self.scheduler.roll_back(StepPlan() if planning else plan)
 
     def _branch(self, group: RequestGroup) -> None:
         """What beams do: some are continued twice, others by nobody."""
@@ -469,7 +477,7 @@ class SchedulerLoad:
         fairness, running = self.scheduler.fairness, self.scheduler.running
         fairness.recount(running)
         if fairness.has_several:
-            held = sum(map(fairness.book.held_bytes, ["a", "b", PUBLIC]))
+            held = sum(map(fairness.accounts.held_bytes, ["a", "b", PUBLIC]))
             assert held == distinct_bytes(self.memory, [r.row for r in running])
 
     def drain(self) -> None:

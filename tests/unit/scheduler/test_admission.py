@@ -15,8 +15,7 @@ from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.admission.registry import RULES, make_admission
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
-from unit.scheduler.scheduler_load import make_layout
+from unit.scheduler.scheduler_load import make_layout, make_scheduler
 
 
 def memory_of(pages, *, page_tokens=4, max_rows=32):
@@ -144,7 +143,7 @@ def run_load(admission, *, seed=7, pages=80, stop_share=1.0, **schedule):
     rng = random.Random(seed)
     memory = memory_of(pages)
     config = ScheduleConfig(admission=admission, max_num_batched_tokens=64, **schedule)
-    scheduler = Scheduler(memory, config)
+    scheduler = make_scheduler(memory, config)
     for arrival in range(60):
         scheduler.submit(request_of(rng.randint(1, 20), rng.randint(8, 40), arrival=arrival))
     most = 0
@@ -193,7 +192,7 @@ def test_the_low_watermark_leaves_a_part_free_when_somebody_enters():
 def test_above_the_high_watermark_somebody_gives_way_before_memory_is_full():
     memory = memory_of(80)
     config = ScheduleConfig(low_watermark=0.5, high_watermark=0.6, max_num_batched_tokens=64)
-    scheduler = Scheduler(memory, config)
+    scheduler = make_scheduler(memory, config)
     for arrival in range(20):
         scheduler.submit(request_of(8, 40, arrival=arrival))
     while scheduler.has_work:

@@ -82,7 +82,7 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
         send(load, "b", PROMPT, 60)
     for _ in range(20):
         load.step()
-    book = load.scheduler.fairness.book
+    book = load.scheduler.fairness.accounts
     left_bytes = load.memory.total_bytes - book.held_bytes("b")
     assert left_bytes < book.spec("a").guaranteed_bytes // 2
     mine = send(load, "a")
@@ -154,6 +154,6 @@ def test_a_tenant_never_holds_more_than_its_limit(admission):
     while load.scheduler.has_work:
         load.step()
         fairness.recount(load.scheduler.running)
-        most = max(most, fairness.book.held_bytes("b"))
+        most = max(most, fairness.accounts.held_bytes("b"))
 
-    assert 0 < most <= fairness.book.spec("b").limit_bytes
+    assert 0 < most <= fairness.accounts.spec("b").limit_bytes

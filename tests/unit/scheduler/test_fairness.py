@@ -4,14 +4,14 @@ from quire.config.sampling_params import SamplingParams
 from quire.kv import prefix_key
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.scheduler.components import make_components
 from quire.scheduler.fairness import FORGET_FROM
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.scheduler_parts import make_parts
 from quire.scheduler.sequence_memory import SequenceMemory
-from quire.scheduler.step_plan import StepPlan
+from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS
 from unit.scheduler.scheduler_load import make_layout
@@ -28,8 +28,7 @@ class Service:
         self.index = PrefixIndex(self.memory) if prefix else None
         config = ScheduleConfig(**schedule)
         sequence_memory = SequenceMemory(PrefixSharing(self.memory, self.index))
-        parts = make_parts(config, sequence_memory)
-        self.scheduler = Scheduler(self.memory, config, parts=parts)
+        self.scheduler = Scheduler(make_components(config, sequence_memory))
         self.arrivals = 0
 
     def submit(self, prompt_tokens=6, max_tokens=8, **options) -> Request:
@@ -64,7 +63,7 @@ def test_an_answer_that_is_read_again_is_charged_once():
         service.step()
     before, paid = service.numbers("a"), service.scheduler.waiting.virtual_time("a")
 
-    assert service.scheduler.preempt()  # it is thrown out with three tokens of its answer
+    assert service.scheduler.preempt_one()  # it is thrown out with three tokens of its answer
     service.step()  # and read again: one of these tokens has not been processed yet
 
     after = service.numbers("a")
@@ -83,7 +82,7 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
     service.step()
     assert second.cached_tokens == 4
 
-    assert service.scheduler.preempt()
+    assert service.scheduler.preempt_one()
     service.step()
 
     assert second.entries == 2
@@ -146,7 +145,7 @@ def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
     assert rows[-1].tenant == OTHERS
     assert sum(row.num_requests for row in rows) == 300
     assert sum(row.prompt_tokens for row in rows) == 300 * 6
-    assert not fairness.book.held_bytes("user-0")
+    assert not fairness.accounts.held_bytes("user-0")
 
 
 def test_who_is_alone_again_has_nobody_to_be_fair_to():
@@ -173,7 +172,7 @@ def test_only_answers_that_ended_by_themselves_teach_how_long_answers_are():
     service.step()
 
     service.scheduler.finish(cancelled, "cancelled")
-    assert service.scheduler.admission.ratio == 1
+    assert service.scheduler.components.admission_rule.ratio == 1
 
     service.scheduler.finish(ended)
-    assert service.scheduler.admission.ratio < 1
+    assert service.scheduler.components.admission_rule.ratio < 1

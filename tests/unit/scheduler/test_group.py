@@ -68,7 +68,7 @@ def read(memory, first) -> tuple[list[Request], int]:
                 request.num_computed += tokens
                 read_tokens += tokens
             for planned in due_forks(request):
-                sequence_memory.copy(planned.parent, planned.child)
+                sequence_memory.fork(planned.parent, planned.child)
                 running.append(planned.child)
     return running, read_tokens
 
@@ -180,8 +180,8 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
 
     assert not_continued(group, [2, 0, 2]) == [old[1]]
-    sequence_memory.leave(old[1], "dropped")
-    branch(group, [2, 0, 2], sequence_memory.copy)
+    sequence_memory.free(old[1], "dropped")
+    branch(group, [2, 0, 2], sequence_memory.fork)
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]

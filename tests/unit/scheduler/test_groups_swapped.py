@@ -100,7 +100,7 @@ def test_a_group_forced_out_at_any_time_is_the_same(llama, steps):
             deltas += engine.step()
         if engine.scheduler.running:
             engine.scheduler.preempter.swapper._mode = ["swap", "recompute"][number % 2]
-            engine.scheduler._preempt(engine.scheduler.running[-1], "forced")
+            engine.scheduler.lifecycle.preempt(engine.scheduler.running[-1], "forced")
     while engine.has_work:
         deltas += engine.step()
 
@@ -120,11 +120,11 @@ def test_one_of_a_group_on_the_host_can_be_cancelled(llama, index, back):
     )
     deltas = [delta for _ in range(9) for delta in engine.step()]
     engine.scheduler.preempter.swapper._mode = "recompute"
-    engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
     deltas += [delta for _ in range(back) for delta in engine.step()]
     engine.scheduler.preempter.swapper._mode = "swap"
     if engine.scheduler.running:
-        engine.scheduler._preempt(engine.scheduler.running[0], "forced")
+        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
     engine.cancel("r", index)
     while engine.has_work:
         deltas += engine.step()

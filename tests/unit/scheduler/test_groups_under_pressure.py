@@ -70,9 +70,9 @@ def test_members_that_share_pages_keep_their_tokens(atomic):
     load.submit_group(list(members), atomic=atomic)
     while len(load.scheduler.running) < 2:
         load.step()
-    caps, running = load.scheduler.caps, load.scheduler.running
+    capacities, running = load.scheduler.capacities, load.scheduler.running
 
-    assert not caps.relieve(running)
-    assert not caps.give_up_slots(running)
+    assert not capacities.evict_under_pressure(running)
+    assert not capacities.reuse_slots(running)
     assert [member.num_evictions for member in members] == [0, 0]
     load.drain()

@@ -10,9 +10,9 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
+from quire.scheduler.forks import NEVER
 from quire.scheduler.request import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
-from quire.scheduler.unblocking import NEVER
 from support.engines import load
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
@@ -44,7 +44,7 @@ def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_la
         pool.submit(pool.request(9, 12))
     if others:
         pool.step()
-    enter, promoted = SequenceMemory.enter, []
+    enter, promoted = SequenceMemory.allocate, []
 
     def without_pages(sequence_memory, request, lease):
         if not promoted:
@@ -52,7 +52,7 @@ def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_la
             raise OutOfPages("no pages for the statistics of a borrowed prefix")
         enter(sequence_memory, request, lease)
 
-    monkeypatch.setattr(SequenceMemory, "enter", without_pages)
+    monkeypatch.setattr(SequenceMemory, "allocate", without_pages)
     request = pool.request(9, 5)
     pool.submit(request)
     pool.step()
@@ -79,13 +79,12 @@ def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go
 
     while stuck.state is not RequestState.FINISHED:
         pool.scheduler.schedule()
-    [(failed, error)] = pool.scheduler.failures
-    pool.scheduler.failures.clear()
+    [failure] = pool.scheduler.take_failures()
     del pool.requests[stuck.request_id]
     pool.drain()
 
-    assert failed is stuck
-    assert str(error) == NEVER
+    assert failure.request is stuck
+    assert str(failure.error) == NEVER
     assert len(other.output_token_ids) == 5
 
 

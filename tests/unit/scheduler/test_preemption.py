@@ -28,7 +28,7 @@ def group_being_read(**setting):
 def test_a_member_is_cancelled_while_its_group_is_being_read_or_away(host_pages, away, cancelled):
     load, members = group_being_read(host_pages=host_pages, preempt="swap")
     if away:
-        load.scheduler.preempt()
+        load.scheduler.preempt_one()
     load.scheduler.finish(load.requests.pop(members[cancelled].request_id))
 
     load.check()
@@ -38,7 +38,7 @@ def test_a_member_is_cancelled_while_its_group_is_being_read_or_away(host_pages,
 @pytest.mark.parametrize("host_pages", [0, 60])
 def test_a_group_that_is_thrown_out_before_it_was_copied_goes_on(host_pages):
     load, members = group_being_read(host_pages=host_pages, preempt="swap")
-    load.scheduler.preempt()
+    load.scheduler.preempt_one()
     load.check()
     load.step()
 

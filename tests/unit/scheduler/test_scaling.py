@@ -7,7 +7,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.scheduler.batchers.registry import BATCHERS
-from quire.scheduler.limits import SCALED_DOWN
+from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import greedy, load
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
@@ -32,8 +32,8 @@ class Watched:
         self.before, self.after, self.rows = [], [], []
         self.reasons, self.ways = [], []
         self.load.scheduler.sequence_memory.events.subscribe(self._hear)
-        self._begin = self.load.scheduler.batcher.begin
-        self.load.scheduler.batcher.begin = self._reads_use
+        self._begin = self.load.scheduler.components.batcher.begin
+        self.load.scheduler.components.batcher.begin = self._reads_use
 
     def _hear(self, event):
         if event.kind == "preempted":

@@ -9,12 +9,11 @@ from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
 from quire.scheduler.admission.need import Need
-from quire.scheduler.chunks import SCORED_TOKENS
+from quire.scheduler.prefill import SCORED_TOKENS
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.step_plan import StepPlan
-from unit.scheduler.scheduler_load import Newest, make_layout
+from quire.scheduler.step import StepPlan
+from unit.scheduler.scheduler_load import Newest, make_layout, make_scheduler
 
 
 class Load:
@@ -28,11 +27,11 @@ class Load:
         while not fits:
             total_bytes += total_bytes // 100 + 64
             self.memory = KVMemory(layout, total_bytes, config.max_num_seqs)
-            self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
+            self.scheduler = make_scheduler(self.memory, config, Newest(self.memory))
             fits = self.scheduler.peaks.fits_alone(Need(longest, eviction=eviction))
         if room > 1:
             self.memory = KVMemory(layout, room * total_bytes, config.max_num_seqs)
-            self.scheduler = Scheduler(self.memory, config, Newest(self.memory))
+            self.scheduler = make_scheduler(self.memory, config, Newest(self.memory))
         self.arrivals = itertools.count()
 
     def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:

@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def preempt(self):
-        self.load.scheduler.preempt()
+        self.load.scheduler.preempt_one()
 
     @invariant()
     def everything_adds_up(self):
@@ -132,7 +132,7 @@ def act(load: SchedulerLoad, rng: random.Random) -> None:
     elif dice < 0.22:
         load.copies.fail_after = rng.randint(0, 3)
     elif dice < 0.23:
-        load.scheduler.preempt()
+        load.scheduler.preempt_one()
     else:
         load.step(stop_early=rng.random() < 0.3)
 

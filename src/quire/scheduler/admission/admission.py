@@ -1,57 +1,45 @@
-"""Lets waiting requests in: whose turn it is, whether there is room, who gives it back.
+"""Admits waiting requests: which one is next, whether it fits, which requests it may preempt.
 
-tenants    within what is theirs first, then those who borrow
-room       free pages, cached prefixes that nobody uses, then what other tenants owe
-turns      one that comes back after it gave way, one that is new, one that comes back ...
+tenants    within their guaranteed memory first, then those that borrow
+memory     free pages, cached prefixes that no request uses, then what other tenants owe
+order      a preempted request, then a new one, then a preempted one ...
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.errors import OutOfPages
 from quire.kv.prefix_blocks import PrefixLease
-from quire.scheduler.batchers.base import Batcher
-from quire.scheduler.free_pages import FreePages
+from quire.scheduler.admission.free_pages import FreePages
+from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import plan_prefill, together
-from quire.scheduler.refusals import Refusals
-from quire.scheduler.request import Request, RequestState
-from quire.scheduler.scheduler_parts import SchedulerParts
+from quire.scheduler.request import Request
 from quire.tenancy.accounts import Right
-
-Preempt = Callable[[Request, str], None]  # (request, why)
 
 
 class Admission:
-    """The door of the KV memory.
+    """Admits requests to the KV memory.
 
     Args:
-        parts: the rules that are asked.
-        running: those that are in; the scheduler's own list.
-        batcher: who may enter as the batch stands.
-        preempt: takes a request out.
+        components: of the scheduler.
     """
 
-    def __init__(
-        self,
-        parts: SchedulerParts,
-        running: list[Request],
-        batcher: Batcher,
-        preempt: Preempt,
-    ) -> None:
-        self._config, self._sequence_memory = parts.config, parts.sequence_memory
-        self._admission, self._fairness = parts.admission, parts.fairness
-        self._preempter, self._memory = parts.preempter, parts.sequence_memory.memory
-        self._running, self._batcher, self._preempt = running, batcher, preempt
-        self._room = FreePages(parts, running)
-        self._refusals = Refusals(parts.sequence_memory, running, parts.fairness.waiting)
-        self._last_returned = False
+    def __init__(self, components: SchedulerComponents) -> None:
+        self._config, self._sequence_memory = components.config, components.sequence_memory
+        self._sharing = components.sequence_memory.sharing
+        self._rule, self._fairness = components.admission_rule, components.fairness
+        self._preempter, self._lifecycle = components.preempter, components.lifecycle
+        self._running, self._batcher = components.state.running, components.batcher
+        self._free = FreePages(components)
+        self._rejections = Rejections(components)
+        self._last_resumed = False
 
     def admit(self, budget: int) -> Request | None:
-        """Let the next one in, if anybody may enter as things are; return the one that moves first.
+        """Admit the next request, if one may enter now; return the one that is computed first.
 
-        Takes from nobody: those that run may be part of the step already.
+        Preempts none: running requests may be part of the step already.
 
         Args:
-            budget: tokens that the step has left to read.
+            budget: tokens that the step has left for prefill.
         """
         borrowers = []
         for request, is_head in self._candidates(budget):
@@ -59,77 +47,83 @@ class Admission:
             if right is Right.BORROWED:
                 borrowers.append(request)
             elif right is not Right.NOTHING:
-                entered = self._try(request, may_take=False)
-                if entered is not None or is_head:
-                    return entered
-        tried = (self._try(request, may_take=False) for request in borrowers)
+                admitted = self._try(request, may_preempt=False)
+                if admitted is not None or is_head:
+                    return admitted
+        tried = (self._try(request, may_preempt=False) for request in borrowers)
         return next((request for request in tried if request is not None), None)
 
-    @property
-    def lacks_free_pages(self) -> bool:
-        """Whether memory is above the low watermark, or short for the first that waits."""
-        above = self._sequence_memory.sharing.available_bytes < self._room.reserved_free_bytes
-        if above or not self._running:
-            return above
-        head = next(self._fairness.waiting.heads(), None)
-        if (
-            head is None
-            or head not in self._refusals
-            or not self._room.rows_left(head, self._running)
-        ):
-            return False
-        return not self._room.fits(head, 0)
+    def admit_now(self, request: Request) -> bool:
+        """Admit this request if it fits; return whether it was admitted."""
+        return self._try(request, may_preempt=False) is not None
 
-    def claim(self) -> None:
-        """Let in those who get what is their tenant's own only if others give it back.
+    def reclaim(self) -> None:
+        """Admit one request a tenant that gets its guarantee only if debtors are preempted.
 
-        Before a step is planned: who gives way must not be part of it. One a tenant and step.
-        Nobody gives way where all that is owed would not be enough.
+        Called before a step is planned. None is preempted where all that is owed would not be
+        enough.
         """
         if self._fairness.has_several:
             for head in list(self._fairness.waiting.heads()):
                 if self.is_turn_of(head) and self._right(head) >= Right.SHARE:
-                    self._try(head, may_take=True)
+                    self._try(head, may_preempt=True)
 
     def is_turn_of(self, head: Request) -> bool:
-        """Whether the batcher would let this one in before a step."""
+        """Whether the batcher would admit this request before a step."""
         return self._batcher.candidate(head, self._config.max_num_batched_tokens) is head
 
-    def fetch(self, request: Request) -> bool:
-        """Let one in whose turn it is, if there is room; whether it is in."""
-        return self._try(request, may_take=False) is not None
+    def lacks_free_pages(self) -> bool:
+        """Whether memory use is above the low watermark, or the first waiting request lacks pages.
+
+        The second only where that request was rejected for pages, not for rows.
+        """
+        above = self._sharing.available_bytes < self._free.reserved_bytes
+        if above or not self._running:
+            return above
+        head = next(self._fairness.waiting.heads(), None)
+        if head is None or head not in self._rejections:
+            return False
+        return self._free.has_rows(head, self._running) and not self._free.fits(head, 0)
+
+    # ---- tenants -------------------------------------------------------------------------------
 
     def _right(self, request: Request) -> Right:
         if self._fairness.has_limit(request):
-            self._fairness.recount(self._running)  # the step has taken pages since it began
+            self._fairness.recount(self._running)  # the step has allocated pages since it began
         return self._fairness.right(request, self._promised_bytes(request))
 
     def _promised_bytes(self, request: Request) -> int:
-        """What its tenant would come to hold more: the promise to it and to those of its own."""
+        """Bytes its tenant would hold more: promised to it and to the tenant's running requests."""
         if not self._fairness.has_several:
             return 0
         own = [other for other in self._running if other.tenant == request.tenant]
-        peaks = self._admission.peaks
-        promised = peaks.num_bytes(self._admission.promised(request, own, 0))
+        peaks = self._rule.peaks
+        promised = peaks.num_bytes(self._rule.promised(request, own, 0))
         known = peaks.owed(own, [other.num_tokens for other in own]).sum(axis=0)
         return max(promised, peaks.num_bytes(known) + self._known_bytes(request))
 
-    # ---- whose turn ----------------------------------------------------------------------------
+    def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
+        if not self._fairness.has_several:
+            return 0
+        missing = self._rule.new_request(request, request.num_tokens, cached_tokens)
+        return self._rule.peaks.num_bytes(missing)
+
+    # ---- order ---------------------------------------------------------------------------------
 
     def _candidates(self, budget: int) -> Iterator[tuple[Request, bool]]:
-        """The first of every tenant, best first; before one that comes back perhaps a new one.
+        """The first request of every tenant, best first; perhaps a new one before a preempted one.
 
-        The batcher may name others in their place, or nobody.
+        The batcher may name others in their place, or none.
         """
         for head in list(self._fairness.waiting.heads()):
-            new = self._new_one(head) if self._last_returned and head.entries else None
+            new = self._new_one(head) if self._last_resumed and head.entries else None
             if new is not None and (found := self._batcher.candidate(new, budget)) is not None:
                 yield found, False
             if (found := self._batcher.candidate(head, budget)) is not None:
                 yield found, True
 
     def _new_one(self, head: Request) -> Request | None:
-        """The first of the same tenant, and no lower priority, that was never in."""
+        """The first of the same tenant, and no lower priority, that was never admitted."""
         for request in self._fairness.waiting.of_tenant(head.tenant):
             if request.priority > head.priority:
                 return None
@@ -137,140 +131,162 @@ class Admission:
                 return request
         return None
 
-    # ---- room ----------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------
 
-    def _try(self, request: Request, *, may_take: bool) -> Request | None:
-        if self._refusals.hold(request) and not may_take:
+    def _try(self, request: Request, *, may_preempt: bool) -> Request | None:
+        if self._rejections.hold(request) and not may_preempt:
             return None
-        self._refusals.forget(request)
-        if may_take or self._room.rows_left(request, self._running):
-            entered = self._enter(request, may_take=may_take)
-            if entered is not None:
-                return entered
-        self._refusals.note(request)
+        self._rejections.forget(request)
+        if may_preempt or self._free.has_rows(request, self._running):
+            admitted = self._allocate(request, may_preempt=may_preempt)
+            if admitted is not None:
+                return admitted
+        self._rejections.note(request)
         return None
 
-    def _enter(self, request: Request, *, may_take: bool) -> Request | None:
-        away = self._away(request)
-        if not (self._running or self._preempter.has_place(away)):
-            self._preempter.give_up(away)  # no piece is long enough, and none will come free
-        whole = self._preempter.is_whole(away)
-        first = away if whole else plan_prefill(request)
+    def _allocate(self, request: Request, *, may_preempt: bool) -> Request | None:
+        swapped = self._swapped_member(request)
+        if not (self._running or self._preempter.can_swap_in(swapped)):
+            self._preempter.free_swapped_group(swapped)  # no free run of pages will ever fit it
+        whole = self._preempter.is_swapped_whole(swapped)
+        first = swapped if whole else plan_prefill(request)
         head_tokens = self._preempter.head_tokens(first)
-        lease = None if whole else self._sequence_memory.sharing.look_up(first, head_tokens)
+        lease = None if whole else self._sharing.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
-        if not (
-            self._room.fits(first, cached_tokens) or (may_take and self._take(first, cached_tokens))
-        ):
-            self._sequence_memory.sharing.give_back(lease)
+        fits = self._free.fits(first, cached_tokens)
+        if not (fits or (may_preempt and self._preempt_for(first, cached_tokens))):
+            self._sharing.give_back(lease)
             return None
-        if not (whole or self._starts(first, lease, head_tokens)):
+        if not (whole or self._start(first, lease, head_tokens)):
             return None
         self._fairness.waiting.pop(request)
-        return self._come_back(request, away) if whole else self._begin(first)
+        return self._resume(request, swapped) if whole else self._begin(first)
 
-    def _starts(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
+    def _start(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
         """Whether a request got a row, and pages for the statistics of its cached prefix.
 
-        One that is alone finds them once cached prefixes are dropped, its own among them.
+        A request that is alone gets them once cached prefixes are dropped, its own among them.
         """
         try:
-            self._sequence_memory.enter(request, lease)
+            self._sequence_memory.allocate(request, lease)
         except OutOfPages:
-            self._sequence_memory.sharing.give_back(lease)
+            self._sharing.give_back(lease)
             if self._running:
                 return False
-            self._sequence_memory.sharing.drop_cached()
-            self._sequence_memory.enter(
-                request, self._sequence_memory.sharing.look_up(request, head_tokens)
-            )
+            self._sharing.drop_cached()
+            self._sequence_memory.allocate(request, self._sharing.look_up(request, head_tokens))
         return True
 
-    def _away(self, request: Request) -> Request:
-        """Who of a group that waits has its KV on the host: not always the one in its place."""
-        whole = (member for member in together(request) if self._preempter.is_whole(member))
-        return next(whole, request)
+    def _swapped_member(self, request: Request) -> Request:
+        """The member of a waiting group whose KV is swapped out: not always the first one."""
+        swapped = (m for m in together(request) if self._preempter.is_swapped_whole(m))
+        return next(swapped, request)
 
-    # ---- what others owe -----------------------------------------------------------------------
+    # ---- preemption of debtors -----------------------------------------------------------------
 
-    def _take(self, request: Request, cached_tokens: int) -> bool:
-        """Let debtors give way until a request fits, if that can come to be; say whether it did."""
+    def _preempt_for(self, request: Request, cached_tokens: int) -> bool:
+        """Preempt debtors until a request fits, if that is possible; return whether it fits."""
         if not (self._fairness.has_several and self._debts_suffice(request, cached_tokens)):
             return False
-        while not self._room.fits(request, cached_tokens):
+        while not self._free.fits(request, cached_tokens):
             self._fairness.recount(self._running)
             victim = self._debtor(request, cached_tokens, self._running)
-            if victim is None:  # what came free was of another page class
+            if victim is None:  # the freed pages were of another page class
                 return False
-            has_row = self._room.rows_left(request, self._running)
+            has_row = self._free.has_rows(request, self._running)
             why = "asks for what is its own" if has_row else "has fewer rows than its part"
-            self._preempt(victim, f"tenant {request.tenant} {why}")
+            self._lifecycle.preempt(victim, f"tenant {request.tenant} {why}")
         return True
 
     def _debts_suffice(self, request: Request, cached_tokens: int) -> bool:
-        """Whether a request would fit if debtors gave way; nobody does."""
+        """Whether a request would fit if debtors were preempted; none is."""
         staying, leaving = list(self._running), list[Request]()
-        while not self._room.would_fit(request, cached_tokens, staying):
+        while not self._free.would_fit(request, cached_tokens, staying):
             self._fairness.suppose(staying, leaving)
             victim = self._debtor(request, cached_tokens, staying)
             if victim is None:
                 break
             leaving += [member for member in together(victim) if member in staying]
             staying = [other for other in staying if other not in leaving]
-        enough = self._room.would_fit(request, cached_tokens, staying)
+        enough = self._free.would_fit(request, cached_tokens, staying)
         self._fairness.recount(self._running)
         return enough
 
     def _debtor(
         self, request: Request, cached_tokens: int, running: Sequence[Request]
     ) -> Request | None:
-        """Somebody whose tenant owes rows or bytes to this one's; None where nobody does."""
-        if self._room.rows_left(request, running):
+        """A request whose tenant owes rows or bytes to this one's; None where there is none."""
+        if self._free.has_rows(request, running):
             missing_bytes = self._known_bytes(request, cached_tokens)
             debtors = self._fairness.debtors(request, missing_bytes)
         else:
-            debtors = self._fairness.rows_debtors(request, running, self._room.most_rows)
+            debtors = self._fairness.rows_debtors(request, running, self._config.num_rows)
         theirs = ([r for r in running if r.tenant == debtor] for debtor in debtors)
         victims = map(self._preempter.victim_among, theirs)
         return next((victim for victim in victims if victim is not None), None)
 
-    def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
-        if not self._fairness.has_several:
-            return 0
-        missing = self._admission.new_request(request, request.num_tokens, cached_tokens)
-        return self._admission.peaks.num_bytes(missing)
-
-    # ---- in ------------------------------------------------------------------------------------
+    # ---- admitted ------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> Request:
-        """Let a request in that has something to read."""
-        self._last_returned = request.entries > 1
-        self._join(request)
+        """Let a request run that has tokens to compute."""
+        self._last_resumed = request.entries > 1
+        self._run(request)
         return request
 
-    def _come_back(self, request: Request, away: Request) -> Request | None:
-        """Copy a request, and those that left with it, back; read again what a copy lost."""
-        self._last_returned = True
-        returned = self._preempter.bring_back(away)
-        if not returned:  # a copy failed: it is read again
+    def _resume(self, request: Request, swapped: Request) -> Request | None:
+        """Swap a request and its group in; recompute them where a copy failed."""
+        self._last_resumed = True
+        resumed = self._preempter.swap_in(swapped)
+        if not resumed:
             self._fairness.waiting.push(request)
-            return self._enter(request, may_take=False)
-        for member in returned:
-            self._hold_no_more_than_there_is(member)
-            self._join(member)
-        return away
+            return self._allocate(request, may_preempt=False)
+        for member in resumed:
+            self._stop_sharing_if_short(member)
+            self._run(member)
+        return swapped
 
-    def _hold_no_more_than_there_is(self, request: Request) -> None:
-        """Let go of cached pages that could be dropped but for a request with a copy of its own.
+    def _stop_sharing_if_short(self, request: Request) -> None:
+        """Release cached pages that could be dropped but for a request with a copy of its own.
 
-        They were not promised to it: held, they could have it taken out again at once.
+        They were not promised to it: held, they could have it preempted again at once.
         """
-        if self._sequence_memory.sharing.available_bytes < self._room.reserved_free_bytes:
-            self._sequence_memory.sharing.stop_sharing(request)
+        if self._sharing.available_bytes < self._free.reserved_bytes:
+            self._sharing.stop_sharing(request)
 
-    def _join(self, request: Request) -> None:
-        waited_s = self._sequence_memory.events.now_s() - request.queued_s
-        self._fairness.entered(request, waited_s)
-        request.state = RequestState.RUNNING
-        self._running.append(request)
+    def _run(self, request: Request) -> None:
+        self._lifecycle.start(request)
         self._batcher.entered(request)
+
+
+class Rejections:
+    """Requests that did not fit, and the state of the memory then: none is tried twice in it.
+
+    Args:
+        components: of the scheduler.
+    """
+
+    def __init__(self, components: SchedulerComponents) -> None:
+        self._sharing = components.sequence_memory.sharing
+        self._running, self._waiting = components.state.running, components.state.waiting
+        self._rejected: dict[Request, tuple[int, int]] = {}
+
+    @property
+    def _memory_state(self) -> tuple[int, int]:
+        return self._sharing.available_bytes, len(self._running)
+
+    def hold(self, request: Request) -> bool:
+        """Whether it was rejected and nothing has changed since."""
+        return self._rejected.get(request) == self._memory_state
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._rejected
+
+    def note(self, request: Request) -> None:
+        """Note that it was rejected."""
+        if len(self._rejected) > len(self._waiting):  # some have left the queue by another way
+            self._rejected = {r: s for r, s in self._rejected.items() if r in self._waiting}
+        self._rejected[request] = self._memory_state
+
+    def forget(self, request: Request) -> None:
+        """Note that it is tried again."""
+        self._rejected.pop(request, None)

@@ -1,11 +1,12 @@
-"""Takes requests out of the KV memory to make room, brings them back, and knows what that costs."""
+"""Chooses victims, frees their memory by swap or recomputation, and swaps their KV in again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.kv.repacking import repack
 from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import can_swap_in
+from quire.kv.swap import can_swap_in as swap_fits
 from quire.plan.cost import Choice
+from quire.scheduler.fairness import Fairness
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.preemption.victims import choose_victim, may_be_preempted, reclaimable_bytes
@@ -14,12 +15,12 @@ from quire.scheduler.sequence_memory import SequenceMemory
 
 
 class Preempter:
-    """Chooses who gives way, takes it out and brings it back.
+    """Chooses which requests are preempted, and moves their KV out and in.
 
     Args:
-        sequence_memory: requests' rows in the pool.
-        swapper: moves KV to the host; None where everything is computed again.
-        owes: whether a request's tenant holds more than its share.
+        sequence_memory: the requests' pages in the KV memory.
+        fairness: requests of tenants that hold more than their share are preempted first.
+        swapper: copies KV to the swap space and back; None where all is recomputed.
 
     Attributes:
         num_preemptions: so far.
@@ -28,42 +29,42 @@ class Preempter:
     def __init__(
         self,
         sequence_memory: SequenceMemory,
+        fairness: Fairness,
         swapper: Swapper | None = None,
-        owes: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         self.swapper = swapper
         self.num_preemptions = 0
         self._sequence_memory, self._memory = sequence_memory, sequence_memory.memory
-        self._owes = owes
-        self._away: dict[int, list[Request]] = {}  # by identity of what was swapped
+        self._owes = fairness.owes
+        self._swapped: dict[int, list[Request]] = {}  # by identity of the swapped KV
 
-    # ---- who -----------------------------------------------------------------------------------
+    # ---- victims ---------------------------------------------------------------------------------
 
     def order(self, request: Request) -> tuple[bool, int, float, int]:
-        """Who goes before whom: those who owe nothing, then by their own order."""
+        """Sort key of the line: tenants within their share first, then by the request's order."""
         return (self._owes(request), *request.order)
 
     def victim(
-        self, running: Iterable[Request], first: Request, *, even_returned: bool = False
+        self, running: Iterable[Request], first: Request, *, even_resumed: bool = False
     ) -> Request | None:
-        """The request that gives way to `first`; None where nobody may.
+        """The request that is preempted for `first`; None where none may be.
 
         Args:
             running: all that hold KV.
-            first: needs room. It and whatever goes before it never give way to it, so that the
-                first in line always moves on; neither do those of its group.
-            even_returned: also those that have not moved on since they came back, and whatever
-                their tenants owe; for when nobody moves at all.
+            first: needs pages. Neither it, nor requests before it in line, nor those of its group
+                are preempted for it, so the first in line always proceeds.
+            even_resumed: also requests that have computed nothing since they resumed, and in the
+                order of arrival whatever their tenants owe; for when no request can proceed.
         """
-        order = (lambda r: r.order) if even_returned else self.order
+        order = (lambda r: r.order) if even_resumed else self.order
         behind = [r for r in running if order(r) > order(first) and not same_group(r, first)]
-        return self.victim_among(behind, even_returned=even_returned)
+        return self.victim_among(behind, even_resumed=even_resumed)
 
     def victim_among(
-        self, requests: Iterable[Request], *, even_returned: bool = False
+        self, requests: Iterable[Request], *, even_resumed: bool = False
     ) -> Request | None:
-        """The one of these that gives way first; None where nobody may."""
-        candidates = [r for r in requests if even_returned or may_be_preempted(r)]
+        """The one of these that is preempted first; None where none may be."""
+        candidates = [r for r in requests if even_resumed or may_be_preempted(r)]
         return choose_victim(candidates, self._worth, self._owes)
 
     def _worth(self, request: Request) -> float:
@@ -76,32 +77,36 @@ class Preempter:
         lost_tokens = sum(member.num_computed for member in leaving)
         return reclaimable_bytes(self._memory, leaving) / max(1, lost_tokens) * (1 - done)
 
-    # ---- out -----------------------------------------------------------------------------------
+    # ---- swap out --------------------------------------------------------------------------------
 
-    def take_out(
+    def preempt(
         self,
         requests: Sequence[Request],
         reason: str,
         *,
-        whole: bool = False,
+        swap_all: bool = False,
         recompute: bool = False,
     ) -> None:
-        """Free the memory of running requests that leave together.
+        """Free the memory of running requests that are preempted together.
 
         Args:
             requests: one, or those of a group that hold KV.
-            reason: for people.
-            whole: all of it goes to the host where that has room, whatever it costs.
-            recompute: nothing goes to the host.
+            reason: for the event log.
+            swap_all: swap all KV out where the swap space has room, whatever it costs.
+            recompute: swap nothing out.
         """
         lost_tokens = sum(request.num_computed for request in requests)
         freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
-        how = "recompute" if recompute else self._move_away(requests, freed_bytes, whole=whole)
+        how = (
+            "recompute"
+            if recompute
+            else self._swap_by_cost(requests, freed_bytes, swap_all=swap_all)
+        )
         self.num_preemptions += 1
         for request in requests:
             request.preemptions += 1
             if request.row >= 0:
-                self._sequence_memory.leave(request, "preempted")
+                self._sequence_memory.free(request, "preempted")
         self._sequence_memory.events.emit(
             "preempted",
             requests[0],
@@ -111,8 +116,8 @@ class Preempter:
             freed_bytes=freed_bytes,
         )
 
-    def _move_away(self, requests: Sequence[Request], kv_bytes: int, *, whole: bool) -> str:
-        """Copy to the host what is worth it; say how they come back."""
+    def _swap_by_cost(self, requests: Sequence[Request], kv_bytes: int, *, swap_all: bool) -> str:
+        """Swap out what is cheaper to copy than to recompute; return how they will resume."""
         if any(request.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
         prefix_offloader = self._sequence_memory.prefix_offloader
@@ -120,19 +125,19 @@ class Preempter:
             return "recompute"  # its first pages are apart from the rest
         if self.swapper is None:
             return "recompute"
-        choice = self.swapper.whole(kv_bytes) if whole else None
+        choice = self.swapper.whole(kv_bytes) if swap_all else None
         choice = choice or self.swapper.choose(requests, kv_bytes)
         if choice.how == "recompute" or not self._copy_out(requests, choice):
             return "recompute"
         return choice.how
 
-    def set_aside(self, requests: Sequence[Request]) -> bool:
-        """Copy requests that leave together to the host, whole, where it has room.
+    def swap_out(self, requests: Sequence[Request]) -> bool:
+        """Swap requests of one group out whole where the swap space has room.
 
-        They are no victims: nothing is counted or told but the copy.
+        It is no preemption: only the copy is counted and logged.
 
         Returns:
-            Whether they are gone; else they run on.
+            Whether they are swapped out; else they run on.
         """
         prefix_offloader = self._sequence_memory.prefix_offloader
         if self.swapper is None or any(request.swapped is not None for request in requests):
@@ -144,7 +149,7 @@ class Preempter:
         return choice is not None and self._copy_out(requests, choice)
 
     def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
-        """Whether they are on the host now, without rows; where a copy failed they still run."""
+        """Whether they are swapped out and their rows freed; where a copy failed they still run."""
         assert self.swapper is not None
         held = [self._sequence_memory.note_peak(request) for request in requests]
         swapped = self.swapper.out(requests, choice)
@@ -152,94 +157,93 @@ class Preempter:
             return False
         for request, held_bytes in zip(requests, held, strict=True):
             request.swapped = swapped
-            self._sequence_memory.note_gone(request, held_bytes, "swapped out")
-        self._away[id(swapped)] = list(requests)
-        self._tell("swapped_out", requests[0], swapped)
+            self._sequence_memory.note_freed(request, held_bytes, "swapped out")
+        self._swapped[id(swapped)] = list(requests)
+        self._log("swapped_out", requests[0], swapped)
         return True
 
-    # ---- back ----------------------------------------------------------------------------------
+    # ---- swap in ---------------------------------------------------------------------------------
 
-    def is_whole(self, request: Request) -> bool:
-        """Whether all of a waiting request's KV is on the host."""
+    def is_swapped_whole(self, request: Request) -> bool:
+        """Whether all KV of a waiting request is swapped out."""
         return request.swapped is not None and not request.swapped.keep_from
 
-    def has_place(self, request: Request) -> bool:
-        """Whether what a waiting request has on the host finds pages, cached ones dropped."""
+    def can_swap_in(self, request: Request) -> bool:
+        """Whether there are pages for the swapped KV of a waiting request, cached ones dropped."""
         swapped = request.swapped
         if swapped is None or swapped.keep_from:
             return True
         self._sequence_memory.sharing.make_room(dict(swapped.pages))
-        return can_swap_in(self._memory, swapped)
+        return swap_fits(self._memory, swapped)
 
-    def give_up(self, request: Request) -> None:
-        """Let go of what a request and those that left with it have on the host."""
-        for member in list(self._away.get(id(request.swapped), [])):
-            self.forget(member)
+    def free_swapped_group(self, request: Request) -> None:
+        """Free the swapped KV of a request and of those that were swapped out with it."""
+        for member in list(self._swapped.get(id(request.swapped), [])):
+            self.free_swapped(member)
 
     def head_tokens(self, request: Request) -> int | None:
-        """Tokens to compute again before a tail can be put behind them; None without a tail."""
+        """Tokens to recompute before a swapped tail can be appended; None without a tail."""
         swapped = request.swapped
         return None if swapped is None else swapped.keep_from or None
 
-    def bring_back(self, request: Request) -> list[Request]:
-        """Give a request, and those that left with it, their KV back.
+    def swap_in(self, request: Request) -> list[Request]:
+        """Swap in the KV of a request, and of those that were swapped out with it.
 
         Returns:
-            Those that have it again; none where a copy failed, and then it is gone from the host
-            too.
+            Those that hold it again; none where a copy failed, and then the swapped KV is freed.
         """
         swapped = request.swapped
         assert swapped is not None
         assert self.swapper is not None
-        returned = self._away.pop(id(swapped))
+        resumed = self._swapped.pop(id(swapped))
         rows = self.swapper.back(swapped)
-        for member in returned:
+        for member in resumed:
             member.swapped = None
         if rows is None:
             return []
-        for member, row, sequence in zip(returned, rows, swapped.sequences, strict=True):
-            if member.state is RequestState.FINISHED:  # cancelled while it was away
+        for member, row, sequence in zip(resumed, rows, swapped.sequences, strict=True):
+            if member.state is RequestState.FINISHED:  # cancelled while it was swapped out
                 self._memory.release([row])
             else:
-                self._sequence_memory.come_back(member, row, sequence.length)
-        self._tell("swapped_in", request, swapped)
-        return [member for member in returned if member.row >= 0]
+                self._sequence_memory.resume(member, row, sequence.length)
+        self._log("swapped_in", request, swapped)
+        return [member for member in resumed if member.row >= 0]
 
-    def append_tail(self, request: Request) -> bool:
-        """Put the tail behind a head that has been computed again, where there is room for it."""
+    def swap_in_tail(self, request: Request) -> bool:
+        """Append the swapped tail to a recomputed head, where there are pages for it."""
         swapped = request.swapped
         assert swapped is not None
         assert self.swapper is not None
         if not self._sequence_memory.sharing.make_room(self.swapper.needed(swapped)):
             return False
-        self._away.pop(id(swapped))
+        self._swapped.pop(id(swapped))
         request.swapped = None
         if self.swapper.back_behind(swapped, request.row):
             request.num_computed = swapped.sequences[0].length
-            self._tell("swapped_in", request, swapped)
+            self._log("swapped_in", request, swapped)
         return True
 
-    def _tell(self, kind: str, request: Request, swapped: Swapped) -> None:
+    def _log(self, kind: str, request: Request, swapped: Swapped) -> None:
         assert self.swapper is not None
         seconds = self.swapper.last_copy_s
         self._sequence_memory.events.emit(
             kind, request, kv_bytes=swapped.num_bytes, seconds=seconds
         )
 
-    def forget(self, request: Request) -> None:
-        """A request needs its KV no more: nothing of it stays on the host."""
+    def free_swapped(self, request: Request) -> None:
+        """Free the swapped KV of a request that needs it no more."""
         swapped, request.swapped = request.swapped, None
         if swapped is not None:
-            away = self._away[id(swapped)]
-            if all(member.swapped is None for member in away):
-                del self._away[id(swapped)]
+            members = self._swapped[id(swapped)]
+            if all(member.swapped is None for member in members):
+                del self._swapped[id(swapped)]
                 swapped.discard()
 
-    def pack(self, request: Request) -> None:
-        """Move the pages of a request that is alone, or of its group, together.
+    def compact(self, request: Request) -> None:
+        """Compact the pages of a request that is alone, or of its group.
 
-        They may lie between places of pages that are gone, and so keep more slabs than they fill
-        from the other page classes. Packed, a request that was admitted can always grow.
+        Scattered pages keep more slabs than they fill from the other page classes. Compacted, a
+        request that was admitted can always grow.
         """
         members = [member for member in together(request) if member.row >= 0]
         for member in members:

@@ -1,0 +1,84 @@
+"""Whether a waiting request fits: a row, the promised pages, pages for its swapped KV."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.scheduler.admission.peaks import Counts
+from quire.scheduler.components import SchedulerComponents
+from quire.scheduler.group import bytes_of, copies_to_come, num_rows, reserved_rows
+from quire.scheduler.request import Request
+
+AHEAD_TOKENS = 16  # that a request admitted under `scale_down_at` has room for
+
+
+class FreePages:
+    """Free rows and pages of the KV memory.
+
+    Args:
+        components: of the scheduler.
+    """
+
+    def __init__(self, components: SchedulerComponents) -> None:
+        self._config, self._rule = components.config, components.admission_rule
+        self._preempter, self._running = components.preempter, components.state.running
+        self._memory = components.sequence_memory.memory
+        self._sharing = components.sequence_memory.sharing
+        self._num_rows = components.config.num_rows
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes that stay free at an admission while others run: those above the low watermark."""
+        return (1 - self._config.full_at) * self._memory.total_bytes
+
+    def has_rows(self, request: Request, staying: Sequence[Request]) -> bool:
+        """Whether there are rows for a request and its group if only `staying` kept theirs."""
+        num_leaving = len(self._running) - len(staying)
+        free = self._memory.num_free_rows + num_leaving
+        free = min(self._num_rows - len(staying), free)
+        return num_rows(request) + reserved_rows(staying) <= free
+
+    def fits(self, request: Request, cached_tokens: int) -> bool:
+        """Whether there are rows and pages for a request, and pages for its swapped KV.
+
+        The promised pages must fit below the low watermark. A request that would be alone may use
+        all of the memory.
+        """
+        if not self.has_rows(request, self._running):
+            return False
+        if self._running:
+            promised = self._promised(request, cached_tokens, self._running)
+            by_class = self._rule.peaks.by_class(promised)
+            if not (self._leaves_enough(promised, 0) and self._sharing.make_room(by_class)):
+                return False
+        return self._preempter.can_swap_in(request)
+
+    def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
+        """Whether a request would fit if only `staying` kept running."""
+        if not self.has_rows(request, staying):
+            return False
+        freed_bytes = bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
+        promised = self._promised(request, cached_tokens, staying)
+        return not staying or self._leaves_enough(promised, freed_bytes)
+
+    def _promised(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> Counts:
+        peaks = self._rule.peaks
+        promised = self._rule.promised(request, staying, cached_tokens)
+        if self._config.scale_down_at is not None:
+            promised = np.maximum(promised, self._ahead(request, staying, cached_tokens))
+        for copy in copies_to_come([request, *staying]):
+            promised = promised + self._rule.promised(copy, [], peaks.shared_tokens(copy))
+        return promised
+
+    def _ahead(self, request: Request, staying: Sequence[Request], cached_tokens: int) -> Counts:
+        """Pages for a few more tokens of all: else a resumed request is preempted at once."""
+        tokens = min(request.num_tokens + AHEAD_TOKENS, request.final_tokens)
+        new_request = self._rule.new_request(request, tokens, cached_tokens)
+        then = [min(r.num_tokens + AHEAD_TOKENS, r.final_tokens) for r in staying]
+        ahead: Counts = new_request + self._rule.peaks.owed(staying, then).sum(axis=0)
+        return ahead
+
+    def _leaves_enough(self, promised: Counts, freed_bytes: int) -> bool:
+        left_bytes = self._sharing.available_bytes + freed_bytes
+        left_bytes -= self._rule.peaks.num_bytes(promised)
+        return left_bytes >= self.reserved_bytes

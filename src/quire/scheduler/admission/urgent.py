@@ -1,0 +1,70 @@
+"""Urgent requests: admitted before the next step, preempting others where they must."""
+
+from collections.abc import Iterator
+
+from quire.scheduler.admission.admission import Admission
+from quire.scheduler.admission.free_pages import FreePages
+from quire.scheduler.components import SchedulerComponents
+from quire.scheduler.request import Request
+
+WHY = "an urgent request waits"
+
+
+class UrgentAdmission:
+    """Admits requests that do not wait for others.
+
+    Only requests of a lower priority are preempted, of the same tenant where there are several;
+    none is where that would not be enough. Called before a step is planned.
+
+    Args:
+        components: of the scheduler.
+        admission: admits them.
+    """
+
+    def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
+        self._free, self._urgent = FreePages(components), components.config.urgent
+        self._fairness, self._preempter = components.fairness, components.preempter
+        self._running, self._lifecycle = components.state.running, components.lifecycle
+        self._admission = admission
+
+    def admit(self) -> None:
+        """Admit all urgent requests whose turn it is."""
+        if self._urgent is None:
+            return
+        for head in list(self._fairness.waiting.heads()):
+            request: Request | None = head
+            while request is not None and self._admit(request, self._urgent):
+                request = next(self._queue(head.tenant), None)
+
+    def _queue(self, tenant: str) -> Iterator[Request]:
+        waiting = self._fairness.waiting
+        return waiting.of_tenant(tenant) if tenant in waiting.tenants else iter(())
+
+    def _admit(self, request: Request, urgent: int) -> bool:
+        if request.priority > urgent or not self._admission.is_turn_of(request):
+            return False
+        if self._admission.admit_now(request):
+            return True
+        behind = self._behind(request)
+        staying = [other for other in self._running if other not in behind]
+        if not (behind and self._free.would_fit(request, 0, staying)):
+            return False
+        return self._preempt_until_admitted(request)
+
+    def _preempt_until_admitted(self, request: Request) -> bool:
+        while behind := self._behind(request):
+            victim = self._preempter.victim_among(behind)
+            victim = victim or self._preempter.victim_among(behind, even_resumed=True)
+            assert victim is not None, "there are candidates"
+            self._lifecycle.preempt(victim, WHY)
+            if self._admission.admit_now(request):
+                return True
+        return False
+
+    def _behind(self, request: Request) -> list[Request]:
+        several = self._fairness.has_several
+        return [
+            other
+            for other in self._running
+            if other.priority > request.priority and (not several or other.tenant == request.tenant)
+        ]

@@ -1,0 +1,176 @@
+"""Moves requests between waiting, running and finished, and frees what each move frees.
+
+    submit -> WAITING -> start -> RUNNING -> finish | fail -> FINISHED
+                 ^                   |
+                 +---- preempt ------+     with KV in the swap space, or without
+
+A group (parallel samples, beams) moves as one: pages that a sibling still refers to would not come
+free. Torch-free.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.errors import QuireError
+from quire.scheduler.admission.base import AdmissionRule
+from quire.scheduler.fairness import Fairness
+from quire.scheduler.group import leave, together
+from quire.scheduler.preemption.preempter import Preempter
+from quire.scheduler.request import Request, RequestState
+from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
+from quire.scheduler.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended with an error, for the engine to report."""
+
+    request: Request
+    error: QuireError
+
+
+class Lifecycle:
+    """Moves the requests of one scheduler.
+
+    Args:
+        state: the running and the waiting requests; only this object changes them.
+        sequence_memory: the requests' pages.
+        admission_rule: learns the lengths of finished requests.
+        fairness: the tenants' accounts.
+        preempter: swaps KV out or drops it.
+
+    Attributes:
+        failures: requests that ended with an error since the engine took the last ones.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        sequence_memory: SequenceMemory,
+        admission_rule: AdmissionRule,
+        fairness: Fairness,
+        preempter: Preempter,
+    ) -> None:
+        self._running, self._waiting = state.running, state.waiting
+        self._sequence_memory, self._admission_rule = sequence_memory, admission_rule
+        self._fairness, self._preempter = fairness, preempter
+        self.failures: list[Failure] = []
+
+    # ---- waiting -------------------------------------------------------------------------------
+
+    def wait(self, request: Request) -> None:
+        """Queue a request. A group waits in the place of its first member."""
+        for member in together(request):
+            member.state = RequestState.WAITING
+            member.queued_s = self._sequence_memory.events.now_s()
+        self._waiting.push(together(request)[0])
+
+    def preempt(
+        self, request: Request, reason: str, *, swap_all: bool = False, recompute: bool = False
+    ) -> None:
+        """Preempt a request and its group; they wait again.
+
+        Args:
+            request: is running.
+            reason: for the event log.
+            swap_all: swap all of its KV out where the swap space has room, whatever it costs.
+            recompute: swap nothing out; the KV is computed again.
+        """
+        leaving = self._stop(request)
+        self._fairness.preempted(leaving)
+        self._preempter.preempt(leaving, reason, swap_all=swap_all, recompute=recompute)
+        self.wait(request)
+        self._fairness.recount(self._running)
+
+    def swap_out(self, request: Request) -> None:
+        """Swap a request and its group out whole, and queue them; without room they run on.
+
+        For batchers that hold prefilled requests in the swap space: it is no preemption.
+        """
+        leaving = self._of_group(request, RequestState.RUNNING)
+        if self._preempter.swap_out(leaving):
+            for member in leaving:
+                self._running.remove(member)
+                self._fairness.finalize(member)
+            self.wait(request)
+
+    def restart(self, request: Request, reason: str) -> None:
+        """Free the KV of a request and its group, and queue them; nothing is swapped out."""
+        self._free_group(request, reason)
+        self.wait(request)
+
+    # ---- running -------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """Note that a waiting request holds KV and runs."""
+        waited_s = self._sequence_memory.events.now_s() - request.queued_s
+        self._fairness.entered(request, waited_s)
+        request.state = RequestState.RUNNING
+        self._running.append(request)
+
+    # ---- finished ------------------------------------------------------------------------------
+
+    def finish(self, request: Request, reason: str = FINISHED) -> None:
+        """End a request in any state, and free its pages at once.
+
+        The admission rule learns from requests that ended by themselves (`FINISHED`).
+        """
+        queued = request in self._waiting
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+            self._sequence_memory.free(request, reason)
+            if reason == FINISHED:
+                self._admission_rule.learn(request)
+        elif request.state is RequestState.WAITING:
+            self._waiting.discard(request)
+        self._preempter.free_swapped(request)
+        request.state = RequestState.FINISHED
+        self._leave_group(request, reason, queued=queued)
+
+    def fail(self, request: Request, error: QuireError) -> None:
+        """End a request with an error; the engine goes on."""
+        self.failures.append(Failure(request, error))
+        self.finish(request, "policy error")
+
+    def _leave_group(self, request: Request, reason: str, *, queued: bool) -> None:
+        """Let a group go on without a member that has ended."""
+        copies_wait = leave(request)
+        if request.group is None or not request.group.members or not (queued or copies_wait):
+            return
+        for member in together(request) if copies_wait else ():
+            self._preempter.free_swapped_group(member)  # its forks are planned anew
+        self._free_group(request, reason)
+        if together(request)[0] not in self._waiting:  # another member is the first now
+            self.wait(request)
+
+    # ---- groups --------------------------------------------------------------------------------
+
+    def _of_group(self, request: Request, state: RequestState) -> list[Request]:
+        return [member for member in together(request) if member.state is state]
+
+    def _stop(self, request: Request) -> list[Request]:
+        """Take a request and its group out of the running list."""
+        leaving = self._of_group(request, RequestState.RUNNING)
+        for member in leaving:
+            self._running.remove(member)
+        return leaving
+
+    def _free_group(self, request: Request, reason: str) -> None:
+        for member in self._stop(request):
+            self._fairness.finalize(member)
+            self._sequence_memory.free(member, reason)
+
+    # ---- forks ---------------------------------------------------------------------------------
+
+    def add_fork(self, child: Request) -> None:
+        """Note that a request runs as a fork of another one; its pages are shared already."""
+        self._running.append(child)
+
+    def pause_group(self, members: Iterable[Request]) -> None:
+        """Take the beams of a group out of the running list while they are exchanged."""
+        for member in members:
+            self._running.remove(member)
+
+    def resume_group(self, members: Sequence[Request]) -> None:
+        """Put the beams that hold pages back into the running list."""
+        self._running.extend(member for member in members if member.row >= 0)
