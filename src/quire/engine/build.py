@@ -31,8 +31,7 @@ from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor
 from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.prefix_identities import PrefixIdentities
-from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory

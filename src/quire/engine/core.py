@@ -26,9 +26,9 @@ from quire.sampling.sampling_step import SamplingStep
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
+from quire.scheduler.group import make_sequences
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.siblings import make_sequences
 from quire.scheduler.step import StepPlan
 
 

@@ -25,7 +25,7 @@ from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.estimator import RateEstimator
 from quire.plan.sizes import parse_size
-from quire.scheduler.prefix_identities import SECRET_BYTES
+from quire.scheduler.prefix_sharing import SECRET_BYTES
 
 _FORMAT = "quire prefixes 2"
 _CALL_S = 1e-4

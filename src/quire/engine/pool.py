@@ -35,7 +35,8 @@ from quire.kv.stores.registry import (
     run_lengths,
     unsound,
 )
-from quire.kv.stores.runs import LaneLimits
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout, PageClass
@@ -50,7 +51,6 @@ from quire.plan.sizes import parse_size
 from quire.policies.eviction import Eviction
 from quire.scheduler.preemption.swapper import refuse_idle_host_pool
 from quire.scheduler.request import Request
-from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import most_batches, refuse_nothing_shared
 

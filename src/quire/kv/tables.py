@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup
+from quire.plan.container import free_host_bytes
+from quire.plan.sizes import format_size
 
 Rows = NDArray[np.int64]
 INITIAL_PAGES_PER_LANE = 16
@@ -238,3 +240,22 @@ def table_bytes(group: LaneGroup, max_rows: int) -> int:
     """Bytes that a new `LaneTable` of so many sequences allocates."""
     of_one = vars(LaneTable(group, 1)).values()
     return max_rows * sum(array.nbytes for array in of_one if isinstance(array, np.ndarray))
+
+
+def refuse_too_many_rows(layout: CacheLayout, max_rows: int) -> None:
+    """Refuse more rows than the host has memory for, before their page tables are allocated.
+
+    Args:
+        layout: lane groups of every sequence.
+        max_rows: sequences at once: those of a batch, and those its batcher keeps beside it.
+
+    Raises:
+        ConfigError: the page tables would be larger than the free host memory.
+    """
+    needed_bytes = sum(table_bytes(group, max_rows) for group in layout.groups)
+    free_bytes = free_host_bytes()
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"page tables of {max_rows:,} sequences take {format_size(needed_bytes)} of host "
+            f"memory, of which {format_size(free_bytes)} are free; lower --max-num-seqs"
+        )

@@ -6,9 +6,8 @@ object: rules, accounts and the state that they share.
 
 from dataclasses import dataclass
 
-from quire.scheduler.admission.base import AdmissionRule
 from quire.scheduler.admission.peaks import Peaks
-from quire.scheduler.admission.registry import make_admission
+from quire.scheduler.admission.rules import AdmissionRule, make_admission
 from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.lane_capacities import Evictor, LaneCapacities

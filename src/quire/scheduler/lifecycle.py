@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import QuireError
-from quire.scheduler.admission.base import AdmissionRule
+from quire.scheduler.admission.rules import AdmissionRule
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.group import leave, together
 from quire.scheduler.preemption.preempter import Preempter

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from quire.scheduler.admission.admission import Admission
 from quire.scheduler.admission.need import need_of
-from quire.scheduler.admission.refusal import refuse_if_never
+from quire.scheduler.admission.never_fits import refuse_if_never
 from quire.scheduler.admission.urgent import UrgentAdmission
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.decode import Decode

@@ -7,7 +7,8 @@ from functools import cache
 from quire.config.kv_config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.kv.stores.runs import LaneLimits
+from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.dtypes import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
@@ -20,9 +21,7 @@ from quire.plan.sizes import parse_size
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
-from quire.scheduler.prefix_identities import PrefixIdentities
-from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.row_limit import refuse_too_many_rows
+from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory

@@ -8,9 +8,8 @@ import pytest
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kv.tables import LaneTable, table_bytes
+from quire.kv.tables import LaneTable, refuse_too_many_rows, table_bytes
 from quire.layout.layout import layout_for
-from quire.scheduler.row_limit import refuse_too_many_rows
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 
@@ -69,7 +68,7 @@ def test_page_tables_are_counted_before_they_are_allocated(model, monkeypatch):
     for group in layout.groups:
         arrays = [a for a in vars(LaneTable(group, 7)).values() if isinstance(a, np.ndarray)]
         assert sum(array.nbytes for array in arrays) == table_bytes(group, 7)
-    monkeypatch.setattr("quire.scheduler.row_limit.free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("quire.kv.tables.free_host_bytes", lambda: 1 << 20)
 
     refuse_too_many_rows(layout, 100)
     with pytest.raises(ConfigError, match=r"of which 1\.00 MiB are free; lower --max-num-seqs"):

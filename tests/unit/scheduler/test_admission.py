@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
-from quire.scheduler.admission.estimated import Estimated, highest_point
 from quire.scheduler.admission.peaks import Peaks
-from quire.scheduler.admission.registry import RULES, make_admission
+from quire.scheduler.admission.rules import RULES, Estimated, highest_point, make_admission
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from unit.scheduler.scheduler_load import make_layout, make_scheduler

@@ -9,8 +9,8 @@ from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.never_fits import ways_out
 from quire.scheduler.admission.peaks import Peaks
-from quire.scheduler.admission.ways_out import ways_out
 
 FULL, WINDOW = None, 24
 PAGE_TOKENS, CHUNK = 4, 64

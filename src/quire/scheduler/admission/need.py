@@ -1,4 +1,10 @@
-"""What a sequence needs pages for: its tokens, and what is evicted of them on the way."""
+"""What a sequence needs pages for: its tokens, what is evicted of them, the sizes of its steps.
+
+Steps of a sequence that fits no other way, the preferred ones first:
+
+2 staging slots   prefill chunks of 2048, 1024, ... 1 token, whose KV is in the arena whole
+1 staging slot    the same chunks; a layer's offloaded pages wait for the layer before it
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.offloadable import SLOTS
 from quire.scheduler.request import Request
 
 Tokens = NDArray[np.int64]
@@ -79,3 +86,28 @@ def alike(needs: Sequence[Need]) -> Iterator[Alike]:
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
         yield Alike(first.eviction, first.streams, index, tokens, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the pages of one sequence depend on besides its tokens.
+
+    Attributes:
+        chunk_tokens: of its largest prefill chunk.
+        staging_slots: layers of its offloaded pages that the arena holds at a time.
+    """
+
+    chunk_tokens: int
+    staging_slots: int = SLOTS
+
+
+def step_shapes(chunk_tokens: int) -> tuple[StepShape, ...]:
+    """The shapes of steps, the preferred one first and the one of the fewest pages last.
+
+    Args:
+        chunk_tokens: largest prefill chunk that the schedule allows.
+    """
+    chunks = [chunk_tokens]
+    while chunks[-1] > 1:
+        chunks.append(-(-chunks[-1] // 2))
+    return tuple(StepShape(chunk, slots) for slots in (SLOTS, 1) for chunk in chunks)

@@ -14,9 +14,8 @@ from quire.layout.offloadable import can_be_offloaded
 from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.statistics import Statistic
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, evicting_pages
-from quire.scheduler.admission.need import Alike, Need, alike, need_of
+from quire.scheduler.admission.need import Alike, Need, StepShape, alike, need_of, step_shapes
 from quire.scheduler.admission.offload_split import OffloadSplit
-from quire.scheduler.admission.shapes import StepShape, step_shapes
 from quire.scheduler.group import num_rows
 from quire.scheduler.request import Request
 

@@ -1,4 +1,8 @@
-"""Estimated admission: enter when the peak that is expected over time fits.
+"""Admission rules: which pages must be free before a waiting request may start.
+
+optimistic   the known tokens; preemptions where answers outgrow the memory
+reserved     prompt and max_tokens of all; no preemptions
+estimated    the highest point over time, expected from the lengths of past answers
 
 pages  |      ____
 |   __/    |__        each running request grows with every step until it ends; at each
@@ -6,13 +10,93 @@ pages  |      ____
 +-----------------> steps
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from quire.scheduler.admission.base import AdmissionRule
+from quire.errors import UnknownName
+from quire.scheduler.admission.need import need_of
 from quire.scheduler.admission.peaks import Counts, Peaks
 from quire.scheduler.request import Request
+
+
+class AdmissionRule(ABC):
+    """Says how many pages are promised to a newcomer and to those that run.
+
+    Args:
+        peaks: pages by what sequences need.
+    """
+
+    name: str
+
+    def __init__(self, peaks: Peaks) -> None:
+        self.peaks = peaks
+
+    @abstractmethod
+    def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
+        """Pages that must be free, or idle in the prefix cache, for `request` to start.
+
+        Args:
+            request: waits.
+            running: hold KV.
+            cached_tokens: tokens of `request` whose pages are there already and are shared.
+
+        Returns:
+            [page classes], as `Peaks.page_classes`.
+        """
+
+    def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
+        """Note a request that has ended by itself."""
+
+    def new_request(self, request: Request, tokens: int, cached_tokens: int) -> Counts:
+        """Pages a waiting request takes to have had `tokens` tokens, without those it shares.
+
+        What it shares it cannot move to the host with gain: it does one or the other.
+        """
+        need = need_of(request, tokens)
+        [apart, whole] = self.peaks.counts([need, replace(need, streams=False)])
+        missing = np.maximum(whole - self.peaks.shared_counts(need, cached_tokens), 0)
+        least: Counts = np.minimum(apart, missing)
+        return least
+
+
+class Optimistic(AdmissionRule):
+    """Largest batches, and preemptions when answers outgrow the pool.
+
+    Source: the admission of vLLM; what prompts that are being read will still take is counted in,
+    as its option `scheduler_reserve_full_isl` does.
+    """
+
+    name = "optimistic"
+
+    def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
+        """See `AdmissionRule`."""
+        readers = [other for other in running if other.num_uncomputed > 1]
+        owed = self.peaks.owed(readers, [reader.num_tokens for reader in readers])
+        promised: Counts = self.new_request(request, request.num_tokens, cached_tokens) + owed.sum(
+            axis=0
+        )
+        return promised
+
+
+class Reserved(AdmissionRule):
+    """No preemption for want of memory, ever; small batches where answers end early.
+
+    Source: the admission of Orca and of Text Generation Inference: input and longest output.
+    """
+
+    name = "reserved"
+
+    def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
+        """See `AdmissionRule`."""
+        owed = self.peaks.owed(running, [other.final_tokens for other in running])
+        promised: Counts = self.new_request(
+            request, request.final_tokens, cached_tokens
+        ) + owed.sum(axis=0)
+        return promised
+
 
 INITIAL_RATIO = 1.0
 LEARNING_RATE = 0.05
@@ -89,3 +173,19 @@ def highest_point(steps: Counts, owed: Counts, returned: Counts) -> Counts:
     # a page that is there by the rounding of a rate times its steps only is not taken
     highest: Counts = np.ceil(level.max(axis=0, initial=0) - ROUNDING).astype(np.int64)
     return highest
+
+
+RULES: dict[str, type[AdmissionRule]] = {
+    rule.name: rule for rule in (Optimistic, Reserved, Estimated)
+}
+
+
+def make_admission(name: str, peaks: Peaks) -> AdmissionRule:
+    """The rule of this name.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    if name not in RULES:
+        raise UnknownName("admission rule", name, RULES)
+    return RULES[name](peaks)

@@ -1,4 +1,4 @@
-"""What to change for a request that the memory can never hold: only what would let it run."""
+"""Refuses requests that could not run even alone: the bytes, and each change that would help."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -6,13 +6,58 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quire.errors import NeverFits
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.layout.offloadable import offloaded_token_bytes
 from quire.scheduler.admission.lane_peaks import UNBOUNDED
-from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.need import Need, need_of
+from quire.scheduler.admission.offload_split import offload_text
+from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.group import num_rows
+from quire.scheduler.request import Request
 
 if TYPE_CHECKING:
     from quire.scheduler.admission.peaks import Peaks
+
+
+def refuse_if_never(peaks: Peaks, request: Request) -> None:
+    """Refuse a request that could not run even alone.
+
+    Raises:
+        NeverFits: with the bytes needed and the bytes there.
+    """
+    longest = peaks.memory.placement.longest_tokens
+    if longest is not None and request.final_tokens > longest:
+        raise NeverFits(
+            f"{request.final_tokens} tokens: more than the {longest} the store reserves "
+            "for a sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged",
+            param="prompt" if len(request.prompt_token_ids) > longest else "max_tokens",
+        )
+    if not peaks.fit_whole(request):
+        raise NeverFits(_why_never(peaks, request), param=_field_at_fault(peaks, request))
+
+
+def _field_at_fault(peaks: Peaks, request: Request) -> str:
+    """The option to lower first: with all others as they are, it alone decides."""
+    if not peaks.fits_alone(need_of(request, len(request.prompt_token_ids))):
+        return "prompt"
+    if num_rows(request) > 1 and peaks.fits_alone(need_of(request, request.final_tokens)):
+        return "beam_width"
+    return "max_tokens"
+
+
+def _why_never(peaks: Peaks, request: Request) -> str:
+    need, width = need_of(request, request.final_tokens), num_rows(request)
+    beams, arena = f" in {width} beams" if width > 1 else "", peaks.memory.arena
+    return (
+        f"{len(request.prompt_token_ids)} prompt tokens and "
+        f"{request.params.max_tokens} to generate{beams} "
+        f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole pool "
+        f"has {arena.num_slabs * arena.slab_bytes:,} B, both in slabs of "
+        f"{arena.slab_bytes:,} B; {offload_text(peaks, need)}"
+        f"{ways_out(peaks, need, width)}"
+    )
+
 
 _KIB = 1024
 _MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
