@@ -154,7 +154,7 @@ def _run(engine: Engine, timed: TimedDecoder, workload: Workload) -> dict[str, l
 
 def _timed_step(engine: Engine, timed: TimedDecoder) -> _Step | None:
     """One step; None where a request ended in it, whose row can be seen no more."""
-    before = {r.request_id: r.num_computed for r in engine.scheduler.running}
+    before = {r.request_id: r.progress.num_computed for r in engine.scheduler.running}
     timed.seconds.update(dict.fromkeys(PARTS, 0.0))
     started_s = time.perf_counter()
     deltas = engine.step()
@@ -162,9 +162,9 @@ def _timed_step(engine: Engine, timed: TimedDecoder) -> _Step | None:
     if any(delta.finish_reason is not None for delta in deltas):
         return None
     rows = [
-        RowTokens(new=r.num_computed - known, before=known)
+        RowTokens(new=r.progress.num_computed - known, before=known)
         for r in engine.scheduler.running
-        if r.num_computed > (known := before.get(r.request_id, 0))
+        if r.progress.num_computed > (known := before.get(r.request_id, 0))
     ]
     taken = timed.seconds | {ENGINE: whole_s - sum(timed.seconds.values())}
     return _Step(rows, sum(bool(delta.token_ids) for delta in deltas), taken)

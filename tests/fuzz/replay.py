@@ -1,5 +1,7 @@
 """Logits of a run that evicted under pressure, beside those of a replay in ample memory."""
 
+from dataclasses import replace
+
 from fuzz.build import ample_engine
 from fuzz.case import Case
 from fuzz.watch import Context, SeenLogits, Watched, difference
@@ -67,8 +69,8 @@ def replay(case: Case, seen: SeenLogits, contexts: list[Context]) -> SeenLogits:
         )
         watched.open(name, context[0])
         for _, request in engine._replies.unfinished(name):
-            request.trace = list(seen.traces[context])
-            request.rope_variant = context[2]
+            request.eviction.trace = list(seen.traces[context])
+            request.spec = replace(request.spec, rope_variant=context[2])
     while engine.has_work:
         watched.step()
     return watched.seen

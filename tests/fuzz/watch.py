@@ -47,21 +47,22 @@ class SeenLogits:
         results = self.runner.run(plan)
         tokens = dict(zip(map(id, plan.requests), plan.tokens, strict=True))
         for result in results:
-            end = result.request.num_computed + tokens[id(result.request)]
+            end = result.request.progress.num_computed + tokens[id(result.request)]
             self._keep(result.request, end - len(result.logits), result.logits)
         return results
 
     def _keep(self, request, first: int, rows: torch.Tensor) -> None:
-        entries = tuple(request.trace[: request.replayed])
+        eviction, variant = request.eviction, request.spec.rope_variant
+        entries = tuple(eviction.trace[: eviction.replayed])
         digests = tuple(map(self._digest, entries))
         known = request.token_ids(0, first + len(rows))
         for i, row in enumerate(rows):
-            context = tuple(known[: first + i + 1]), digests, request.rope_variant
+            context = tuple(known[: first + i + 1]), digests, variant
             if context in self.logits:
                 self.worst = max(self.worst, difference(row, self.logits[context]))
                 continue
             self.logits[context], self.traces[context] = row.clone(), entries
-            self.evict[context] = request.evict
+            self.evict[context] = request.spec.evict
 
     def _digest(self, entry: EvictionEntry) -> str:
         if id(entry) not in self.digests:

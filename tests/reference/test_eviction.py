@@ -192,7 +192,7 @@ def test_the_kept_positions_are_sinks_and_the_newest():
     engine.submit(GenerationRequest(list(range(2, 102)), greedy(4), request_id="r"))
     while not engine.step():
         pass
-    row = engine.scheduler.running[0].row
+    row = engine.scheduler.running[0].memory.row
     memory, table = engine.pool.kv.memory, engine.pool.kv.memory.tables["full"]
     views = engine.pool.kv.store.views(table.group.page_class)
     for lane in range(table.group.num_lanes):

@@ -107,7 +107,9 @@ def run(
     running = engine.scheduler.running
     while engine.has_work:
         before_step(engine)
-        for request in [r for r in running if r.num_evictions and r.preemptions < preempts]:
+        for request in [
+            r for r in running if r.eviction.num_evictions and r.progress.num_preemptions < preempts
+        ]:
             if rng.random() < 0.4:
                 engine.scheduler.lifecycle.preempt(request, "for the test")
         for delta in engine.step():
@@ -475,5 +477,5 @@ def test_a_budget_that_has_yet_to_look_reserves_the_most_it_may_give():
     engine.submit(GenerationRequest([5] * 60, greedy(40), request_id="r"))
     [request] = engine.scheduler.waiting.of_tenant("default")
 
-    assert request.pending
-    assert request.eviction.lane_caps == (34,) * 4
+    assert request.eviction.pending
+    assert request.eviction.spec.lane_caps == (34,) * 4

@@ -173,7 +173,7 @@ cases = pytest.mark.parametrize(
 def press(engine: Engine) -> None:
     """Ask for room at the same tokens in every run, whatever the memory is."""
     for request in list(engine.scheduler.running):
-        if request.num_computed - len(request.prompt_token_ids) in PRESSED_AT:
+        if request.progress.num_computed - len(request.prompt_token_ids) in PRESSED_AT:
             engine.scheduler.capacities.evict_under_pressure([request])
 
 
@@ -181,13 +181,13 @@ def compare_lanes_with_traces(engine: Engine) -> None:
     """What lies in the lanes of those who run is what their traces left, and all that came then."""
     table = engine.pool.kv.memory.tables["full"]
     for request in engine.scheduler.running:
-        if request.trace and request.replayed == len(request.trace):
-            lying = LaneReader(engine.pool.kv, "full", request.row).positions
+        if request.eviction.trace and request.eviction.replayed == len(request.eviction.trace):
+            lying = LaneReader(engine.pool.kv, "full", request.memory.row).positions
             lanes = lying[:: table.group.page_class.heads].tolist()
-            last = list(retained_sets(request.trace))[-1]
+            last = list(retained_sets(request.eviction.trace))[-1]
             left = [lane.tolist() for lane in last.kept]
             assert [[p for p in lane if p >= 0] for lane in lanes] == and_all_since(
-                left, last.num_computed, request.num_computed
+                left, last.num_computed, request.progress.num_computed
             )
 
 

@@ -99,7 +99,7 @@ def test_cancelled_while_away_or_before_a_fork_nothing_is_left(host_room):
         watched.step()
         for request in list(engine._requests()):
             waits_for_fork = bool(request.group and request.group.forks)
-            is_away = bool(request.preemptions and request.row < 0)
+            is_away = bool(request.progress.num_preemptions and request.memory.row < 0)
             if (waits_for_fork or is_away) and rng.random() < 0.2:
                 engine.cancel(request.request_id.split("#")[0], rng.choice([None, 0, 1]))
                 watched.check()

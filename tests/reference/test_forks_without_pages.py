@@ -91,7 +91,7 @@ def answer(engine: Engine, kind: dict[str, object]) -> tuple[Tokens, int]:
         engine.check()
     memory = engine.pool.kv.memory
     assert memory.used_bytes + memory.free_bytes == memory.total_bytes
-    failed += [request for request in grouped if request.apart is not None]
+    failed += [request for request in grouped if request.split_from is not None]
     return tokens, len(failed)
 
 
@@ -115,14 +115,14 @@ def test_a_fork_without_pages_never_raises(rule, codec, kind, prefix_cache, room
 def test_failed_forks_change_no_token(rule, kind, preempt, monkeypatch):
     """Every third fork behind all known tokens fails, and no token leaves under this cap."""
     ample, _ = answer(make_engine(1 << 22, rule, "none", NO_LOSS), kind)
-    rng, copy = random.Random(3), SequenceMemory.copy
+    rng, fork = random.Random(3), SequenceMemory.fork
 
     def fail_often(sequence_memory, parent, child):
         if parent.num_uncomputed == 0 and rng.random() < 1 / 3:
             raise OutOfPages("as if there were none")
-        copy(sequence_memory, parent, child)
+        fork(sequence_memory, parent, child)
 
-    monkeypatch.setattr(SequenceMemory, "copy", fail_often)
+    monkeypatch.setattr(SequenceMemory, "fork", fail_often)
     size = int(2.5 * peak_bytes(rule, "none"))
     options = {"preempt": preempt, "swap_space": 4 * size if preempt == "swap" else 0}
 

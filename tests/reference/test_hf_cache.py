@@ -117,7 +117,8 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
             if len(request.output_token_ids) == NEW_TOKENS:
                 layers = range(model.spec.num_layers)
                 kept[request.request_id] = [
-                    retained_positions(engine.pool.kv, request.row, layer) for layer in layers
+                    retained_positions(engine.pool.kv, request.memory.row, layer)
+                    for layer in layers
                 ]
     return [(tokens[key][:NEW_TOKENS], kept[key]) for key in tokens]
 

@@ -114,12 +114,12 @@ def test_each_head_of_each_layer_is_decoded_with_its_own_constants(rule, model, 
 
     def note(engine: Engine) -> None:
         for request in engine.scheduler.running:
-            if request.num_computed == len(prompt):
+            if request.progress.num_computed == len(prompt):
                 kv = engine.pool.kv
                 groups = kv.memory.layout.groups
                 full = [g for g in groups if not g.private and g.window is None]
                 for group in full:
-                    keys = LaneReader(kv, group.name, request.row).keys()
+                    keys = LaneReader(kv, group.name, request.memory.row).keys()
                     found.update(zip(group.layers, keys.chunk(len(group.layers)), strict=True))
 
     prompt, wide = LEARNT_FROM[:40], RULES[rule].replace("cap=24", "cap=99")
@@ -230,8 +230,8 @@ def test_vectors_are_those_that_the_engine_stores():
 
     def note(engine: Engine) -> None:
         for request in engine.scheduler.running:
-            if request.num_computed >= 64:
-                reader = LaneReader(engine.pool.kv, "full", request.row)
+            if request.progress.num_computed >= 64:
+                reader = LaneReader(engine.pool.kv, "full", request.memory.row)
                 seen["keys"], seen["values"] = reader.keys(), reader.values()
 
     kv = {"evict_allow": "", "enable_prefix_caching": False}

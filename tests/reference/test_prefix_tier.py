@@ -203,7 +203,7 @@ def test_what_a_request_has_computed_itself_is_not_cached_when_it_comes_back(tmp
     engine = engine_of("qwen3", **on_disk(tmp_path))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS), request_id="b"))
     usages = {}
-    while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 100:
+    while not engine.scheduler.running or engine.scheduler.running[0].progress.num_computed < 100:
         engine.step()
     engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "test")
     while engine.has_work:

@@ -129,7 +129,7 @@ def test_frequencies_are_those_of_the_positions_a_stream_reaches(evict, prompt_t
     engine.submit(GenerationRequest(prompt, greedy(8)))
     engine.step()
 
-    assert engine.scheduler.running[0].rope_variant == variant
+    assert engine.scheduler.running[0].spec.rope_variant == variant
     if "cap=100" in evict:
         full = run(engine_of(model, evict="full"), [prompt], new_tokens=8)
         got = run(engine_of(model, evict=evict), [prompt], new_tokens=8)

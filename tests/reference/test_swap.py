@@ -41,14 +41,14 @@ def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:
         engine.step()
         running = engine.scheduler.running
         away = rng.sample(running, rng.randint(0, len(running)))
-        gone = [(request, swap_out(memory, [request.row], pool)) for request in away]
+        gone = [(request, swap_out(memory, [request.memory.row], pool)) for request in away]
         swaps += len(gone)
         if not memory.used_bytes:
             store.arena.fill_(0xFF)  # NaN in every page: what is read next came from the host
             poisoned += 1
         rng.shuffle(gone)
         for request, swapped in gone:
-            [request.row] = swap_in(memory, swapped)
+            [request.memory.row] = swap_in(memory, swapped)
         pool.check()
         memory.check()
     assert pool.used_bytes == 0
@@ -85,16 +85,16 @@ def test_logits_equal_transformers_when_a_head_is_read_again_under_its_tail(arch
     while engine.has_work:
         engine.step()
         for request in engine.scheduler.running:
-            length = int(memory.lengths[request.row])
-            if request.num_uncomputed > 1 or not can_split(memory, request.row, 16):
+            length = int(memory.lengths[request.memory.row])
+            if request.num_uncomputed > 1 or not can_split(memory, request.memory.row, 16):
                 continue
-            swapped = swap_out(memory, [request.row], keep_from=16)
+            swapped = swap_out(memory, [request.memory.row], keep_from=16)
             engine.pool.kv.store.arena.fill_(0xFF)
-            request.row, request.num_computed = memory.start(), 0
+            request.memory.row, request.progress.num_computed = memory.start(), 0
             engine.step()
-            assert request.num_computed == 16
-            append_tail(memory, request.row, swapped)
-            request.num_computed = length
+            assert request.progress.num_computed == 16
+            append_tail(memory, request.memory.row, swapped)
+            request.progress.num_computed = length
             splits += 1
             memory.check()
     assert forced.worst <= TOLERANCE

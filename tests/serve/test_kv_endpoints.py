@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from quire.config.sampling_params import SamplingParams
-from quire.scheduler.request import Request
 from quire.serve.tenant_keys import TenantKeys
+from support.requests import make_request
 
-REQUEST = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
+REQUEST = make_request(request_id="r", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
 
 
 def get(serve, path, **options):

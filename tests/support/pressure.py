@@ -176,7 +176,7 @@ class SameBytes:
 
     def out(self, requests, choice):
         before = [
-            list(stored_pages(self.memory, self.store, request.row, choice.keep_from))
+            list(stored_pages(self.memory, self.store, request.memory.row, choice.keep_from))
             for request in requests
         ]
         swapped = self.swapper.out(requests, choice)

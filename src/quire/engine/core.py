@@ -27,7 +27,7 @@ from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.group import make_sequences
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 
@@ -137,11 +137,9 @@ class Engine:
                 characters, an eviction rule this engine was not started for, or an id in use.
             NeverFits: it needs more KV than the whole pool has.
         """
-        request = self.intake.make(generation_request)
-        request.request_id = self._replies.free_id(
-            generation_request.request_id, self._arrivals + 1
-        )
-        request.arrival = self._arrivals + 1
+        arrival = self._arrivals + 1
+        request_id = self._replies.free_id(generation_request.request_id, arrival)
+        request = self.intake.make(generation_request, request_id, arrival)
         sequences = make_sequences(request)
         reply = self._replies.make(request.request_id, request.params, sequences)
         self._traces.follow(sequences)
@@ -213,7 +211,7 @@ class Engine:
         self.times.scheduled(time.perf_counter() - started_s)
         for failure in self.scheduler.take_failures():
             deltas += self._choosing.fail(failure.request, str(failure.error))
-        if any(request.state is not RequestState.RUNNING for request in plan.requests):
+        if any(not request.is_running for request in plan.requests):
             self.scheduler.roll_back(plan)  # with who failed went others that were planned
             return StepPlan()
         if not (plan.requests or plan.waits or deltas) and self.scheduler.has_work:

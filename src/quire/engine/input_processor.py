@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from quire.config.generation_request import GenerationRequest, token_ids_of
 from quire.config.kv_config import KVConfig
@@ -25,6 +25,7 @@ from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
 from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 
 MOST_SPECS = 4096  # distinct ones that are kept so that equal ones are one object
@@ -58,11 +59,13 @@ class InputProcessor:
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
 
-    def make(self, requested: GenerationRequest) -> Request:
-        """A request without an id.
+    def make(self, requested: GenerationRequest, request_id: str, arrival: int) -> Request:
+        """Check a request and resolve its options for the model.
 
         Args:
             requested: its prompt is a list of token ids.
+            request_id: unique among the engine's requests.
+            arrival: order of submission.
 
         Raises:
             RequestError: see `Engine.submit`.
@@ -75,22 +78,24 @@ class InputProcessor:
         prompt = checked_prompt(token_ids, model.spec)
         params = checked_params(requested.sampling or SamplingParams(), len(prompt), model, context)
         seed, records = params.seed, requested.record_evictions
-        now_s = self._clock()
-        request = Request(
-            request_id="",
+        now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
+        policy = self._policy(rule, len(prompt), len(prompt) + max(0, params.max_tokens - 1))
+        spec = RequestSpec(
+            request_id=request_id,
             prompt_token_ids=prompt,
             params=params,
             sampling_seed=random.getrandbits(63) if seed is None else seed,
             priority=requested.priority,
             deadline_s=now_s + checked_deadline(requested.deadline_s),
+            arrival=arrival,
+            arrival_s=now_s,
+            rope_variant=model.decoder.rope_variant(policy.context_tokens or final_tokens),
             tenant=requested.tenant,
             cache_salt=checked_salt(requested.cache_salt),
-            rope_variant=model.decoder.rope_variant(len(prompt) + params.max_tokens),
+            evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
-            arrival_s=now_s,
         )
-        self._give_policy(request, rule)
-        return request
+        return Request(spec, memory=policy.memory, eviction=policy.eviction)
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
         """Tokens that a sequence may come to; see `EvictionRules.context_tokens`.
@@ -100,19 +105,24 @@ class InputProcessor:
         """
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
 
-    def _give_policy(self, request: Request, rule: EvictionRule) -> None:
-        """Let a request have the policy it asks for.
+    def _policy(self, rule: EvictionRule, prompt_tokens: int, final_tokens: int) -> "_Policy":
+        """Resolve the eviction rule of a request.
+
+        Args:
+            rule: as its caller named it.
+            prompt_tokens: of its prompt.
+            final_tokens: tokens whose KV it can come to need.
 
         Raises:
-            RequestError: it leaves too little.
+            RequestError: the rule leaves too little.
         """
-        request.statistics = statistics_used(self._layout, ())
+        none = statistics_used(self._layout, ())
         if not rule.evicts:
-            return
+            return _Policy(memory=RequestMemory(statistics=none))
         eviction = _alike_in_layers(
-            self._rules.resolve(rule, len(request.prompt_token_ids)), self._model.spec.num_kv_heads
+            self._rules.resolve(rule, prompt_tokens), self._model.spec.num_kv_heads
         )
-        spec, final_tokens = eviction.spec, request.final_tokens
+        spec = eviction.spec
         assert spec.cap is not None, "a rule that evicts has a cap"
         try:
             check_blocks(rule, self._schedule)
@@ -120,25 +130,44 @@ class InputProcessor:
                 refuse_pressure(rule)
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
-        request.evict = rule.text
-        # such a request remembers nothing
-        if eviction.keeps_all(len(request.prompt_token_ids), final_tokens):
+        # a request that never evicts records no statistics
+        if eviction.keeps_all(prompt_tokens, final_tokens):
             logger.info("%r: %d tokens never pass the cap", rule.text, final_tokens)
-            return
-        request.selection = eviction
-        request.pending = rule.budget.needs_prompt  # until then each lane may get the most
-        if rule.policy is not None and rule.policy.rerotates_keys:
-            # no position is above what a lane holds, so frequencies are chosen by that
-            most = spec.peak_tokens(final_tokens, len(request.prompt_token_ids))
-            request.rope_variant = self._model.decoder.rope_variant(most)
-        request.eviction = self._one_of(spec)
-        request.statistics = statistics_used(self._layout, spec.statistics)
+            return _Policy(rule.text, memory=RequestMemory(statistics=none))
+        # no re-rotated position is above what a lane holds, so frequencies are chosen by that
+        rerotates = rule.policy is not None and rule.policy.rerotates_keys
+        return _Policy(
+            rule.text,
+            spec.peak_tokens(final_tokens, prompt_tokens) if rerotates else None,
+            RequestMemory(statistics=statistics_used(self._layout, spec.statistics)),
+            RequestEviction(
+                spec=self._one_of(spec),
+                selection=eviction,
+                pending=rule.budget.needs_prompt,  # until then each lane may get the most
+            ),
+        )
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
         """One object for equal specs: admission counts requests of one spec together."""
         if len(self._specs) >= MOST_SPECS:
             self._specs.clear()
         return self._specs.setdefault(spec, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The eviction rule of one request, resolved.
+
+    Attributes:
+        text: as its caller named it.
+        context_tokens: the longest position that its keys are rotated to; None: all its tokens.
+        memory, eviction: states of the request before it starts.
+    """
+
+    text: str = "full"
+    context_tokens: int | None = None
+    memory: RequestMemory = field(default_factory=RequestMemory)
+    eviction: RequestEviction = field(default_factory=RequestEviction)
 
 
 def _alike_in_layers(eviction: Eviction, heads: int) -> Eviction:

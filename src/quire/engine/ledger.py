@@ -145,15 +145,17 @@ class Ledger:
 def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
     sharers: dict[int, tuple[Swapped, list[Request]]] = {}
     for request in requests:
-        if request.swapped is not None:
-            _, together = sharers.setdefault(id(request.swapped), (request.swapped, []))
+        if request.memory.swapped is not None:
+            _, together = sharers.setdefault(
+                id(request.memory.swapped), (request.memory.swapped, [])
+            )
             together.append(request)
     for stored, together in sharers.values():
         for page_class, pages in stored.pages.items():
             num_bytes = pages * page_class.page_bytes
             for place, request in enumerate(together):
                 part = num_bytes * (place + 1) // len(together) - num_bytes * place // len(together)
-                exact = request.exact and is_plain(page_class)
+                exact = request.eviction.exact and is_plain(page_class)
                 yield HostExtent(request, codec_name(page_class), part, exact)
 
 
@@ -164,7 +166,9 @@ def _rows(requests: list[Request], extents: list[Extent], host: list[HostExtent]
         if extent.row != NO_ROW:
             owned.setdefault(extent.row, []).append(extent)
     swapped = _sum((e.request.request_id, e.num_bytes) for e in host)
-    found = [_row(_whose(r), owned.pop(r.row, []), swapped.get(r.request_id, 0)) for r in requests]
+    found = [
+        _row(_whose(r), owned.pop(r.memory.row, []), swapped.get(r.request_id, 0)) for r in requests
+    ]
     nobody = {"request_id": NOBODY, "tenant": NOBODY, "state": "unknown"}
     return found + [_row(nobody, extents, 0) for extents in owned.values()]
 
@@ -173,9 +177,9 @@ def _whose(request: Request) -> Snapshot:
     return {
         "request_id": request.request_id,
         "tenant": request.tenant,
-        "state": request.state.value,
+        "state": request.progress.state.value,
         "tokens": request.num_tokens,
-        "computed_tokens": request.num_computed,
+        "computed_tokens": request.progress.num_computed,
     }
 
 

@@ -35,7 +35,7 @@ from quire.kv.stores.registry import (
     run_lengths,
     unsound,
 )
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for

@@ -80,11 +80,11 @@ class Runner:
             known one, or of all its tokens when prompt log-probabilities were asked for.
         """
         results = []
-        for variant in sorted({r.rope_variant for r in plan.requests}):
+        for variant in sorted({r.spec.rope_variant for r in plan.requests}):
             rows = [
                 (request, tokens)
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if request.rope_variant == variant
+                if request.spec.rope_variant == variant
             ]
             results += self._run_rope_variant(rows, variant)
         return results
@@ -121,7 +121,7 @@ class Runner:
         token_ids: list[int] = []
         logical: list[int] = []
         for row in rows:
-            start = row.request.num_computed + row.done
+            start = row.request.progress.num_computed + row.done
             token_ids += row.request.token_ids(start, start + row.tokens)
             logical += range(start, start + row.tokens)
         # RoPE rotates nothing at position 0: keys are computed as their pages store them
@@ -129,7 +129,7 @@ class Runner:
         wanted = list(_wanted_rows(rows))
         attention = StepAttention(
             self._kv,
-            np.array([row.request.row for row in rows], dtype=np.int64),
+            np.array([row.request.memory.row for row in rows], dtype=np.int64),
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
         )

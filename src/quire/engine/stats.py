@@ -133,8 +133,8 @@ def request_bytes(requests: Iterable[Request], memory: KVMemory) -> tuple[Reques
     return tuple(
         RequestBytes(
             request_id=r.request_id,
-            tokens=r.num_computed,
-            kv_bytes=memory.row_bytes(r.row),
+            tokens=r.progress.num_computed,
+            kv_bytes=memory.row_bytes(r.memory.row),
         )
         for r in requests
     )

@@ -60,11 +60,11 @@ class PolicyEvictor:
             PolicyError: the policy broke its contract.
             OutOfPages: no room for private copies of shared pages; nothing was changed.
         """
-        eviction, done = _eviction_of(request), request.num_computed
+        eviction, done = _eviction_of(request), request.progress.num_computed
         parts = [self._choose(request, eviction, keep, part) for part in self._parts(request)]
         mask = _stacked([part.lying for part in parts])
         memory, group = self._kv.memory, self._table.group
-        plan = plan_compaction(memory, group.name, request.row, mask, _kind_of(eviction))
+        plan = plan_compaction(memory, group.name, request.memory.row, mask, _kind_of(eviction))
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         entry = EvictionEntry.joined(done, [part.left for part in parts])
@@ -73,7 +73,7 @@ class PolicyEvictor:
         for part in parts:
             part.take_notes()
         commit_compaction(memory, plan)
-        self._give_records(request.row, parts)
+        self._give_records(request.memory.row, parts)
         return Evicted(entry.num_slots, group.num_lanes, entry)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
@@ -88,11 +88,11 @@ class PolicyEvictor:
             self._table.group.name,
             _kind_of(_eviction_of(request)),
         )
-        commit_compaction(memory, plan_compaction(memory, name, request.row, mask, kind))
+        commit_compaction(memory, plan_compaction(memory, name, request.memory.row, mask, kind))
         if entry.promoted is not None:
             assert self._raising is not None, "raised in a memory with records"
             promoted = (reader.lane_positions >= 0) & ~entry.promoted.stays(reader.lane_positions)
-            self._raising.put(reader, request.row, stays, promoted)
+            self._raising.put(reader, request.memory.row, stays, promoted)
 
     def _repeat_notes(self, request: Request, entry: EvictionEntry) -> None:
         """Write again what was written down when these tokens left: the rule is asked again."""
@@ -107,17 +107,17 @@ class PolicyEvictor:
         eviction = _eviction_of(request)
         reader = self._reader(request, range(len(self._table.group.layers)))
         view = self._view(request, reader)
-        rule = self._rules.rule(request.evict)
+        rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
             settled = rule.finalize(eviction, view, self._rules.lanes_of(rule))
-        request.selection, request.eviction = settled, settled.spec
+        request.eviction.selection, request.eviction.spec = settled, settled.spec
 
     # ---- views ---------------------------------------------------------------------------------
 
     def _parts(self, request: Request) -> Iterator[range]:
         """Layers to look at together."""
         group, page_class = self._table.group, self._table.group.page_class
-        slots = int(self._table.num_slots[request.row].max())
+        slots = int(self._table.num_slots[request.memory.row].max())
         numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
         layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
         together = max(1, self._scratch_bytes // max(1, layer_bytes))
@@ -125,12 +125,12 @@ class PolicyEvictor:
             yield range(start, min(start + together, len(group.layers)))
 
     def _reader(self, request: Request, layers: range) -> LaneReader:
-        return LaneReader(self._kv, self._table.group.name, request.row, layers)
+        return LaneReader(self._kv, self._table.group.name, request.memory.row, layers)
 
     def _view(self, request: Request, reader: LaneReader) -> KVView:
         return KVView(
             reader.positions,
-            request.num_computed,
+            request.progress.num_computed,
             heads_per_layer=reader.heads_per_layer,
             layers=reader.layers,
             prompt_tokens=len(request.prompt_token_ids),
@@ -138,7 +138,7 @@ class PolicyEvictor:
             slots=reader,
             head_dim=self._table.group.page_class.head_dim,
             scale=self._kv.scale,
-            rotation=self._rotations(request.rope_variant),
+            rotation=self._rotations(request.spec.rope_variant),
             group=self._rules.query_group,
         )
 
@@ -159,7 +159,7 @@ class PolicyEvictor:
         lying = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's, which a rule may have written into
-        done, positions = request.num_computed, reader.lane_positions
+        done, positions = request.progress.num_computed, reader.lane_positions
         left = EvictionEntry.of(done, positions, kept)
         promoted = None
         if self._raising is not None:
@@ -207,7 +207,7 @@ def _raising_of(kv: PagedKV, group: str) -> Promotion | None:
 
 
 def _eviction_of(request: Request) -> Eviction:
-    eviction = request.selection
+    eviction = request.eviction.selection
     assert isinstance(eviction, Eviction), "requests that evict say how"
     return eviction
 

@@ -19,8 +19,8 @@ class Traces:
     def follow(self, sequences: Iterable[Request]) -> None:
         """Keep what leaves these sequences, where that was asked for."""
         for request in sequences:
-            if request.records_evictions:
-                self._recorded[request.request_id] = request.trace
+            if request.spec.records_evictions:
+                self._recorded[request.request_id] = request.eviction.trace
                 self._recorded.move_to_end(request.request_id)
         while len(self._recorded) > KEPT_TRACES:
             self._recorded.popitem(last=False)
@@ -31,7 +31,7 @@ class Traces:
         Raises:
             RequestError: it is not remembered.
         """
-        running = {request.request_id: request.trace for request in unfinished}
+        running = {request.request_id: request.eviction.trace for request in unfinished}
         trace = running.get(request_id, self._recorded.get(request_id))
         if trace is None:
             raise RequestError(

@@ -139,7 +139,7 @@ class QuireCache(CacheWithoutLayers, Answering):
         Position 0 is a row's first token; its pads have none.
         """
         kv, sequences = self._open_rows()
-        return retained_positions(kv, sequences.rows[row].row, layer)
+        return retained_positions(kv, sequences.rows[row].memory.row, layer)
 
     def _open_rows(self) -> tuple[PagedKV, Sequences]:
         if self._kv is None or self._sequences is None:

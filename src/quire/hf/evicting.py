@@ -64,16 +64,16 @@ class Evicting:
             PolicyError: the rule broke its contract.
             OutOfPages: no room for private copies of pages that beams share.
         """
-        if self._table is None or self._evictor is None or row.eviction.cap is None:
+        if self._table is None or self._evictor is None or row.eviction.spec.cap is None:
             return
-        if row.pending and row.num_computed >= len(row.prompt_token_ids):
+        if row.eviction.pending and row.progress.num_computed >= len(row.prompt_token_ids):
             self._evictor.finalize(row)
-            row.pending = False
+            row.eviction.pending = False
         self._evict(row, slots_to_keep(row, self._table, lookahead(row)))
 
     def end_prompt(self, row: Request) -> None:
         """Evict at once what must leave a prompt that has been read, not with the next token."""
-        if row.eviction.when == PREFILL_END:
+        if row.eviction.spec.when == PREFILL_END:
             self.bring_down(row)
 
     def relieve(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
@@ -85,7 +85,7 @@ class Evicting:
         """
         if self._table is None:
             return
-        waiting = [row for row in rows if row.eviction.when == PRESSURE]
+        waiting = [row for row in rows if row.eviction.spec.when == PRESSURE]
         for row in sorted(waiting, key=self._held, reverse=True):
             if enough():
                 return

@@ -21,6 +21,7 @@ from quire.layout.layout import statistics_used
 from quire.models.base import Decoder
 from quire.policies.eviction import Eviction, EvictionRule
 from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 
 Counts = NDArray[np.int32]
 
@@ -44,15 +45,19 @@ def start_rows(
     statistics = statistics_used(memory.layout, rule.statistics)
     return [
         Request(
-            request_id=f"row {i}",
-            prompt_token_ids=[0] * tokens,  # how many is all that is asked
-            params=SamplingParams(),
-            rope_variant=rope_variant,
-            evict=rule.text,
-            eviction=eviction.spec,
-            selection=eviction,
-            pending=(rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED)),
-            row=memory.start(statistics),
+            RequestSpec(
+                request_id=f"row {i}",
+                prompt_token_ids=[0] * tokens,  # only their number is read
+                params=SamplingParams(),
+                rope_variant=rope_variant,
+                evict=rule.text,
+            ),
+            memory=RequestMemory(row=memory.start(statistics)),
+            eviction=RequestEviction(
+                spec=eviction.spec,
+                selection=eviction,
+                pending=rule.budget.needs_prompt and not eviction.keeps_all(tokens, UNLIMITED),
+            ),
         )
         for i, (tokens, eviction) in enumerate(zip(prompts, evictions, strict=True))
     ]
@@ -77,7 +82,7 @@ class Sequences:
     @property
     def lengths(self) -> list[int]:
         """Tokens each row has had."""
-        return [row.num_computed for row in self.rows]
+        return [row.progress.num_computed for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> None:
         """Go on with these rows, in this order; one named twice is forked and shares its pages.
@@ -91,18 +96,18 @@ class Sequences:
             for place, index in enumerate(indices):
                 row = self.rows[index]
                 if index in indices[:place]:
-                    forks.append(fork(self._kv.memory, row.row))
-                    row = replace(row, row=forks[-1])
+                    forks.append(fork(self._kv.memory, row.memory.row))
+                    row = _fork_of(row, forks[-1])
                 chosen.append(row)
         except OutOfPages:
             self._kv.memory.release(forks)
             raise
-        self._kv.memory.release([r.row for i, r in enumerate(self.rows) if i not in indices])
+        self._kv.memory.release([r.memory.row for i, r in enumerate(self.rows) if i not in indices])
         self.rows = chosen
 
     def close(self) -> None:
         """Give all pages back."""
-        self._kv.memory.release([row.row for row in self.rows])
+        self._kv.memory.release([row.memory.row for row in self.rows])
         self.rows = []
 
     # ---- reading -------------------------------------------------------------------------------
@@ -138,8 +143,8 @@ class Sequences:
             logits[places] = part
             done += block
             for row, tokens in zip(self.rows, block.tolist(), strict=True):
-                row.num_computed += tokens
-                if tokens and row.num_computed == len(row.prompt_token_ids):
+                row.progress.num_computed += tokens
+                if tokens and row.progress.num_computed == len(row.prompt_token_ids):
                     self._evicting.end_prompt(row)
         return logits
 
@@ -155,8 +160,8 @@ class Sequences:
         """Take pages for so many tokens, or for fewer of rows that only evict under pressure."""
         memory = self._kv.memory
         going = np.flatnonzero(sizes)
-        rows = np.array([self.rows[i].row for i in going], dtype=np.int64)
-        patient = np.array([row.eviction.when == PRESSURE for row in self.rows])
+        rows = np.array([self.rows[i].memory.row for i in going], dtype=np.int64)
+        patient = np.array([row.eviction.spec.when == PRESSURE for row in self.rows])
         self._evicting.relieve(self.rows, lambda: memory.can_grow(rows, sizes[going]))
         while not memory.can_grow(rows, sizes[going]) and (sizes[patient] > 1).any():
             sizes = np.where(patient & (sizes > 1), sizes // 2, sizes)
@@ -193,19 +198,29 @@ class Sequences:
         owner = np.repeat(np.arange(len(order)), tokens)
         offset = np.arange(len(owner)) - starts[owner]
         index, column = self._tensor(order[owner]), self._tensor(first[order][owner] + offset)
-        position = np.array([row.num_computed for row in rows])[owner] + offset
+        position = np.array([row.progress.num_computed for row in rows])[owner] + offset
         into = columns - first[order][:, None]  # [rows of this batch, wanted]
         who, which = np.nonzero((into >= 0) & (into < tokens[:, None]))
-        numbers = np.array([row.row for row in rows], dtype=np.int64)
+        numbers = np.array([row.memory.row for row in rows], dtype=np.int64)
         part = self._decoder.forward(
             token_ids[index, column],
             self._tensor(position),
             self._tensor(starts[who] + into[who, which]),
             StepBridge(StepAttention(self._kv, numbers, tokens)),
-            rope_variant=rows[0].rope_variant,
+            rope_variant=rows[0].spec.rope_variant,
         )
         return part, (self._tensor(order[who]), self._tensor(which))
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = np.ascontiguousarray(numbers, dtype=np.int64)
         return torch.from_numpy(whole).to(self._decoder.device)
+
+
+def _fork_of(parent: Request, row: int) -> Request:
+    """A request that has what another has, in a row of its own."""
+    return Request(
+        parent.spec,
+        replace(parent.progress, output_token_ids=list(parent.output_token_ids)),
+        replace(parent.memory, row=row),
+        replace(parent.eviction, trace=list(parent.eviction.trace)),
+    )

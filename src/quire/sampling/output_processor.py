@@ -10,7 +10,8 @@ from quire.sampling.outputs import FinishReason, OutputDelta
 from quire.sampling.request_state import RequestOutputState
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.sampling.stop_rules import OutputText
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 
 
 class OutputProcessor:
@@ -72,7 +73,7 @@ class OutputProcessor:
         known = self._open.values() if request_id is None else (self._open.get(request_id),)
         for reply in known:
             for index, request in enumerate(() if reply is None else reply.sequences):
-                if request.state is not RequestState.FINISHED:
+                if request.progress.state is not RequestState.FINISHED:
                     yield index, request
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:

@@ -88,7 +88,7 @@ class RequestOutputState:
         deltas: list[OutputDelta] = []
         best = self._search.ended[: self._params.n]
         for answer in self._answers.values():
-            answer.request.output_token_ids = []
+            answer.request.progress.output_token_ids = []
         for answer, found in zip(self._answers.values(), best, strict=False):
             parts = [answer.add_token(token, now_s) for token in tokens_of(found.path)]
             deltas.append(replace(_joined(parts), score=found.score))
@@ -149,17 +149,17 @@ def _rank(answer: OutputDelta) -> tuple[bool, float, int]:
 def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
     listed = list(sequences)
     first = listed[0]
-    group = first.group or first.apart
+    group = first.group or first.split_from
     # of one alone, or of one whose pages went while it ran on
-    peaks = [r.kv_peak_bytes for r in listed] + ([group.kv_peak_bytes] if group else [])
-    started = [r.first_token_s for r in listed if r.output_token_ids]
+    peaks = [r.memory.kv_peak_bytes for r in listed] + ([group.kv_peak_bytes] if group else [])
+    started = [r.progress.first_token_s for r in listed if r.output_token_ids]
     return Usage(
         prompt_tokens=len(first.prompt_token_ids),
         completion_tokens=sum(len(r.output_token_ids) for r in listed),
-        cached_tokens=max(r.cached_tokens for r in listed),
-        preemptions=max(r.preemptions for r in listed),
-        evicted_tokens=round(max(r.evicted_tokens for r in listed)),
+        cached_tokens=max(r.progress.cached_tokens for r in listed),
+        preemptions=max(r.progress.num_preemptions for r in listed),
+        evicted_tokens=round(max(r.eviction.evicted_tokens for r in listed)),
         kv_peak_bytes=max(peaks),
-        first_token_s=min(started, default=now_s) - first.arrival_s,
-        total_s=now_s - first.arrival_s,
+        first_token_s=min(started, default=now_s) - first.spec.arrival_s,
+        total_s=now_s - first.spec.arrival_s,
     )

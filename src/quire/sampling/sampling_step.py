@@ -12,7 +12,7 @@ from quire.sampling.outputs import OutputDelta
 from quire.sampling.sampler import Sampler, prompt_logprobs
 from quire.sampling.searching import Branch, advance_beams
 from quire.sampling.step_logits import StepLogits
-from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
+from quire.scheduler.request import PlannedFork, Request, RequestGroup
 
 
 class SamplingStep:
@@ -109,14 +109,14 @@ class SamplingStep:
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
         """Requests that only wanted their prompt scored."""
         for request in requests:
-            running = request.state is RequestState.RUNNING
+            running = request.is_running
             if running and request.num_uncomputed == 0 and not request.params.max_tokens:
                 yield from self._replies.end(request, "length", self._clock())
 
 
 def _is_ready(request: Request) -> bool:
     """Whether a request that was in the step gets a token."""
-    running = request.state is RequestState.RUNNING
+    running = request.is_running
     return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
 
 

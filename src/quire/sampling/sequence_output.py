@@ -47,7 +47,7 @@ class SequenceOutput:
         if token.error is not None:
             return self.end("error", now_s, error=token.error)
         if not request.output_token_ids:
-            request.first_token_s = now_s
+            request.progress.first_token_s = now_s
         request.output_token_ids.append(token.token_id)
         if self._score is not None:
             self._score += token.logprob or 0.0
@@ -75,7 +75,7 @@ class SequenceOutput:
         """
         request = self.request
         self._release(request)
-        request.finish_s = now_s
+        request.progress.finish_s = now_s
         wants_scores = request.params.prompt_logprobs is not None and not self._index
         return OutputDelta(
             request_id=self._submission_id,

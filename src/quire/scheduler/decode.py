@@ -2,7 +2,7 @@
 
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import whole_groups
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
 
@@ -21,7 +21,7 @@ class Decode:
 
     def plan(self, plan: StepPlan) -> None:
         """Add the batch's decoding rows for which there are pages."""
-        ready = [r for r in self._running if r.num_tokens - r.num_computed == 1]
+        ready = [r for r in self._running if r.num_tokens - r.progress.num_computed == 1]
         decoding = self._within_step(whole_groups(self._batcher.decoding(ready)))
         decoding = whole_groups(self._capacities.evict_to_capacity(decoding))
         decoding = self._with_pages(decoding)
@@ -49,5 +49,5 @@ class Decode:
                     decoding.remove(max(decoding, key=self._preempter.order))
                 else:
                     self._lifecycle.preempt(victim, "no page for the next token")
-            decoding = whole_groups([r for r in decoding if r.state is RequestState.RUNNING])
+            decoding = whole_groups([r for r in decoding if r.is_running])
         return decoding

@@ -98,7 +98,7 @@ class Fairness:
     def _count(self, running: Sequence[Request], leaving: Sequence[Request] = ()) -> None:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
-            rows[request.tenant].append(request.row)
+            rows[request.tenant].append(request.memory.row)
         prefix = self._sharing.prefix
         public = [] if prefix is None else prefix.public_references()
         held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
@@ -168,10 +168,10 @@ class Fairness:
         Tokens that came from a prefix cache since the last chunk are charged with it.
         """
         self._charge_cached(request)
-        end = request.num_computed + tokens
-        new = end - max(request.charged_tokens, request.num_computed)
+        end = request.progress.num_computed + tokens
+        new = end - max(request.progress.charged_tokens, request.progress.num_computed)
         if new > 0:
-            request.charged_tokens = end
+            request.progress.charged_tokens = end
             self.waiting.charge(request.tenant, prompt_tokens=new)
             self.meter.served(request.tenant, prompt_tokens=new)
 
@@ -189,8 +189,8 @@ class Fairness:
 
     def _charge_cached(self, request: Request) -> None:
         """Charge tokens of a prompt that came from a prefix cache, once."""
-        new = request.cached_tokens - request.charged_cached_tokens
-        request.charged_cached_tokens = request.cached_tokens
+        new = request.progress.cached_tokens - request.progress.charged_cached_tokens
+        request.progress.charged_cached_tokens = request.progress.cached_tokens
         if new:
             self.waiting.charge(request.tenant, cached_tokens=new)
             self.meter.cached(request.tenant, new)
@@ -207,4 +207,6 @@ class Fairness:
         Decoding charges by the step and keeps no account of each request, so this is called
         whenever KV comes (from a cache, from the host) and before it goes.
         """
-        request.charged_tokens = max(request.charged_tokens, request.num_computed)
+        request.progress.charged_tokens = max(
+            request.progress.charged_tokens, request.progress.num_computed
+        )

@@ -18,7 +18,8 @@ from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import branch, due_forks, leave, not_continued, same_group, together
-from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
+from quire.scheduler.request import PlannedFork, Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import rows_of, share_evictions
 
 NO_PAGES = "no pages for the statistics of a fork"
@@ -70,10 +71,10 @@ class Forks:
     def _fork(self, planned: PlannedFork) -> bool:
         """Fork a running request if there are pages for it, or can be without preemptions."""
         parent = planned.parent
-        while parent.state is RequestState.RUNNING and not self._has_room([parent]):
+        while parent.is_running and not self._has_room([parent]):
             if not self._capacities.evict_under_pressure(self._running):
                 return self._are_alone([parent]) and self._fork_compacted(planned)
-        return parent.state is RequestState.RUNNING and self._copy(parent, planned.child)
+        return parent.is_running and self._copy(parent, planned.child)
 
     def _fork_compacted(self, planned: PlannedFork) -> bool:
         """Fork a request of a group that is alone, once its pages lie together."""
@@ -99,8 +100,8 @@ class Forks:
         leave(member)
         planned_from = [f.child for f in group.forks if f.parent is member]
         group.forks = [f for f in group.forks if f.parent is not member]
-        member.group, member.apart = None, group
-        if member.state is RequestState.RUNNING:
+        member.group, member.split_from = None, group
+        if member.is_running:
             self._lifecycle.preempt(member, NO_PAGES, recompute=True)
         else:
             self._lifecycle.wait(member)
@@ -138,13 +139,13 @@ class Forks:
             branch(group, parents, self._copy_or_follow)
         finally:  # whatever it raises, those that hold rows are among those that run
             self._lifecycle.resume_group(group.members)
-        if any(member.row < 0 for member in group.members):
+        if any(member.memory.row < 0 for member in group.members):
             self._lifecycle.preempt(group.members[0], NO_PAGES, recompute=True)
 
     def _drop(self, request: Request) -> None:
         self._sequence_memory.free(request, "beam dropped")
-        request.state = RequestState.WAITING
-        request.trace.clear()  # when it comes back it is another beam's copy
+        request.progress.state = RequestState.WAITING
+        request.eviction.trace.clear()  # when it comes back it is another beam's copy
 
     def _make_room(self, parents: Sequence[Request]) -> None:
         """Make room for copies of beams, as far as others have it.
@@ -178,6 +179,6 @@ class Forks:
         self._memory.drop_behind_windows(np.unique(rows_of(parents)))
         needed: dict[PageClass, int] = {}
         for parent in parents:
-            for page_class, pages in statistics_pages(self._memory, parent.row).items():
+            for page_class, pages in statistics_pages(self._memory, parent.memory.row).items():
                 needed[page_class] = needed.get(page_class, 0) + pages
         return self._sequence_memory.sharing.make_room(needed)

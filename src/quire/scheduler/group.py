@@ -18,7 +18,7 @@ import numpy as np
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import PRESSURE, UNLIMITED
-from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
+from quire.scheduler.request import PlannedFork, Request, RequestGroup
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -54,7 +54,7 @@ def dissolve(request: Request) -> list[Request]:
     if group is None or group.atomic:
         return [request]
     for sequence in sequences:
-        sequence.group, sequence.apart = None, group
+        sequence.group, sequence.split_from = None, group
     return sequences
 
 
@@ -66,10 +66,7 @@ def num_rows(request: Request) -> int:
 def reserved_rows(running: Iterable[Request]) -> int:
     """Rows that groups which run have not taken yet and will."""
     groups = {id(r.group): r.group for r in running if r.group is not None}.values()
-    missing = (
-        len(group.spare) + sum(m.state is not RequestState.RUNNING for m in group.members)
-        for group in groups
-    )
+    missing = (len(group.spare) + sum(not m.is_running for m in group.members) for group in groups)
     return sum(missing)
 
 
@@ -87,8 +84,8 @@ def copies_to_come(requests: Iterable[Request]) -> list[Request]:
 def have_moved_on(request: Request) -> bool:
     """Whether a request and its group have moved on since they last entered, or are new."""
     return all(
-        member.entries <= 1
-        or (member.state is RequestState.RUNNING and member.num_tokens > member.entered_tokens)
+        member.progress.num_admissions <= 1
+        or (member.is_running and member.num_tokens > member.progress.admitted_tokens)
         for member in together(request)
     )
 
@@ -134,13 +131,13 @@ def _common_tokens(one: Request, other: Request) -> int:
 
 def _alike_tokens(one: Request, other: Request) -> int:
     """Tokens up to which the same has left two members: evictions from before they were forked."""
-    pairs = zip(one.trace, other.trace, strict=False)
+    pairs = zip(one.eviction.trace, other.eviction.trace, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
     if not same:
         return min(one.exact_tokens, other.exact_tokens)
-    own = [entry.num_computed for r in (one, other) for entry in r.trace[same : same + 1]]
-    last = one.trace[same - 1].num_computed + 1  # read behind the eviction
-    return max(last, min(own, default=UNLIMITED if one.eviction.when == PRESSURE else last))
+    own = [entry.num_computed for r in (one, other) for entry in r.eviction.trace[same : same + 1]]
+    last = one.eviction.trace[same - 1].num_computed + 1  # read behind the eviction
+    return max(last, min(own, default=UNLIMITED if one.eviction.spec.when == PRESSURE else last))
 
 
 def readable_tokens(request: Request) -> int:
@@ -153,7 +150,7 @@ def readable_tokens(request: Request) -> int:
         return tokens
     if group.atomic and len(group.members) > 1:
         tokens -= 1
-    stops = (f.tokens - request.num_computed for f in group.forks if f.parent is request)
+    stops = (f.tokens - request.progress.num_computed for f in group.forks if f.parent is request)
     return min(tokens, min(stops, default=tokens))
 
 
@@ -180,7 +177,9 @@ def due_forks(request: Request) -> list[PlannedFork]:
     group = request.group
     if group is None or not group.forks:
         return []
-    due = [f for f in group.forks if f.parent is request and f.tokens <= request.num_computed]
+    due = [
+        f for f in group.forks if f.parent is request and f.tokens <= request.progress.num_computed
+    ]
     for planned in due:
         group.forks.remove(planned)
     return due
@@ -212,8 +211,8 @@ def branch(
         if number in seen:
             member = spare.pop()
             copy(old[number], member)
-            member.output_token_ids = list(old[number].output_token_ids)
-            member.preemptions = old[number].preemptions
+            member.progress.output_token_ids = list(old[number].output_token_ids)
+            member.progress.num_preemptions = old[number].progress.num_preemptions
         seen.add(number)
         group.members.append(member)
     group.spare = spare
@@ -234,13 +233,13 @@ def leave(request: Request) -> bool:
 
 def note_peak(memory: KVMemory, group: RequestGroup) -> None:
     """Remember the most bytes of a group; call before any of its rows lets pages go."""
-    held = bytes_of([member for member in group.members if member.row >= 0], memory)
+    held = bytes_of([member for member in group.members if member.memory.row >= 0], memory)
     group.kv_peak_bytes = max(group.kv_peak_bytes, held)
 
 
 def bytes_of(requests: Sequence[Request], memory: KVMemory) -> int:
     """Bytes that requests which run hold together, pages that several refer to counted once."""
-    rows = [request.row for request in requests]
+    rows = [request.memory.row for request in requests]
     if memory.placement.shares:
         return distinct_bytes(memory, rows)
     return sum(map(memory.row_bytes, rows))
@@ -276,17 +275,21 @@ def make_sequences(request: Request) -> list[Request]:
 def _sibling(request: Request, index: int) -> Request:
     params = request.params
     scored = not index or not params.max_tokens  # without tokens to generate it must be asked for
-    return replace(
-        request,
+    spec = replace(
+        request.spec,
         request_id=f"{request.request_id}#{index}" if index else request.request_id,
         sampling_seed=request.sampling_seed + index,
-        arrival=request.arrival + index,
+        arrival=request.spec.arrival + index,
         params=replace(
             params,
             seed=None,  # which would count before `sampling_seed`
             prompt_logprobs=params.prompt_logprobs if scored else None,
             logprobs=0 if params.ranked and params.logprobs is None else params.logprobs,
         ),
-        output_token_ids=[],
-        trace=[],
+    )
+    return Request(
+        spec,
+        memory=replace(request.memory),
+        eviction=replace(request.eviction, trace=[]),
+        group=request.group,
     )

@@ -19,7 +19,7 @@ from quire.scheduler.lane_slots import (
     wants_page,
 )
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 from quire.scheduler.sequence_memory import SequenceMemory
 
 CAP, REPLAY = "cap", "replay"
@@ -123,11 +123,11 @@ class LaneCapacities:
         """Evict from those whose lanes are full; return the requests that can go on."""
         if self._table is None:
             return requests
-        stuck = [r for r in requests if r.eviction.cap is not None and not self._try(r)]
+        stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
         if not stuck:
             return requests
         # others of a group leave with the member they were to be copied from
-        return [r for r in requests if r not in stuck and r.state is RequestState.RUNNING]
+        return [r for r in requests if r not in stuck and r.is_running]
 
     def evict_while(
         self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
@@ -138,7 +138,9 @@ class LaneCapacities:
             lacks_free_pages: asked only where somebody may.
             requests: see `evict_under_pressure`; those that fail leave it.
         """
-        requested = self._table is not None and any(r.eviction.when == PRESSURE for r in requests)
+        requested = self._table is not None and any(
+            r.eviction.spec.when == PRESSURE for r in requests
+        )
         while requested and lacks_free_pages() and self.evict_under_pressure(requests):
             pass
 
@@ -182,9 +184,13 @@ class LaneCapacities:
         """Those that lose tokens only where room is short, the longest first."""
         if self._table is None:
             return
-        requested = [r for r in requests if r.eviction.when == PRESSURE and r.next_replay is None]
+        requested = [
+            r
+            for r in requests
+            if r.eviction.spec.when == PRESSURE and r.eviction.next_replay is None
+        ]
         for request in sorted(requested, key=lambda r: (-self._held(r), r.order)):
-            if request.state is RequestState.RUNNING:
+            if request.is_running:
                 yield request
 
     def _held(self, request: Request) -> int:
@@ -225,9 +231,11 @@ class LaneCapacities:
         """
         if self._table is None or request.group is None:
             return False
-        others = [m.row for m in request.group.members if m.row >= 0 and m is not request]
+        others = [
+            m.memory.row for m in request.group.members if m.memory.row >= 0 and m is not request
+        ]
         theirs = self._table.pages[np.array(others, dtype=np.int64)]
-        return bool(np.isin(self._table.row_pages(request.row), theirs).any())
+        return bool(np.isin(self._table.row_pages(request.memory.row), theirs).any())
 
     def _try(self, request: Request) -> bool:
         """Evict; False where the policy failed, or private copies of shared pages found no room."""
@@ -244,22 +252,24 @@ class LaneCapacities:
         assert self._table is not None
         if self._sequence_memory.sharing.borrows_unwritten(request):
             return not self._is_due(request)
-        while (entry := request.next_replay) is not None:
-            if entry.num_computed != request.num_computed:
+        while (entry := request.eviction.next_replay) is not None:
+            if entry.num_computed != request.progress.num_computed:
                 return True
             self._repeat(request, entry)
-        if request.pending and request.num_computed >= len(request.prompt_token_ids):
+        if request.eviction.pending and request.progress.num_computed >= len(
+            request.prompt_token_ids
+        ):
             self._evictor.finalize(request)
-            request.pending = False
+            request.eviction.pending = False
         keep = slots_to_keep(request, self._table, lookahead(request))
         if keep is not None and np.any(keep < held_slots(self._table, request)):
             self._evict(request, keep, CAP)
         return True
 
     def _is_due(self, request: Request) -> bool:
-        entry = request.next_replay
+        entry = request.eviction.next_replay
         if entry is not None:
-            return entry.num_computed == request.num_computed
+            return entry.num_computed == request.progress.num_computed
         assert self._table is not None
         return slots_to_keep(request, self._table, lookahead(request)) is not None
 
@@ -276,12 +286,12 @@ class LaneCapacities:
         if evicted is None:
             return False
         if evicted.entry is not None:
-            request.trace.append(evicted.entry)
-            request.replayed = len(request.trace)
+            request.eviction.trace.append(evicted.entry)
+            request.eviction.replayed = len(request.eviction.trace)
         tokens = evicted.slots / evicted.lanes
-        request.exact = False
-        request.num_evictions += 1
-        request.evicted_tokens += tokens
+        request.eviction.exact = False
+        request.eviction.num_evictions += 1
+        request.eviction.evicted_tokens += tokens
         self.num_evictions += 1
         self.evicted_tokens += tokens
         self._tell(request, tokens, memory.free_bytes - free_bytes, reason)
@@ -291,8 +301,8 @@ class LaneCapacities:
         memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
         self._changing(request, lambda: self._evictor.repeat(request, entry))
-        request.exact = False
-        request.replayed += 1
+        request.eviction.exact = False
+        request.eviction.replayed += 1
         tokens = entry.num_slots / len(entry.counts)
         self._tell(request, tokens, memory.free_bytes - free_bytes, REPLAY)
 
@@ -310,8 +320,12 @@ class LaneCapacities:
             self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
 
     def _tell(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
-        last = request.trace[request.replayed - 1] if request.replayed else None
-        wanted = request.records_evictions and last is not None
+        last = (
+            request.eviction.trace[request.eviction.replayed - 1]
+            if request.eviction.replayed
+            else None
+        )
+        wanted = request.spec.records_evictions and last is not None
         extra = {"digest": last.digest} if wanted and last is not None else {}
         self._sequence_memory.events.emit(
             "evicted",
@@ -319,6 +333,6 @@ class LaneCapacities:
             tokens=round(tokens, 3),
             freed_bytes=freed_bytes,
             reason=reason,
-            length=request.num_computed,
+            length=request.progress.num_computed,
             **extra,
         )

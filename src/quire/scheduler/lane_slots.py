@@ -33,7 +33,7 @@ def evicting_table(memory: KVMemory) -> LaneTable | None:
 
 def held_slots(table: LaneTable, request: Request) -> Slots:
     """Slots [lanes] of a running request."""
-    held: Slots = table.num_slots[request.row].astype(np.int64)
+    held: Slots = table.num_slots[request.memory.row].astype(np.int64)
     return held
 
 
@@ -66,7 +66,7 @@ def slots_to_keep(request: Request, table: LaneTable, tokens: int) -> Slots | No
 
     Under the schedule `pressure` nothing must: see `over_cap`.
     """
-    spec, done = request.eviction, request.num_computed
+    spec, done = request.eviction.spec, request.progress.num_computed
     prompt_tokens = len(request.prompt_token_ids)
     if spec.cap is None or spec.when == PRESSURE:
         return None
@@ -87,9 +87,9 @@ def over_cap(request: Request, table: LaneTable, tokens: int = 0) -> Slots | Non
         table: of lanes that lose tokens.
         tokens: that will come: with one, lanes that are full are over their cap too.
     """
-    if request.eviction.cap is None:
+    if request.eviction.spec.cap is None:
         return None
-    return _brought_down(request.eviction, table, held_slots(table, request), tokens)
+    return _brought_down(request.eviction.spec, table, held_slots(table, request), tokens)
 
 
 def wants_page(request: Request, table: LaneTable) -> bool:
@@ -133,13 +133,16 @@ def repeats_later(request: Request) -> bool:
 
     Until then nothing else leaves.
     """
-    trace = request.trace
-    return request.replayed < len(trace) and trace[-1].num_computed > request.num_computed
+    trace = request.eviction.trace
+    return (
+        request.eviction.replayed < len(trace)
+        and trace[-1].num_computed > request.progress.num_computed
+    )
 
 
 def in_blocks(request: Request) -> bool:
     """Whether the next tokens are a block: read whole, behind an eviction, or not at all."""
-    spec, done = request.eviction, request.num_computed
+    spec, done = request.eviction.spec, request.progress.num_computed
     if not spec.prefills_in_blocks or repeats_later(request):
         return False
     return spec.least_cap <= done < len(request.prompt_token_ids)
@@ -149,7 +152,9 @@ def lookahead(request: Request) -> int:
     """Tokens that room is made for when a request's lanes are asked to give up some."""
     if not in_blocks(request):
         return 1
-    return min(request.eviction.every, len(request.prompt_token_ids) - request.num_computed)
+    return min(
+        request.eviction.spec.every, len(request.prompt_token_ids) - request.progress.num_computed
+    )
 
 
 def room_tokens(request: Request, table: LaneTable | None) -> int:
@@ -157,12 +162,12 @@ def room_tokens(request: Request, table: LaneTable | None) -> int:
 
     Read so, tokens that were answers before a preemption find the lanes as they were then.
     """
-    if table is None or request.eviction.cap is None:
+    if table is None or request.eviction.spec.cap is None:
         return UNLIMITED
     replay = _to_next_replay(request)
     if replay is not None:
         return replay
-    spec, done = request.eviction, request.num_computed
+    spec, done = request.eviction.spec, request.progress.num_computed
     to_answer = len(request.prompt_token_ids) - done
     if in_blocks(request):
         return lookahead(request)
@@ -176,17 +181,17 @@ def room_tokens(request: Request, table: LaneTable | None) -> int:
 
 def _to_next_replay(request: Request) -> int | None:
     """Tokens up to the next eviction that is repeated and not due yet; None where none is left."""
-    for entry in request.trace[request.replayed :]:
-        if entry.num_computed > request.num_computed:
-            return entry.num_computed - request.num_computed
+    for entry in request.eviction.trace[request.eviction.replayed :]:
+        if entry.num_computed > request.progress.num_computed:
+            return entry.num_computed - request.progress.num_computed
     return None
 
 
 def _room_in_lanes(request: Request, table: LaneTable) -> int:
     keep = slots_to_keep(request, table, 1)
     left = held_slots(table, request) if keep is None else keep
-    room = lane_caps(request.eviction, len(left)) - left
-    if request.eviction.ragged:
+    room = lane_caps(request.eviction.spec, len(left)) - left
+    if request.eviction.spec.ragged:
         lanes = table.group.lanes_per_layer
         room = room.reshape(-1, lanes).sum(axis=1) // lanes
     return max(1, int(room.min()))

@@ -16,7 +16,8 @@ from quire.scheduler.admission.rules import AdmissionRule
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.group import leave, together
 from quire.scheduler.preemption.preempter import Preempter
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
 from quire.scheduler.state import SchedulerState
 
@@ -61,8 +62,8 @@ class Lifecycle:
     def wait(self, request: Request) -> None:
         """Queue a request. A group waits in the place of its first member."""
         for member in together(request):
-            member.state = RequestState.WAITING
-            member.queued_s = self._sequence_memory.events.now_s()
+            member.progress.state = RequestState.WAITING
+            member.progress.queued_s = self._sequence_memory.events.now_s()
         self._waiting.push(together(request)[0])
 
     def preempt(
@@ -103,9 +104,9 @@ class Lifecycle:
 
     def start(self, request: Request) -> None:
         """Note that a waiting request holds KV and runs."""
-        waited_s = self._sequence_memory.events.now_s() - request.queued_s
+        waited_s = self._sequence_memory.events.now_s() - request.progress.queued_s
         self._fairness.entered(request, waited_s)
-        request.state = RequestState.RUNNING
+        request.progress.state = RequestState.RUNNING
         self._running.append(request)
 
     # ---- finished ------------------------------------------------------------------------------
@@ -116,15 +117,15 @@ class Lifecycle:
         The admission rule learns from requests that ended by themselves (`FINISHED`).
         """
         queued = request in self._waiting
-        if request.state is RequestState.RUNNING:
+        if request.is_running:
             self._running.remove(request)
             self._sequence_memory.free(request, reason)
             if reason == FINISHED:
                 self._admission_rule.learn(request)
-        elif request.state is RequestState.WAITING:
+        elif request.progress.state is RequestState.WAITING:
             self._waiting.discard(request)
         self._preempter.free_swapped(request)
-        request.state = RequestState.FINISHED
+        request.progress.state = RequestState.FINISHED
         self._leave_group(request, reason, queued=queued)
 
     def fail(self, request: Request, error: QuireError) -> None:
@@ -146,7 +147,7 @@ class Lifecycle:
     # ---- groups --------------------------------------------------------------------------------
 
     def _of_group(self, request: Request, state: RequestState) -> list[Request]:
-        return [member for member in together(request) if member.state is state]
+        return [member for member in together(request) if member.progress.state is state]
 
     def _stop(self, request: Request) -> list[Request]:
         """Take a request and its group out of the running list."""
@@ -173,4 +174,4 @@ class Lifecycle:
 
     def resume_group(self, members: Sequence[Request]) -> None:
         """Put the beams that hold pages back into the running list."""
-        self._running.extend(member for member in members if member.row >= 0)
+        self._running.extend(member for member in members if member.memory.row >= 0)

@@ -9,7 +9,7 @@ from quire.scheduler.admission.admission import Admission
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.group import readable_tokens
 from quire.scheduler.lane_slots import evicting_table, in_blocks, room_tokens
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
 SCORED_TOKENS = 256  # bounds a step's logits of prompts whose every token is scored
@@ -64,7 +64,7 @@ class Prefill:
             if new_request is None and not queue:
                 return
             request = new_request or queue.pop()
-            if request.state is not RequestState.RUNNING:  # its group has failed
+            if not request.is_running:  # its group has failed
                 continue
             if request is new_request and not self._batcher.reads(request):
                 continue  # it was swapped in whole, and waits for a row
@@ -109,7 +109,7 @@ class Prefill:
         if not tokens or not self._capacities.evict_to_capacity([request]):
             return 0
         if not self._has_pages(plan, request, tokens):
-            if atomic or request.state is not RequestState.RUNNING:
+            if atomic or not request.is_running:
                 return 0
             tokens = self._largest_fitting(request, tokens)
         if tokens:
@@ -119,7 +119,7 @@ class Prefill:
     def _add(self, plan: StepPlan, request: Request, tokens: int) -> None:
         self._sequence_memory.grow([request], [tokens])
         self._fairness.charge_prefill(request, tokens)
-        kv_bytes = self._sequence_memory.memory.row_bytes(request.row)
+        kv_bytes = self._sequence_memory.memory.row_bytes(request.memory.row)
         self._sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
         plan.add(request, tokens)
 
@@ -147,7 +147,7 @@ class Prefill:
             planned = set(map(id, plan.requests))
             others = [r for r in self._running if id(r) not in planned]
             freed = self._capacities.free_for([request], others)
-            if not freed or request.state is not RequestState.RUNNING:
+            if not freed or not request.is_running:
                 return False
         return True
 
@@ -156,8 +156,8 @@ class Prefill:
         head_tokens = self._preempter.head_tokens(request)
         if head_tokens is None:
             return budget
-        if request.num_computed < head_tokens:
-            return min(budget, head_tokens - request.num_computed)
+        if request.progress.num_computed < head_tokens:
+            return min(budget, head_tokens - request.progress.num_computed)
         return budget if self._preempter.swap_in_tail(request) else 0
 
     def _largest_fitting(self, request: Request, tokens: int) -> int:
@@ -172,5 +172,5 @@ class Prefill:
 
 def _to_snapshot(request: Request) -> int:
     """Tokens up to where statistics of a prompt are kept for other requests; 1 at least."""
-    ahead = [end - request.num_computed for end in request.snapshot_ends]
+    ahead = [end - request.progress.num_computed for end in request.memory.snapshot_ends]
     return min((tokens for tokens in ahead if tokens > 0), default=request.num_uncomputed)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import BlockChain, PrefixIdentity, private_salt, root_key
 from quire.kv.prefix_blocks import PrefixLease
+from quire.kv.prefix_key import BlockChain, PrefixIdentity, private_salt, root_key
 from quire.layout.pages import PageClass
 from quire.scheduler.group import readable_tokens
 from quire.scheduler.request import Request
@@ -41,16 +41,16 @@ class PrefixIdentities:
 
     def of(self, request: Request) -> PrefixIdentity:
         """The identity of a request's prefix."""
-        variant = request.rope_variant
+        variant = request.spec.rope_variant
         if variant not in self._roots:
             self._roots[variant] = root_key(*self._made_by, str(variant))
         return PrefixIdentity(self._roots[variant], self._salt(request), self._num_public(request))
 
     def _salt(self, request: Request) -> bytes:
         """Nothing where no tenants and no salts are in use: then all callers trust each other."""
-        if (request.tenant, request.cache_salt) == (DEFAULT_TENANT, ""):
+        if (request.tenant, request.spec.cache_salt) == (DEFAULT_TENANT, ""):
             return b""
-        return private_salt(self._secret, request.tenant, request.cache_salt)
+        return private_salt(self._secret, request.tenant, request.spec.cache_salt)
 
     def _num_public(self, request: Request) -> int:
         prompt = np.asarray(request.prompt_token_ids) if self._public else None
@@ -128,10 +128,10 @@ class PrefixSharing:
         wanted = min(readable_tokens(request), request.exact_tokens + 1)
         if most_tokens is not None:
             wanted = min(wanted, most_tokens + 1)
-        if request.chain is None or request.chain.identity != identity:
-            request.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
-        blocks = request.chain.blocks(wanted - 1)  # one token at least is left to compute
-        return self.prefix.match_blocks(identity, blocks, statistics=request.statistics)
+        if request.memory.chain is None or request.memory.chain.identity != identity:
+            request.memory.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
+        blocks = request.memory.chain.blocks(wanted - 1)  # one token at least is left to compute
+        return self.prefix.match_blocks(identity, blocks, statistics=request.memory.statistics)
 
     def give_back(self, lease: PrefixLease | None) -> None:
         """Let go of what `look_up` held."""
@@ -144,8 +144,8 @@ class PrefixSharing:
         The last whole block of the prompt, for who asks more behind it; and where another prompt
         began like this one, for the next that does.
         """
-        lease, prefix = request.lease, self.prefix
-        if prefix is None or not request.statistics or not isinstance(lease, PrefixLease):
+        lease, prefix = request.memory.lease, self.prefix
+        if prefix is None or not request.memory.statistics or not isinstance(lease, PrefixLease):
             return ()
         most = min(len(request.prompt_token_ids) - 1, request.exact_tokens)
         ends = {min(lease.known_tokens, most), most // prefix.block_tokens * prefix.block_tokens}
@@ -153,11 +153,11 @@ class PrefixSharing:
 
     def publish(self, request: Request, length: int) -> None:
         """Share the whole blocks of a request up to a token."""
-        lease = request.lease
+        lease = request.memory.lease
         assert self.prefix is not None
-        offloaded = lease is not None and self._is_offloaded(request.row, lease.tokens)
+        offloaded = lease is not None and self._is_offloaded(request.memory.row, lease.tokens)
         if lease is not None and lease.publishes and not offloaded:
-            self.prefix.publish(lease, request.row, request.token_ids(lease.tokens, length))
+            self.prefix.publish(lease, request.memory.row, request.token_ids(lease.tokens, length))
 
     def _is_offloaded(self, row: int, token: int) -> bool:
         """Whether the page of a token is offloaded, where no other request could share it."""
@@ -166,18 +166,18 @@ class PrefixSharing:
 
     def rejoin(self, request: Request, length: int) -> None:
         """Hold the prefix of a request that has been resumed, as far as it is still there."""
-        if self.prefix is not None and request.exact:
+        if self.prefix is not None and request.eviction.exact:
             tokens = request.token_ids(0, length + 1)
-            request.lease = self.prefix.match(self.identities.of(request), tokens)
+            request.memory.lease = self.prefix.match(self.identities.of(request), tokens)
 
     def stop_sharing(self, request: Request) -> None:
         """The row's pages are no longer those of its tokens, or no longer needed."""
-        self.give_back(request.lease)
-        request.lease = None
+        self.give_back(request.memory.lease)
+        request.memory.lease = None
 
     def withdraw_from_cache(self, request: Request) -> None:
         """Drop what a request has published: its pages are about to be offloaded."""
-        if request.lease is not None:
+        if request.memory.lease is not None:
             self.stop_sharing(request)
             self.drop_cached()
 
@@ -189,9 +189,9 @@ class PrefixSharing:
             return
         self.prefix.confirm()
         for request in requests:
-            at_end = request.num_computed in request.snapshot_ends
-            if at_end and request.exact and request.lease is not None:
-                self.prefix.snapshot(request.lease, request.row)
+            at_end = request.progress.num_computed in request.memory.snapshot_ends
+            if at_end and request.eviction.exact and request.memory.lease is not None:
+                self.prefix.snapshot(request.memory.lease, request.memory.row)
 
     def withdraw(self) -> None:
         """A step has failed: what it published is not there."""
@@ -200,5 +200,5 @@ class PrefixSharing:
 
     def borrows_unwritten(self, request: Request) -> bool:
         """Whether a request shares blocks that the step being planned has yet to write."""
-        prefix, lease = self.prefix, request.lease
+        prefix, lease = self.prefix, request.memory.lease
         return prefix is not None and lease is not None and prefix.is_pending(lease)

@@ -1,25 +1,16 @@
 """A request: what was asked, what has been answered, where it stands. Ids only, no text."""
 
-import enum
-import math
 from dataclasses import dataclass, field
 
-from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
-from quire.kv.prefix_blocks import PrefixLease
-from quire.kv.prefix_key import BlockChain
-from quire.kv.stored_sequences import Swapped
-from quire.layout.eviction import KEEP_ALL, EvictionSpec
-from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.request_parts import (
+    RequestEviction,
+    RequestMemory,
+    RequestProgress,
+    RequestSpec,
+    RequestState,
+)
 from quire.tenancy.fair_queue import Order
-
-
-class RequestState(enum.Enum):
-    """Where a request is in its life."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,98 +60,75 @@ class Request:
     """One sequence to be continued. Changed by the scheduler and the engine only.
 
     Attributes:
-        request_id: unique among the engine's requests.
-        prompt_token_ids: at least one.
-        params: resolved sampling options.
-        sampling_seed: what its draws are made from; `params.seed` or drawn once at submit.
-        priority: lower goes first.
-        deadline_s: clock reading by which its answer is wanted; infinity where it does not matter.
-        arrival: order of submission.
-        rope_variant: which rotary frequencies it uses, for all its life.
-        tenant: on whose account it runs.
-        cache_salt: what its caller adds to the identity of its cached prefixes.
-        evict: what its eviction policy was written as.
-        eviction: what that comes to for it, in numbers.
+        spec: what was requested. Its fields that others ask for often can be read from the request.
+        progress: how far it has come.
+        memory: where its KV is.
+        eviction: which tokens are evicted.
         group: the sequences it was forked with; None for one alone.
-        apart: the sequences that answer the same prompt, where each runs alone; only the most
+        split_from: the sequences that answer the same prompt, where each runs alone; only the most
             bytes of all are kept there.
-        output_token_ids: the answer so far.
-        row: its row of the KV memory while it runs.
-        num_computed: tokens whose KV has been computed in this run (logical).
-        cached_tokens: tokens of its prompt whose KV came from a prefix cache, in memory or outside,
-            before the request had computed them itself.
-        charged_cached_tokens: of these its tenant has been charged for.
-        furthest_tokens: most that had KV in any of its earlier runs.
-        evict: the eviction policy as text.
-        eviction: how many of its tokens stay, and when; resolved for its prompt.
-        selection: what chooses them, a `quire.policies.eviction.Eviction`; who plans never looks.
-        pending: caps of its lanes are divided when its prompt has been read.
-        statistics: names of the lane groups in which things about its tokens are remembered.
-        trace: what has left it so far, over all its runs; read again, the same leaves again.
-        replayed: entries of the trace that have been carried out in this run.
-        records_evictions: whether its caller wants the trace.
-        num_evictions: times tokens left, those of a repeated run not counted.
-        evicted_tokens: tokens that left, the mean over its lanes.
-        exact: whether no token of its KV has been evicted in this run.
-        swapped: its KV outside the arena, while it waits with it.
-        streams: whether its first pages may be on the host while it runs, in engines that have room
-            for them there; not once they could not return for an eviction.
-        snapshot_ends: tokens behind which what is remembered of its prompt is kept for others.
-        lease: the cached prefix it uses and adds to, while it runs.
-        chain: what its prefix is looked up by, while it waits and has been looked up.
-        entries: times it has entered the KV memory.
-        entered_tokens: tokens it had when it last did; it moves on before it gives way again.
-        charged_tokens: tokens its tenant has been charged for.
-        queued_s: clock reading when it began to wait.
-        preemptions: times it was thrown out and begun again.
-        kv_peak_bytes: most KV bytes it referred to, over all its runs.
-        arrival_s, first_token_s, finish_s: clock readings, seconds.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    sampling_seed: int = 0
-    priority: int = 0
-    deadline_s: float = math.inf
-    arrival: int = 0
-    rope_variant: int = 0
-    tenant: str = DEFAULT_TENANT
-    cache_salt: str = ""
-    evict: str = "full"
-    eviction: EvictionSpec = KEEP_ALL
-    selection: object | None = None
-    pending: bool = False
-    statistics: frozenset[str] = frozenset()
-    records_evictions: bool = False
+    spec: RequestSpec
+    progress: RequestProgress = field(default_factory=RequestProgress)
+    memory: RequestMemory = field(default_factory=RequestMemory)
+    eviction: RequestEviction = field(default_factory=RequestEviction)
     group: RequestGroup | None = None
-    apart: RequestGroup | None = None
-    output_token_ids: list[int] = field(default_factory=list)
-    trace: list[EvictionEntry] = field(default_factory=list)
-    replayed: int = 0
-    num_evictions: int = 0
-    evicted_tokens: float = 0.0
-    state: RequestState = RequestState.WAITING
-    row: int = -1
-    num_computed: int = 0
-    cached_tokens: int = 0
-    charged_cached_tokens: int = 0
-    furthest_tokens: int = 0
-    exact: bool = True
-    swapped: Swapped | None = None
-    streams: bool = True
-    snapshot_ends: tuple[int, ...] = ()
-    lease: PrefixLease | None = None
-    chain: BlockChain | None = None
-    entries: int = 0
-    entered_tokens: int = 0
-    charged_tokens: int = 0
-    queued_s: float = 0.0
-    preemptions: int = 0
-    kv_peak_bytes: int = 0
-    arrival_s: float = 0.0
-    first_token_s: float = 0.0
-    finish_s: float = 0.0
+    split_from: RequestGroup | None = None
+
+    # ---- specification -------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        """See `RequestSpec`."""
+        return self.spec.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """See `RequestSpec`."""
+        return self.spec.prompt_token_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        """See `RequestSpec`."""
+        return self.spec.params
+
+    @property
+    def priority(self) -> int:
+        """See `RequestSpec`."""
+        return self.spec.priority
+
+    @property
+    def deadline_s(self) -> float:
+        """See `RequestSpec`."""
+        return self.spec.deadline_s
+
+    @property
+    def tenant(self) -> str:
+        """See `RequestSpec`."""
+        return self.spec.tenant
+
+    @property
+    def sampling_seed(self) -> int:
+        """See `RequestSpec`."""
+        return self.spec.sampling_seed
+
+    @property
+    def order(self) -> Order:
+        """Sort key of the queue: priority, then the earliest deadline, then arrival."""
+        return self.spec.priority, self.spec.deadline_s, self.spec.arrival
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds KV and is scheduled."""
+        return self.progress.state is RequestState.RUNNING
+
+    # ---- tokens --------------------------------------------------------------------------------
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """See `RequestProgress`."""
+        return self.progress.output_token_ids
 
     def count_cached(self, first: int, end: int) -> None:
         """Count tokens from `first` up to `end`, whose KV has come from a prefix cache.
@@ -168,7 +136,7 @@ class Request:
         Tokens of earlier runs do not count: the request has computed or counted them already.
         """
         end = min(end, len(self.prompt_token_ids))
-        self.cached_tokens += max(0, end - max(first, self.furthest_tokens))
+        self.progress.cached_tokens += max(0, end - max(first, self.progress.furthest_tokens))
 
     @property
     def num_tokens(self) -> int:
@@ -178,13 +146,13 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV is missing; 1 while decoding."""
-        return self.num_tokens - self.num_computed
+        return self.num_tokens - self.progress.num_computed
 
     @property
     def scores_prompt(self) -> bool:
         """Whether it wants its prompt scored and has not read all of it."""
         wanted = self.params.prompt_logprobs is not None
-        return wanted and self.num_computed < len(self.prompt_token_ids)
+        return wanted and self.progress.num_computed < len(self.prompt_token_ids)
 
     @property
     def final_tokens(self) -> int:
@@ -194,20 +162,10 @@ class Request:
     @property
     def exact_tokens(self) -> int:
         """Tokens it holds before the first of them leaves: so far it can be as any other is."""
-        exact = self.eviction.exact_tokens(len(self.prompt_token_ids))
-        if self.pending:
+        exact = self.eviction.spec.exact_tokens(len(self.prompt_token_ids))
+        if self.eviction.pending:
             exact = min(exact, len(self.prompt_token_ids))
-        return min(exact, self.trace[0].num_computed) if self.trace else exact
-
-    @property
-    def next_replay(self) -> EvictionEntry | None:
-        """The eviction to be repeated next; None where none is left."""
-        return self.trace[self.replayed] if self.replayed < len(self.trace) else None
-
-    @property
-    def order(self) -> Order:
-        """Who goes first: priority, then the earliest deadline, then arrival."""
-        return self.priority, self.deadline_s, self.arrival
+        return min(exact, self.eviction.trace[0].num_computed) if self.eviction.trace else exact
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Known tokens by logical position."""

@@ -21,7 +21,7 @@ from quire.scheduler.group import dissolve, num_rows, refuse_beams
 from quire.scheduler.lifecycle import Failure
 from quire.scheduler.preemption.limits import Limits
 from quire.scheduler.prefill import Prefill
-from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
+from quire.scheduler.request import PlannedFork, Request, RequestGroup
 from quire.scheduler.sequence_memory import FINISHED
 from quire.scheduler.step import StepPlan
 from quire.scheduler.unblocking import Unblocking
@@ -93,7 +93,7 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Note that the tokens of a step have been computed; return the forks made now."""
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
-            request.num_computed += tokens
+            request.progress.num_computed += tokens
         self.sequence_memory.sharing.confirm(plan.requests)
         self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
         return self._forks.make_due(plan.requests)
@@ -103,7 +103,7 @@ class Scheduler:
         self.step_size.learn(sum(plan.tokens))
         swapper = self.preempter.swapper
         if swapper is not None and len(plan.requests) == 1 and plan.tokens[0] > 1:
-            swapper.costs.read(plan.tokens[0], plan.requests[0].num_computed, seconds)
+            swapper.costs.read(plan.tokens[0], plan.requests[0].progress.num_computed, seconds)
 
     def roll_back(self, plan: StepPlan) -> list[Request]:
         """Queue the requests of a step that failed, without the KV that it was to write.
@@ -114,12 +114,12 @@ class Scheduler:
         Returns:
             The requests of the step.
         """
-        failed = [r for r in plan.requests or self.running if r.state is RequestState.RUNNING]
+        failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
         borrowed = [r for r in others if self.sequence_memory.sharing.borrows_unwritten(r)]
         self.sequence_memory.sharing.withdraw()
         for request in failed + borrowed:
-            if request.state is RequestState.RUNNING:  # else it was queued with its group
+            if request.is_running:  # else it was queued with its group
                 self.lifecycle.restart(request, "step failed")
         return failed
 

@@ -12,7 +12,8 @@ from quire.scheduler.events import EventLog
 from quire.scheduler.group import note_peak
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 
 FINISHED = "finished"  # by themselves: why most requests leave
 
@@ -69,43 +70,45 @@ class SequenceMemory:
         """
         prefix = self.sharing.prefix
         if prefix is not None and lease is not None and lease.nodes:
-            request.row = prefix.start(lease, statistics=request.statistics)
-            request.num_computed = lease.tokens
+            request.memory.row = prefix.start(lease, statistics=request.memory.statistics)
+            request.progress.num_computed = lease.tokens
         else:
-            request.row = self.memory.start(request.statistics)
-        request.lease, request.exact, request.replayed = lease, True, 0
-        request.snapshot_ends = self.sharing.snapshot_ends(request)
+            request.memory.row = self.memory.start(request.memory.statistics)
+        request.memory.lease, request.eviction.exact, request.eviction.replayed = lease, True, 0
+        request.memory.snapshot_ends = self.sharing.snapshot_ends(request)
         if prefix is not None and lease is not None:
             prefix.count(request.num_tokens, lease)
-        request.count_cached(0, request.num_computed)
+        request.count_cached(0, request.progress.num_computed)
         if self.prefix_loader is not None:
             self.prefix_loader.begin(request)
         self.note_entry(request)
 
     def note_entry(self, request: Request) -> None:
         """Count an entry, however it came about, and tell of it."""
-        request.entries += 1
-        request.entered_tokens = request.num_tokens
-        request.chain = None  # its tokens change from now on
-        shared = 0 if request.lease is None else request.lease.tokens
+        request.progress.num_admissions += 1
+        request.progress.admitted_tokens = request.num_tokens
+        request.memory.chain = None  # its tokens change from now on
+        shared = 0 if request.memory.lease is None else request.memory.lease.tokens
         self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
         if shared:
-            kv_bytes = self.memory.row_bytes(request.row)
+            kv_bytes = self.memory.row_bytes(request.memory.row)
             self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
 
     def free(self, request: Request, reason: str) -> None:
         """Take a request out and free what only it holds."""
         kv_bytes = self.note_peak(request)
-        self.memory.release([request.row])
+        self.memory.release([request.memory.row])
         self.note_freed(request, kv_bytes, reason)
 
     def note_peak(self, request: Request) -> int:
         """Remember the most bytes of a request that is about to go; return what it refers to."""
-        row = request.row
-        group = request.group or request.apart
+        row = request.memory.row
+        group = request.group or request.split_from
         if group is not None:
             note_peak(self.memory, group)
-        request.kv_peak_bytes = max(request.kv_peak_bytes, int(self.memory.peak_bytes[row]))
+        request.memory.kv_peak_bytes = max(
+            request.memory.kv_peak_bytes, int(self.memory.peak_bytes[row])
+        )
         return self.memory.row_bytes(row)
 
     def note_freed(self, request: Request, kv_bytes: int, reason: str) -> None:
@@ -113,8 +116,10 @@ class SequenceMemory:
         self.sharing.stop_sharing(request)
         if self.prefix_loader is not None:
             self.prefix_loader.forget(request)
-        request.furthest_tokens = max(request.furthest_tokens, request.num_computed)
-        request.row, request.num_computed = -1, 0
+        request.progress.furthest_tokens = max(
+            request.progress.furthest_tokens, request.progress.num_computed
+        )
+        request.memory.row, request.progress.num_computed = -1, 0
         self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
 
     def resume(self, request: Request, row: int, length: int) -> None:
@@ -123,7 +128,7 @@ class SequenceMemory:
         It holds the prefix it once shared again, as far as that is still there, so that what it
         fills from now on is published behind it.
         """
-        request.row, request.num_computed = row, length
+        request.memory.row, request.progress.num_computed = row, length
         self.note_entry(request)
         self.sharing.rejoin(request, length)
 
@@ -143,8 +148,8 @@ class SequenceMemory:
             return
         block = self.sharing.prefix.block_tokens
         for request, count in zip(requests, tokens, strict=True):
-            if request.num_computed % block + count >= block:
-                self.sharing.publish(request, request.num_computed + count)
+            if request.progress.num_computed % block + count >= block:
+                self.sharing.publish(request, request.progress.num_computed + count)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a request without KV begin with all that another has, in shared pages.
@@ -152,29 +157,35 @@ class SequenceMemory:
         Raises:
             OutOfPages: no row, or no pages for what cannot be shared; nothing was changed.
         """
-        child.row = fork(self.memory, parent.row)
-        child.num_computed, child.exact = parent.num_computed, parent.exact
+        child.memory.row = fork(self.memory, parent.memory.row)
+        child.progress.num_computed, child.eviction.exact = (
+            parent.progress.num_computed,
+            parent.eviction.exact,
+        )
         share_evictions(parent, child)
         prefix = self.sharing.prefix
-        if prefix is not None and parent.lease is not None:
-            child.lease = prefix.share(parent.lease)
-        if not child.entries:
-            child.cached_tokens = child.charged_cached_tokens = parent.cached_tokens
-        child.state = RequestState.RUNNING
+        if prefix is not None and parent.memory.lease is not None:
+            child.memory.lease = prefix.share(parent.memory.lease)
+        if not child.progress.num_admissions:
+            child.progress.cached_tokens = child.progress.charged_cached_tokens = (
+                parent.progress.cached_tokens
+            )
+        child.progress.state = RequestState.RUNNING
         self.note_entry(child)
 
 
 def share_evictions(parent: Request, child: Request) -> None:
     """Let a copy have lost what its parent has; what it lost later itself it will lose again."""
-    child.trace[: parent.replayed] = parent.trace[: parent.replayed]
-    child.replayed = parent.replayed
-    if child.pending or not parent.pending:
-        child.eviction, child.selection = parent.eviction, parent.selection
-        child.pending = parent.pending
-    if len(child.trace) == child.replayed:  # its own past is that of its parent
-        child.num_evictions, child.evicted_tokens = parent.num_evictions, parent.evicted_tokens
+    own, inherited = child.eviction, parent.eviction
+    own.trace[: inherited.replayed] = inherited.trace[: inherited.replayed]
+    own.replayed = inherited.replayed
+    if own.pending or not inherited.pending:
+        own.spec, own.selection = inherited.spec, inherited.selection
+        own.pending = inherited.pending
+    if len(own.trace) == own.replayed:  # its own past is that of its parent
+        own.num_evictions, own.evicted_tokens = inherited.num_evictions, inherited.evicted_tokens
 
 
 def rows_of(requests: Sequence[Request]) -> NDArray[np.int64]:
     """Their rows of the memory."""
-    return np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
+    return np.fromiter((r.memory.row for r in requests), dtype=np.int64, count=len(requests))

@@ -13,7 +13,7 @@ from quire.scheduler.decode import Decode
 from quire.scheduler.forks import NEVER, Forks
 from quire.scheduler.group import together
 from quire.scheduler.prefill import Prefill
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan
 
 
@@ -56,7 +56,7 @@ class Unblocking:
                 self._plan_first(plan, first)
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
-        if not plan.requests and first.state is RequestState.RUNNING:
+        if not plan.requests and first.is_running:
             self._recompute_or_fail(plan, first)
 
     def _plan_first(self, plan: StepPlan, first: Request) -> None:
@@ -64,7 +64,7 @@ class Unblocking:
         if first.group is not None:
             self._decode.plan(plan)
         for request in together(first):
-            if request.state is RequestState.RUNNING and not plan.requests:
+            if request.is_running and not plan.requests:
                 self._prefill.chunk(plan, request, self._step_tokens)
 
     def _recompute_or_fail(self, plan: StepPlan, first: Request) -> None:
@@ -76,6 +76,6 @@ class Unblocking:
         if self._offloader is None or not self._offloader.stops_evicting(first):
             self._lifecycle.fail(first, NeverFits(NEVER))
             return
-        first.streams = False
+        first.memory.may_offload = False
         self._lifecycle.preempt(first, "its first pages cannot return")
         self._prefill.plan(plan, self._step_tokens)

@@ -27,10 +27,10 @@ class OldestLeave:
         """Keep the last `keep` [lanes] slots of every lane that may lose some."""
         memory, table = self._memory, evicting_table(self._memory)
         assert table is not None, "requests evict where lanes lose tokens"
-        held = table.num_slots[request.row]
+        held = table.num_slots[request.memory.row]
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
-        plan = plan_compaction(memory, table.group.name, request.row, mask)
+        plan = plan_compaction(memory, table.group.name, request.memory.row, mask)
         if least_gain is not None and plan.gain_bytes < least_gain:
             return None
         commit_compaction(memory, plan)

@@ -7,7 +7,7 @@ from functools import cache
 from quire.config.kv_config import KVConfig
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.kv.stores.run_lengths import LaneLimits
+from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.dtypes import dtype_bytes

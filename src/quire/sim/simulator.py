@@ -20,6 +20,7 @@ from quire.errors import InvariantError, NeverFits
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.clock import VirtualClock
 from quire.sim.copies import TimedCopies
@@ -137,17 +138,20 @@ class Simulator:
                 self._submit(arrived, record)
 
     def _submit(self, arrived: TraceRequest, record: RequestRecord) -> None:
-        request = Request(
+        spec = RequestSpec(
             request_id=str(self._num_arrived),
             prompt_token_ids=token_ids(arrived.prompt),
             params=SamplingParams(max_tokens=record.answer_tokens),
             priority=arrived.priority,
             deadline_s=record.due_s,
             arrival=self._num_arrived,
-            tenant=arrived.tenant,
-            eviction=self.eviction(arrived.prompt_tokens),
-            statistics=statistics_used(self.scheduler.memory.layout, ()),
             arrival_s=arrived.arrival_s,
+            tenant=arrived.tenant,
+        )
+        request = Request(
+            spec,
+            memory=RequestMemory(statistics=statistics_used(self.scheduler.memory.layout, ())),
+            eviction=RequestEviction(spec=self.eviction(arrived.prompt_tokens)),
         )
         try:
             self.scheduler.submit(request)
@@ -168,12 +172,12 @@ class Simulator:
             return self._wait_blocked()
         requests = plan.requests
         new = np.array(plan.tokens, dtype=np.int64)
-        before = np.fromiter((r.num_computed for r in requests), np.int64, len(requests))
+        before = np.fromiter((r.progress.num_computed for r in requests), np.int64, len(requests))
         self._note_entries(requests)
         if backlogged:
             self.result.served.served(requests, plan.tokens)
         self.scheduler.commit(plan)
-        ready = [r for r in requests if r.num_computed == _known_tokens(r)]
+        ready = [r for r in requests if r.progress.num_computed == _known_tokens(r)]
         seconds = self.timer.seconds(new, before, len(ready))
         seconds += self.copies.unpaid_s()
         self._hold(seconds)
@@ -191,7 +195,7 @@ class Simulator:
                 self._not_entered.remove(request.request_id)
                 record = self._jobs[request.request_id].record
                 record.admitted_s = self.clock.now_s
-                record.cached_tokens = request.cached_tokens
+                record.cached_tokens = request.progress.cached_tokens
                 self.result.served.entered(request.tenant)
 
     def _answer(self, ready: Sequence[Request]) -> None:
@@ -203,7 +207,7 @@ class Simulator:
             if len(output) == len(job.answer):
                 self.scheduler.finish(request)
                 job.record.finish_s = self.clock.now_s
-                job.record.preemptions = request.preemptions
+                job.record.preemptions = request.progress.num_preemptions
                 del self._jobs[request.request_id]
 
     # ---- time ----------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ class Queued(Protocol):
         tenant: on whose account it runs.
     """
 
-    request_id: str
-    tenant: str
-
+    @property
+    def request_id(self) -> str: ...  # noqa: D102
+    @property
+    def tenant(self) -> str: ...  # noqa: D102
     @property
     def order(self) -> Order:
         """Its place among the requests of its tenant, the least first."""

@@ -188,7 +188,7 @@ def test_a_policy_that_fails_for_one_beam_ends_the_search_before_any_beam_is_pro
         return evict(request, keep)
 
     def run_rows(plan):
-        assert all(request.row >= 0 for request in plan.requests)
+        assert all(request.memory.row >= 0 for request in plan.requests)
         return run(plan)
 
     monkeypatch.setattr(evictor, "evict", break_once)

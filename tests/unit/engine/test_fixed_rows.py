@@ -6,6 +6,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.fixed_rows import PaddedBridge, in_parts, padded
 from quire.models.base import AttentionCall
 from quire.scheduler.request import Request
+from support.requests import make_request
 
 CALL = AttentionCall(layer=0, scale=1.0, window=None, softcap=None, sinks=None)
 
@@ -13,7 +14,7 @@ CALL = AttentionCall(layer=0, scale=1.0, window=None, softcap=None, sinks=None)
 def requests(tokens: list[int]) -> list[tuple[Request, int]]:
     return [
         (
-            Request(
+            make_request(
                 request_id=str(i),
                 prompt_token_ids=[1] * count,
                 params=SamplingParams(max_tokens=1),

@@ -19,9 +19,10 @@ from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.requests import make_request
 
 FLOAT = codec_spec("float32")
 PAGE = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B
@@ -44,7 +45,7 @@ class Books:
         self.ledger = Ledger(self.memory, lambda: self.requests, self.host)
 
     def request(self, tokens, *, tenant="default", row=None):
-        request = Request(
+        request = make_request(
             request_id=f"r{len(self.requests)}",
             prompt_token_ids=[1] * max(1, tokens),
             params=SamplingParams(),
@@ -53,22 +54,28 @@ class Books:
         )
         self.requests.append(request)
         if tokens:
-            request.state = RequestState.RUNNING
-            request.row = self.memory.start() if row is None else row
+            request.progress.state = RequestState.RUNNING
+            request.memory.row = self.memory.start() if row is None else row
             grown = 0 if row is not None else tokens
-            self.memory.grow(np.array([request.row]), np.array([grown], dtype=np.int32))
+            self.memory.grow(np.array([request.memory.row]), np.array([grown], dtype=np.int32))
         return request
 
     def swap_out(self, *requests):
-        swapped = swap_out(self.memory, [r.row for r in requests], self.host)
+        swapped = swap_out(self.memory, [r.memory.row for r in requests], self.host)
         for request in requests:
-            request.row, request.state, request.swapped = -1, RequestState.WAITING, swapped
+            request.memory.row, request.progress.state, request.memory.swapped = (
+                -1,
+                RequestState.WAITING,
+                swapped,
+            )
         return swapped
 
     def evict(self, request, token):
-        slots = int(self.memory.tables["loose"].num_slots[request.row, 0])
+        slots = int(self.memory.tables["loose"].num_slots[request.memory.row, 0])
         keep = np.arange(slots)[None] != token
-        commit_compaction(self.memory, plan_compaction(self.memory, "loose", request.row, keep))
+        commit_compaction(
+            self.memory, plan_compaction(self.memory, "loose", request.memory.row, keep)
+        )
 
     def snapshot(self):
         self.ledger.check()
@@ -134,8 +141,8 @@ def test_each_tenant_has_what_its_requests_have():
 def test_forks_have_equal_parts_of_what_they_share_and_all_of_their_own():
     books = Books()
     parent = books.request(8)
-    child = books.request(8, row=fork(books.memory, parent.row))
-    books.memory.grow(np.array([child.row]), np.array([1], dtype=np.int32))
+    child = books.request(8, row=fork(books.memory, parent.memory.row))
+    books.memory.grow(np.array([child.memory.row]), np.array([1], dtype=np.int32))
 
     first, second = books.snapshot()["requests"]
 
@@ -158,13 +165,13 @@ def test_a_request_that_has_lost_tokens_is_approximate():
         "exact": exact["kv_bytes"],
         "approximate": approximate["kv_bytes"],
     }
-    assert whole.exact
+    assert whole.eviction.exact
 
 
 def test_what_was_swapped_out_is_on_the_host_until_it_returns():
     books = Books(host_bytes=16 * 1024)
     gone, stays = books.request(8, tenant="red"), books.request(4)
-    kv_bytes = books.memory.row_bytes(gone.row)
+    kv_bytes = books.memory.row_bytes(gone.memory.row)
     swapped = books.swap_out(gone)
 
     found = books.snapshot()
@@ -175,17 +182,17 @@ def test_what_was_swapped_out_is_on_the_host_until_it_returns():
     ]
     assert found["axes"]["residency"]["host"] == kv_bytes
     assert found["host"]["free_bytes"] == 16 * 1024 - kv_bytes
-    [gone.row] = swap_in(books.memory, swapped)
-    gone.swapped = None
+    [gone.memory.row] = swap_in(books.memory, swapped)
+    gone.memory.swapped = None
     assert books.snapshot()["axes"]["residency"]["host"] == 0
-    assert stays.row != gone.row
+    assert stays.memory.row != gone.memory.row
 
 
 def test_sequences_swapped_together_split_what_is_stored_once():
     books = Books(host_bytes=16 * 1024)
     parent = books.request(8)
-    children = [books.request(8, row=fork(books.memory, parent.row)) for _ in range(2)]
-    kv_bytes = books.memory.row_bytes(parent.row)
+    children = [books.request(8, row=fork(books.memory, parent.memory.row)) for _ in range(2)]
+    kv_bytes = books.memory.row_bytes(parent.memory.row)
     books.swap_out(parent, *children)
 
     parts = [row["host_bytes"] for row in books.snapshot()["requests"]]

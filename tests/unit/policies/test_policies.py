@@ -97,7 +97,9 @@ def ask(engine: Engine, policy: EvictionPolicy) -> None:
     """Submit a request that asks a policy which stands in no registry."""
     engine.submit(GenerationRequest([3] * 40, engines.greedy(), request_id="long"))
     [request] = engine.scheduler.waiting.of_tenant("default")
-    request.selection = Unchecked(policy=policy, spec=request.eviction, text=request.evict)
+    request.eviction.selection = Unchecked(
+        policy=policy, spec=request.eviction.spec, text=request.spec.evict
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,15 @@ from quire.scheduler.lane_slots import Slots
 from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestGroup, RequestState
+from quire.scheduler.request import Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.step import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants
+from support.requests import make_request
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # one way is as cheap as the other here
 COSTS = Costs(
@@ -116,25 +118,27 @@ class Newest:
     ) -> Evicted | None:
         if request.request_id in self.broken:
             raise PolicyError("broken on purpose")
-        held = self.memory.tables["full"].num_slots[request.row]
+        held = self.memory.tables["full"].num_slots[request.memory.row]
         assert ((keep > 0) & (keep <= held)).all()
         counts = (held - keep).astype(np.int32)
         if not self._leave(request, counts, least_gain):
             return None
         left = np.zeros(counts.sum(), dtype=np.int32)
-        return Evicted(len(left), len(counts), EvictionEntry(request.num_computed, counts, left))
+        return Evicted(
+            len(left), len(counts), EvictionEntry(request.progress.num_computed, counts, left)
+        )
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        assert entry.num_computed == request.num_computed
+        assert entry.num_computed == request.progress.num_computed
         assert self._leave(request, entry.counts, None)
 
     def finalize(self, request: Request) -> None:
         raise AssertionError("caps are settled already")
 
     def _leave(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
-        slots = np.arange(self.memory.tables["full"].num_slots[request.row].max())
+        slots = np.arange(self.memory.tables["full"].num_slots[request.memory.row].max())
         mask = slots >= counts[:, None]
-        plan = plan_compaction(self.memory, "full", request.row, mask)
+        plan = plan_compaction(self.memory, "full", request.memory.row, mask)
         if least_gain is not None and plan.gain_bytes < least_gain:
             return False
         commit_compaction(self.memory, plan)
@@ -290,7 +294,7 @@ class SchedulerLoad:
         """A request not yet submitted; the first half of all prompts of one length is the same."""
         self.arrivals += 1
         eviction = self.evictions[self.arrivals % len(self.evictions)]
-        return Request(
+        return make_request(
             request_id=f"r{self.arrivals}",
             prompt_token_ids=[1] * (prompt // 2) + [text] * (prompt - prompt // 2),
             params=SamplingParams(max_tokens=answer, prompt_logprobs=0 if answer == 0 else None),
@@ -327,8 +331,8 @@ class SchedulerLoad:
         else:
             group.members = members
         for member in members:
-            member.group, member.eviction = group, members[0].eviction
-            member.statistics = members[0].statistics
+            member.group, member.eviction.spec = group, members[0].eviction.spec
+            member.memory.statistics = members[0].memory.statistics
         if atomic and len(members) > min(
             self.config.max_num_seqs, self.config.max_num_batched_tokens
         ):
@@ -374,7 +378,7 @@ class SchedulerLoad:
         for failure in failed:
             request_id = failure.request.request_id
             assert request_id in self.broken
-            assert self.requests.pop(request_id).state is RequestState.FINISHED
+            assert self.requests.pop(request_id).progress.state is RequestState.FINISHED
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
         assert sum(plan.tokens) <= self.config.max_num_batched_tokens
@@ -400,28 +404,28 @@ class SchedulerLoad:
         self.requests |= {member.request_id: member for member in group.members}
 
         assert [member.output_token_ids for member in group.members] == [before[p] for p in parents]
-        rows = [member.row for member in group.members if member.row >= 0]
+        rows = [member.memory.row for member in group.members if member.memory.row >= 0]
         together = len(set(rows)) == width
         assert together or not rows  # no pages for a fork: all of them wait
-        assert all((m.state is RequestState.RUNNING) == together for m in group.members)
+        assert all((m.progress.state is RequestState.RUNNING) == together for m in group.members)
 
     def _check_plan(self, plan: StepPlan) -> None:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
-            assert request.state is RequestState.RUNNING
+            assert request.progress.state is RequestState.RUNNING
             assert 1 <= tokens <= request.num_uncomputed
-            assert self.memory.lengths[request.row] == request.num_computed + tokens
-            self._check_lanes(request, request.num_computed + tokens)
+            assert self.memory.lengths[request.memory.row] == request.progress.num_computed + tokens
+            self._check_lanes(request, request.progress.num_computed + tokens)
 
     def _check_lanes(self, request: Request, tokens: int) -> None:
         """No lane holds more than its schedule lets it, and one that loses nothing holds all."""
-        held = self.memory.tables["full"].num_slots[request.row]
-        if request.eviction.cap is None:
+        held = self.memory.tables["full"].num_slots[request.memory.row]
+        if request.eviction.spec.cap is None:
             assert (held == tokens).all()
-        elif request.eviction.when != PRESSURE:
+        elif request.eviction.spec.when != PRESSURE:
             prompt_tokens = len(request.prompt_token_ids)
-            assert (held <= request.eviction.peak_tokens(tokens, prompt_tokens)).all()
-        if request.eviction.when == PREFILL_AND_DECODE and request.eviction.cap:
-            assert (held <= request.eviction.cap).all()
+            assert (held <= request.eviction.spec.peak_tokens(tokens, prompt_tokens)).all()
+        if request.eviction.spec.when == PREFILL_AND_DECODE and request.eviction.spec.cap:
+            assert (held <= request.eviction.spec.cap).all()
 
     def _answer(self, request: Request, *, stop_early: bool) -> None:
         if request.params.max_tokens:
@@ -446,7 +450,7 @@ class SchedulerLoad:
 
     def _check_queues(self) -> None:
         running = self.scheduler.running
-        waiting = [r for r in self.requests.values() if r.state is RequestState.WAITING]
+        waiting = [r for r in self.requests.values() if r.progress.state is RequestState.WAITING]
         assert len(running) <= self.config.num_rows
         assert {r.request_id for r in [*running, *waiting]} == set(self.requests)
         copies = [
@@ -456,18 +460,22 @@ class SchedulerLoad:
         ]
         units = {id(r.group or r) for r in waiting if r not in copies}
         assert self.scheduler.num_waiting == len(units)
-        assert sorted(r.row for r in running) == self.memory.live_rows.tolist()
-        assert all(r.row == -1 for r in waiting)
+        assert sorted(r.memory.row for r in running) == self.memory.live_rows.tolist()
+        assert all(r.memory.row == -1 for r in waiting)
 
     def _check_host(self) -> None:
         """What lies on the host is somebody's who will come for it, and counted once."""
-        swapped = {id(r.swapped): r.swapped for r in self.requests.values() if r.swapped}
+        swapped = {
+            id(r.memory.swapped): r.memory.swapped
+            for r in self.requests.values()
+            if r.memory.swapped
+        }
         if self.pool is None:
             assert not swapped
             return
         self.pool.check()
         for request in self.scheduler.running:  # else of a tail, which its head will be put before
-            assert request.swapped is None or request.swapped.keep_from
+            assert request.memory.swapped is None or request.swapped.keep_from
         assert self.pool.used_bytes == sum(s.num_bytes for s in swapped.values())
         if not self.requests:
             assert not self.pool.used_bytes
@@ -478,7 +486,7 @@ class SchedulerLoad:
         fairness.recount(running)
         if fairness.has_several:
             held = sum(map(fairness.accounts.held_bytes, ["a", "b", PUBLIC]))
-            assert held == distinct_bytes(self.memory, [r.row for r in running])
+            assert held == distinct_bytes(self.memory, [r.memory.row for r in running])
 
     def drain(self) -> None:
         """Run to the end: everybody gets there, and nothing is left but cached prefixes."""
@@ -500,7 +508,7 @@ class SchedulerLoad:
 
 
 def _is_ready(request: Request) -> bool:
-    return request.state is RequestState.RUNNING and request.num_uncomputed == 0
+    return request.progress.state is RequestState.RUNNING and request.num_uncomputed == 0
 
 
 def _beams_of(requests: Iterable[Request]) -> list[RequestGroup]:

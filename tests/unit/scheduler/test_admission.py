@@ -12,8 +12,8 @@ from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.admission.rules import RULES, Estimated, highest_point, make_admission
-from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.requests import make_request
 from unit.scheduler.scheduler_load import make_layout, make_scheduler
 
 
@@ -23,21 +23,23 @@ def memory_of(pages, *, page_tokens=4, max_rows=32):
 
 
 def request_of(prompt, answer, *, generated=0, arrival=0):
-    return Request(
+    request = make_request(
         request_id=f"r{arrival}",
         prompt_token_ids=[1] * prompt,
         params=SamplingParams(max_tokens=answer),
         arrival=arrival,
-        output_token_ids=[2] * generated,
     )
+    request.output_token_ids.extend([2] * generated)
+    return request
 
 
 def running(memory, prompt, answer, *, generated):
     """A request that decodes: all it knows but its last token is in the memory."""
     request = request_of(prompt, answer, generated=generated)
-    request.row = memory.start()
-    request.num_computed = prompt + generated - 1
-    memory.grow(np.array([request.row]), np.array([request.num_computed], dtype=np.int32))
+    request.memory.row = memory.start()
+    request.progress.num_computed = prompt + generated - 1
+    tokens = np.array([request.progress.num_computed], dtype=np.int32)
+    memory.grow(np.array([request.memory.row]), tokens)
     return request
 
 

@@ -13,7 +13,7 @@ from quire.scheduler.batchers.registry import (
     parse_dense_batcher,
 )
 from quire.scheduler.batchers.units import is_prefilled, unit_of
-from quire.scheduler.request import RequestState
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
@@ -162,7 +162,7 @@ def test_kv_of_the_queue_waits_on_the_host_and_is_there_before_a_row_ends():
     on_host, late = 0, []
     while load.scheduler.has_work:
         load.step()
-        away = [r for r in requests if r.swapped is not None]
+        away = [r for r in requests if r.memory.swapped is not None]
         on_host = max(on_host, len(away))
         running = load.scheduler.running
         ready = [r for r in running if r.num_uncomputed == 1 and r.output_token_ids]
@@ -212,7 +212,7 @@ def test_a_cancelled_query_of_the_prefilled_queue_gives_its_pages_back():
     used_bytes = load.memory.total_bytes - load.memory.free_bytes
     load.scheduler.finish(load.requests.pop(queued.request_id), "cancelled")
 
-    assert queued.state is RequestState.FINISHED
+    assert queued.progress.state is RequestState.FINISHED
     assert load.memory.total_bytes - load.memory.free_bytes < used_bytes
     load.drain()
 

@@ -90,7 +90,7 @@ class Drawn:
         members = [load.request(self.prompt, self.answer) for _ in range(self.width)]
         names = statistics_used(load.memory.layout, self.eviction.statistics)
         for member in members:
-            member.eviction, member.statistics = self.eviction, names
+            member.eviction.spec, member.memory.statistics = self.eviction, names
         if self.width > 1:
             load.submit_group(members, atomic=self.beams)
         else:

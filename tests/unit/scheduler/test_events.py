@@ -17,10 +17,10 @@ from quire.engine import event_file
 from quire.engine.event_file import EventFile
 from quire.errors import ConfigError, UnknownName
 from quire.scheduler.events import KINDS, EventLog, KVEvent
-from quire.scheduler.request import Request
 from support.command_line import read_records
+from support.requests import make_request
 
-REQUEST = Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
+REQUEST = make_request(request_id="a", prompt_token_ids=[1], params=SamplingParams(), tenant="red")
 
 
 class Clock:

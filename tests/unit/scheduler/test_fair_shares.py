@@ -1,11 +1,13 @@
 """Tenants beside each other, in steps: a flood, equal shares, a guarantee; and work done twice."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 from quire.sim.fairness import jain_index
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
@@ -16,7 +18,7 @@ NUM_STEPS = 600
 
 def send(load: SchedulerLoad, tenant: str, prompt: int = PROMPT, answer: int = ANSWER) -> Request:
     request = load.request(prompt, answer)
-    request.tenant = tenant
+    request.spec = replace(request.spec, tenant=tenant)
     load.submit(request)
     return request
 
@@ -35,7 +37,7 @@ def queue_steps(flood_each: int, pages: int) -> np.ndarray:
             sent.append((send(load, "small"), step))
         load.step()
         for request, _ in sent:
-            if request.entries:
+            if request.progress.num_admissions:
                 entered.setdefault(request.request_id, step)
     return np.array([entered.get(r.request_id, NUM_STEPS) - start for r, start in sent])
 
@@ -87,7 +89,7 @@ def test_a_guarantee_is_given_back_within_bounded_steps(guaranteed):
     assert left_bytes < book.spec("a").guaranteed_bytes // 2
     mine = send(load, "a")
     waited = 0
-    while mine.state is RequestState.WAITING:
+    while mine.progress.state is RequestState.WAITING:
         load.step()
         waited += 1
 
@@ -110,12 +112,12 @@ def test_nobody_is_thrown_out_for_one_that_could_not_enter_all_the_same(num_take
         lambda event: reasons.append(event.data.get("reason"))
     )
     for request in load.scheduler.running[num_takeable:]:
-        request.entries, request.entered_tokens = 2, request.num_tokens
+        request.progress.num_admissions, request.progress.admitted_tokens = 2, request.num_tokens
     mine = send(load, "a", 12 * 8)
     load.step()
 
     taken = "tenant a asks for what is its own" in reasons
-    assert (mine.state is RequestState.RUNNING, taken) == (enters, enters)
+    assert (mine.progress.state is RequestState.RUNNING, taken) == (enters, enters)
 
 
 @pytest.mark.parametrize("host_pages", [0, 40])

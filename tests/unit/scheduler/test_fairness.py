@@ -14,6 +14,7 @@ from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS
+from support.requests import make_request
 from unit.scheduler.scheduler_load import make_layout
 
 PAGE_TOKENS = 2
@@ -33,7 +34,7 @@ class Service:
 
     def submit(self, prompt_tokens=6, max_tokens=8, **options) -> Request:
         self.arrivals += 1
-        request = Request(
+        request = make_request(
             request_id=f"r{self.arrivals}",
             prompt_token_ids=list(range(prompt_tokens)),
             params=SamplingParams(max_tokens=max_tokens),
@@ -67,8 +68,8 @@ def test_an_answer_that_is_read_again_is_charged_once():
     service.step()  # and read again: one of these tokens has not been processed yet
 
     after = service.numbers("a")
-    assert request.preemptions == 1
-    assert request.num_computed == 6 + 4
+    assert request.progress.num_preemptions == 1
+    assert request.progress.num_computed == 6 + 4
     assert (before.prompt_tokens, before.output_tokens) == (6, 3)
     assert (after.prompt_tokens, after.output_tokens) == (7, 3)
     assert service.scheduler.waiting.virtual_time("a") == paid + 1
@@ -80,12 +81,12 @@ def test_cached_tokens_of_a_prompt_count_once_however_often_it_enters():
     service.step()
     second = service.submit(tenant="a")
     service.step()
-    assert second.cached_tokens == 4
+    assert second.progress.cached_tokens == 4
 
     assert service.scheduler.preempt_one()
     service.step()
 
-    assert second.entries == 2
+    assert second.progress.num_admissions == 2
     assert service.numbers("a").cached_tokens == 4
 
 
@@ -111,9 +112,9 @@ def test_a_request_that_is_refused_again_and_again_is_hashed_once(monkeypatch):
 
     service.scheduler.waiting.push(waiting)
     service.step()
-    assert first.cached_tokens == 0
-    assert waiting.cached_tokens == 60
-    assert waiting.chain is None  # it grows from here
+    assert first.progress.cached_tokens == 0
+    assert waiting.progress.cached_tokens == 60
+    assert waiting.memory.chain is None  # it grows from here
 
 
 def test_a_prompt_that_became_public_is_hashed_anew():
@@ -122,13 +123,13 @@ def test_a_prompt_that_became_public_is_hashed_anew():
     sequence_memory = service.scheduler.sequence_memory
     identities = sequence_memory.sharing.identities
     sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
-    before = mine.chain
+    before = mine.memory.chain
 
     identities.register_public(list(range(10)))
     sequence_memory.sharing.give_back(sequence_memory.sharing.look_up(mine))
 
-    assert mine.chain is not before
-    assert mine.chain.identity.public_tokens == 10
+    assert mine.memory.chain is not before
+    assert mine.memory.chain.identity.public_tokens == 10
 
 
 def test_a_server_whose_clients_invent_names_does_not_grow(monkeypatch):
@@ -162,7 +163,7 @@ def test_who_is_alone_again_has_nobody_to_be_fair_to():
     service.scheduler.finish(theirs)
     service.step()
     assert not service.scheduler.fairness.has_several
-    assert service.numbers("mine").held_bytes == service.memory.row_bytes(mine.row)
+    assert service.numbers("mine").held_bytes == service.memory.row_bytes(mine.memory.row)
     assert service.numbers("theirs").held_bytes == 0
 
 

@@ -17,11 +17,11 @@ def test_a_full_lane_goes_on_where_no_page_is_left(page_tokens, prompt):
     setting = Setting(page_tokens=page_tokens, cap=6, pages=pages, max_num_seqs=1, chunk_tokens=2)
     load = SchedulerLoad(setting)
     request = load.request(prompt, 14)
-    request.eviction = EvictionSpec(cap=8, every=2, when=PRESSURE)
+    request.eviction.spec = EvictionSpec(cap=8, every=2, when=PRESSURE)
 
     assert load.submit(request)
     load.drain()
 
     assert not load.requests
     assert len(request.output_token_ids) == 14
-    assert request.num_evictions > 0
+    assert request.eviction.num_evictions > 0

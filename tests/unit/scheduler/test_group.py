@@ -26,9 +26,11 @@ from quire.scheduler.group import (
     whole_groups,
 )
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestGroup, RequestState
+from quire.scheduler.request import Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
+from support.requests import make_request
 
 PROMPT = [7] * 5
 PAGE_TOKENS = 4
@@ -37,8 +39,8 @@ PAGE_TOKENS = 4
 def make_group(outputs, *, atomic=False, spare=0) -> RequestGroup:
     group = RequestGroup("r", atomic=atomic)
     for number, output in enumerate([*outputs, *[[]] * spare]):
-        request = Request(f"r#{number}", PROMPT, SamplingParams(max_tokens=9), arrival=number)
-        request.group, request.output_token_ids = group, list(output)
+        request = make_request(f"r#{number}", PROMPT, SamplingParams(max_tokens=9), arrival=number)
+        request.group, request.progress.output_token_ids = group, list(output)
         (group.members if number < len(outputs) else group.spare).append(request)
     return group
 
@@ -57,15 +59,15 @@ def entry_at(tokens: int) -> EvictionEntry:
 
 def read(memory, first) -> tuple[list[Request], int]:
     """Let the group's first member in and read on until all have everything; count tokens."""
-    first.row, first.state = memory.start(), RequestState.RUNNING
+    first.memory.row, first.progress.state = memory.start(), RequestState.RUNNING
     sequence_memory = SequenceMemory(PrefixSharing(memory))
     running, read_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
             tokens = readable_tokens(request)
             if tokens:
-                memory.grow(np.array([request.row]), np.array([tokens], dtype=np.int32))
-                request.num_computed += tokens
+                memory.grow(np.array([request.memory.row]), np.array([tokens], dtype=np.int32))
+                request.progress.num_computed += tokens
                 read_tokens += tokens
             for planned in due_forks(request):
                 sequence_memory.fork(planned.parent, planned.child)
@@ -86,7 +88,7 @@ def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
 
     assert read_tokens == tree_size(outputs)
     assert sorted(r.request_id for r in running) == sorted(m.request_id for m in group.members)
-    assert all(memory.lengths[r.row] == r.num_tokens for r in running)
+    assert all(memory.lengths[r.memory.row] == r.num_tokens for r in running)
     memory.check()
 
 
@@ -96,7 +98,7 @@ def test_no_token_is_read_twice_and_every_member_gets_all_of_its_own(outputs):
 def test_members_that_differ_share_no_more_than_a_rule_allows(outputs, cap):
     group = make_group(outputs)
     for member in group.members:
-        member.eviction = EvictionSpec(cap=cap, every=1)
+        member.eviction.spec = EvictionSpec(cap=cap, every=1)
     plan_prefill(group.members[0])
 
     for planned in group.forks:
@@ -120,7 +122,7 @@ def test_beams_leave_their_last_token_to_all_of_them():
     first = plan_prefill(group.members[0])
     assert readable_tokens(first) == len(PROMPT) + 1  # up to the fork
 
-    first.num_computed = len(PROMPT) + 1
+    first.progress.num_computed = len(PROMPT) + 1
 
     assert readable_tokens(first) == 0
     assert whole_groups([first]) == []
@@ -133,7 +135,7 @@ def test_a_single_beam_reads_to_the_end():
     assert readable_tokens(plan_prefill(group.members[0])) == len(PROMPT)
     assert group.num_rows == 4
     assert reserved_rows([group.members[0]]) == 4  # it waits still; running it is one fewer
-    group.members[0].state = RequestState.RUNNING
+    group.members[0].progress.state = RequestState.RUNNING
     assert reserved_rows([group.members[0]]) == 3
 
 
@@ -153,15 +155,15 @@ def test_members_share_what_left_both_before_they_were_forked():
     first, second = group.members
     spec = EvictionSpec(cap=4, every=2, when=PRESSURE)
     shared, own = (entry_at(tokens) for tokens in (3, 5))
-    first.eviction = second.eviction = spec
-    first.trace, second.trace = [shared], [shared]
+    first.eviction.spec = second.eviction.spec = spec
+    first.eviction.trace, second.eviction.trace = [shared], [shared]
 
     plan_prefill(first)
     together = [planned.tokens for planned in group.forks]
-    second.trace.append(own)
+    second.eviction.trace.append(own)
     plan_prefill(first)
     until_own = [planned.tokens for planned in group.forks]
-    second.trace = [entry_at(3)]
+    second.eviction.trace = [entry_at(3)]
     plan_prefill(first)
     apart = [planned.tokens for planned in group.forks]
 
@@ -174,10 +176,10 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
     group = make_group([[1], [2], [3]], atomic=True)
     old = list(group.members)
     for member in old:
-        member.row, member.state = memory.start(), RequestState.RUNNING
-        memory.grow(np.array([member.row]), np.array([6], dtype=np.int32))
-        member.num_computed = 6
-    pages = [memory.tables["kv"].row_pages(m.row).tolist() for m in old]
+        member.memory.row, member.progress.state = memory.start(), RequestState.RUNNING
+        memory.grow(np.array([member.memory.row]), np.array([6], dtype=np.int32))
+        member.progress.num_computed = 6
+    pages = [memory.tables["kv"].row_pages(m.memory.row).tolist() for m in old]
 
     assert not_continued(group, [2, 0, 2]) == [old[1]]
     sequence_memory.free(old[1], "dropped")
@@ -185,11 +187,11 @@ def test_branching_keeps_the_first_row_copies_the_next_and_releases_the_rest():
 
     assert [m.output_token_ids for m in group.members] == [[3], [1], [3]]
     assert group.members[:2] == [old[2], old[0]]
-    kept = [memory.tables["kv"].row_pages(m.row).tolist() for m in group.members]
+    kept = [memory.tables["kv"].row_pages(m.memory.row).tolist() for m in group.members]
     assert kept == [pages[2], pages[0], pages[2]]
     page_bytes = memory.layout.page_classes[0].page_bytes
     assert group.kv_peak_bytes == 3 * 2 * page_bytes
-    assert distinct_bytes(memory, [m.row for m in group.members]) == 2 * 2 * page_bytes
+    assert distinct_bytes(memory, [m.memory.row for m in group.members]) == 2 * 2 * page_bytes
     memory.check()
 
 

@@ -38,7 +38,7 @@ def test_members_that_share_fit_whole_without_losing_anything_or_run_apart(when,
     load = SchedulerLoad(THREE_PAGES)
     members = [load.request(30, 20) for _ in range(2)]
     for member in members:
-        member.eviction = EvictionSpec(cap=8, every=2, when=when)
+        member.eviction.spec = EvictionSpec(cap=8, every=2, when=when)
 
     load.submit_group(members, atomic=False)
 
@@ -53,7 +53,7 @@ def test_beams_that_would_not_fit_whole_are_refused_with_the_way_out():
     first, spare = (load.request(30, 20) for _ in range(2))
     first.group = spare.group = RequestGroup("r", atomic=True)
     first.group.members, first.group.spare = [first], [spare]
-    first.eviction = spare.eviction = EvictionSpec(cap=8, every=2, when=PRESSURE)
+    first.eviction.spec = spare.eviction.spec = EvictionSpec(cap=8, every=2, when=PRESSURE)
 
     with pytest.raises(NeverFits, match=r"in 2 beams .*evict with when=prefill_and_decode"):
         load.scheduler.submit(first)
@@ -66,7 +66,7 @@ def test_members_that_share_pages_keep_their_tokens(atomic):
     load = SchedulerLoad(Setting(page_tokens=4, cap=20, remembers=True, pages=40))
     members = [load.request(16, 6) for _ in range(2)]
     for member in members:
-        member.eviction = replace(member.eviction, cap=16, every=4, when=PRESSURE)
+        member.eviction.spec = replace(member.eviction.spec, cap=16, every=4, when=PRESSURE)
     load.submit_group(list(members), atomic=atomic)
     while len(load.scheduler.running) < 2:
         load.step()
@@ -74,5 +74,5 @@ def test_members_that_share_pages_keep_their_tokens(atomic):
 
     assert not capacities.evict_under_pressure(running)
     assert not capacities.reuse_slots(running)
-    assert [member.num_evictions for member in members] == [0, 0]
+    assert [member.eviction.num_evictions for member in members] == [0, 0]
     load.drain()

@@ -11,7 +11,7 @@ from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
 from quire.scheduler.forks import NEVER
-from quire.scheduler.request import RequestState
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 from support.engines import load
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
@@ -58,7 +58,7 @@ def test_a_request_enters_without_its_cached_prefix_or_waits_where_statistics_la
     pool.step()
 
     assert promoted == [request]
-    assert (request.state is RequestState.RUNNING) == (not others)
+    assert (request.progress.state is RequestState.RUNNING) == (not others)
     pool.drain()
     assert len(request.output_token_ids) == 5
 
@@ -77,7 +77,7 @@ def test_a_request_that_cannot_move_in_all_of_the_memory_fails_and_the_others_go
         ),
     )
 
-    while stuck.state is not RequestState.FINISHED:
+    while stuck.progress.state is not RequestState.FINISHED:
         pool.scheduler.schedule()
     [failure] = pool.scheduler.take_failures()
     del pool.requests[stuck.request_id]
@@ -102,7 +102,7 @@ def test_members_of_a_group_that_cannot_move_together_run_apart(monkeypatch):
     pool.drain()
 
     assert [len(member.output_token_ids) for member in members] == [5, 5, 5]
-    assert [member.apart is not None for member in members] == [False, True, True]
+    assert [member.split_from is not None for member in members] == [False, True, True]
 
 
 RAISE = re.compile(r"(?:raise|give) (--[a-z-]+) (?:to|of) (\d+[KM]iB)")

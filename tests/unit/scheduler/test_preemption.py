@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.scheduler.request import RequestState
+from quire.scheduler.request_parts import RequestState
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 
@@ -17,7 +17,7 @@ def group_being_read(**setting):
         member.output_token_ids.append(token)
     load.submit_group(members, atomic=False)
     load.step()
-    assert [member.state is RequestState.RUNNING for member in members] == [False, True]
+    assert [member.progress.state is RequestState.RUNNING for member in members] == [False, True]
     assert members[0].group.forks[0].parent is members[1]
     return load, members
 

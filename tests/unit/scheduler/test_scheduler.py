@@ -10,9 +10,11 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
 from quire.scheduler.admission.need import Need
 from quire.scheduler.prefill import SCORED_TOKENS
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
+from support.requests import make_request
 from unit.scheduler.scheduler_load import Newest, make_layout, make_scheduler
 
 
@@ -35,7 +37,7 @@ class Load:
         self.arrivals = itertools.count()
 
     def submit(self, prompt_tokens: int, max_tokens: int, **options) -> Request:
-        request = Request(
+        request = make_request(
             request_id="r",
             prompt_token_ids=[1] * prompt_tokens,
             params=SamplingParams(max_tokens=max_tokens, **options),
@@ -118,10 +120,10 @@ def test_newcomers_do_not_take_the_room_of_a_chunk_that_must_be_read_whole():
     long = load.submit(60, 1)
     short = [load.submit(1, 4 + i % 3) for i in range(60)]
 
-    while long.state is not RequestState.FINISHED:
+    while long.progress.state is not RequestState.FINISHED:
         assert load.step()
 
-    assert sum(request.state is RequestState.FINISHED for request in short) < 4
+    assert sum(request.progress.state is RequestState.FINISHED for request in short) < 4
     load.run()
 
 

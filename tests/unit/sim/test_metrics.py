@@ -8,12 +8,12 @@ import pytest
 
 from quire.config.sampling_params import SamplingParams
 from quire.scheduler.events import KVEvent
-from quire.scheduler.request import Request
 from quire.sim.fairness import ServedTokens, jain_index
 from quire.sim.gauges import Gauges, Reading
 from quire.sim.metrics import latencies, percentiles
 from quire.sim.records import RequestRecord
 from quire.sim.tally import EventTally
+from support.requests import make_request
 
 
 def record(arrival, admitted, first, finish, answer=5):
@@ -78,7 +78,7 @@ def test_jains_index(served, index):
 
 def test_tokens_count_while_all_tenants_wait():
     def requested(tenant):
-        return Request("r", [1], SamplingParams(), tenant=tenant)
+        return make_request("r", [1], SamplingParams(), tenant=tenant)
 
     served = ServedTokens(("a", "b"))
     served.arrived("a")
@@ -96,7 +96,7 @@ def test_tokens_count_while_all_tenants_wait():
 def test_a_tenant_that_waits_for_moments_is_not_compared():
     """It waits while a request of the other is served to its end, time and again."""
     served = ServedTokens(("flood", "small"))
-    flood = Request("r", [1], SamplingParams(), tenant="flood")
+    flood = make_request("r", [1], SamplingParams(), tenant="flood")
     for _ in range(100):
         for tenant in ("flood", "flood", "small"):
             served.arrived(tenant)
@@ -111,7 +111,7 @@ def test_a_tenant_that_waits_for_moments_is_not_compared():
 
 def test_a_stretch_in_which_all_wait_for_long_is_compared():
     served = ServedTokens(("a", "b"))
-    both = [Request("r", [1], SamplingParams(), tenant=tenant) for tenant in "ab"]
+    both = [make_request("r", [1], SamplingParams(), tenant=tenant) for tenant in "ab"]
     for tenant in "ab" * 11:
         served.arrived(tenant)
     for _ in range(11):

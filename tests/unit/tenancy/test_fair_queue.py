@@ -9,6 +9,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import IDLE_KEPT, FairQueue, TokenPrices, _Entry
+from support.requests import make_request
 
 TENANTS = ("a", "b", "c")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -18,7 +19,7 @@ numbers = itertools.count()
 
 def request(tenant="default", *, priority=0, prompt=1, output=1):
     number = next(numbers)
-    return Request(
+    return make_request(
         request_id=f"r{number}",
         prompt_token_ids=[0] * prompt,
         params=SamplingParams(max_tokens=output),

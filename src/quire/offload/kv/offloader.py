@@ -20,7 +20,7 @@ from quire.scheduler.lane_capacities import Evicted, Evictor
 from quire.scheduler.lane_slots import Slots
 from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
 
 # Makes room in the KV memory by moving the first pages of running requests to the host.
 
@@ -70,11 +70,11 @@ class PrefixOffloader:
 
     def is_staged(self, request: Request) -> bool:
         """Whether a running request has its first pages on the host."""
-        return request.row in self._fronts.rows
+        return request.memory.row in self._fronts.rows
 
     def stops_evicting(self, request: Request) -> bool:
         """Whether a running request could lose tokens if its first pages were back."""
-        return request.eviction.cap is not None and self.is_staged(request)
+        return request.eviction.spec.cap is not None and self.is_staged(request)
 
     def move_some(self, but: Request | None = None) -> bool:
         """Move pages of somebody; False where nobody has any that would free memory.
@@ -102,7 +102,7 @@ class PrefixOffloader:
         self._sharing.drop_cached()
         while self.is_staged(request):
             try:
-                self._fronts.bring_back(request.row)
+                self._fronts.bring_back(request.memory.row)
             except OutOfPages:
                 if not self.move_some(but=request):
                     raise
@@ -113,26 +113,30 @@ class PrefixOffloader:
 
         Its pages are packed then, staging included, for pages of all classes to fill slabs.
         """
-        self._fronts.halve_staging(request.row)
+        self._fronts.halve_staging(request.memory.row)
         while may_stream(request) and self._move(request):
-            self._fronts.halve_staging(request.row)
-        self._fronts.repack(request.row)
+            self._fronts.halve_staging(request.memory.row)
+        self._fronts.repack(request.memory.row)
 
     def _movable(self) -> list[Request]:
         return [
             request
             for request in self._running
-            if request.state is RequestState.RUNNING and request.row >= 0 and may_stream(request)
+            if request.is_running and request.memory.row >= 0 and may_stream(request)
         ]
 
     def _gain_bytes(self, request: Request) -> int:
-        return self._fronts.gain_bytes(request.row, self._slots(request), self._holders)
+        return self._fronts.gain_bytes(request.memory.row, self._slots(request), self._holders)
 
     def _slots(self, request: Request) -> int:
         """In every lane that could have a front; without those that the next step will write."""
         tables = self._memory.tables.values()
-        held = min(int(t.num_slots[request.row].min()) for t in tables if can_be_offloaded(t.group))
-        return held - (int(self._memory.lengths[request.row]) - request.num_computed)
+        held = min(
+            int(t.num_slots[request.memory.row].min()) for t in tables if can_be_offloaded(t.group)
+        )
+        return held - (
+            int(self._memory.lengths[request.memory.row]) - request.progress.num_computed
+        )
 
     def _move(self, request: Request) -> bool:
         """Offload the next pages of a request; False where neither side has room for one of each.
@@ -140,14 +144,14 @@ class PrefixOffloader:
         Where offload memory or staging has no room for so many, fewer are offloaded.
         """
         tokens, slots = self._page_tokens, self._slots(request)
-        held = max(int(t.staged[request.row]) for t in self._memory.tables.values())
+        held = max(int(t.staged[request.memory.row]) for t in self._memory.tables.values())
         left = slots // tokens - held
         pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
         self._sharing.withdraw_from_cache(request)
         before = self._fronts.pool.used_bytes
         while pages > 0 and self._fronts.pool.used_bytes == before:
             with suppress(HostPoolFull, OutOfPages):  # what was offloaded before it stays so
-                self._fronts.host(request.row, (held + pages) * tokens)
+                self._fronts.host(request.memory.row, (held + pages) * tokens)
             pages //= 2
         moved = self._fronts.pool.used_bytes - before
         if moved:

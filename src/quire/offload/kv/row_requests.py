@@ -27,7 +27,7 @@ class RowRequests:
 
     def rope_variant(self, row: int) -> int:
         """Of the sequence."""
-        return self._of(row).rope_variant
+        return self._of(row).spec.rope_variant
 
     def inputs_until(self, row: int) -> int:
         """Slots from this one on are never made again; 0: none is."""
@@ -35,4 +35,4 @@ class RowRequests:
         return int(-(-request.final_tokens * self._part // 1)) if may_stream(request) else 0
 
     def _of(self, row: int) -> Request:
-        return next(request for request in self._running if request.row == row)
+        return next(request for request in self._running if request.memory.row == row)

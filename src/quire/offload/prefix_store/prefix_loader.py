@@ -127,7 +127,7 @@ class PrefixLoader:
             self._rate.refresh()
             return
         self._rate.learn()
-        at, end = request.num_computed, found[-1][0].end
+        at, end = request.progress.num_computed, found[-1][0].end
         first = at + self._front(at, end - at, self._rate.token_s)
         if first >= end:
             self._num_declined += 1
@@ -144,12 +144,12 @@ class PrefixLoader:
         self._ask(found_one)
 
     def _find(self, request: Request) -> list[tuple[Block, Place]]:
-        lease, chain = request.lease, request.chain
+        lease, chain = request.memory.lease, request.memory.chain
         if not isinstance(lease, PrefixLease) or chain is None or request.scores_prompt:
             return []
-        if request.statistics or request.swapped is not None or self.tier.is_closed:
+        if request.memory.statistics or request.memory.swapped is not None or self.tier.is_closed:
             return []  # what is remembered of tokens is not stored; a tail is on the host
-        at = request.num_computed
+        at = request.progress.num_computed
         most = min(at + readable_tokens(request), request.exact_tokens + 1) - 1
         return self.tier.store.find(block for block in chain.blocks(most) if block.end > at)
 
@@ -186,7 +186,7 @@ class PrefixLoader:
         if found is None or not budget:
             return budget
         self._rate.learn(found.load.pieces)
-        at, load = request.num_computed, found.load
+        at, load = request.progress.num_computed, found.load
         into_block = at % self._block_tokens
         if into_block:
             return min(budget, self._block_tokens - into_block)
@@ -226,11 +226,11 @@ class PrefixLoader:
 
     def _meet(self, request: Request, found: RequestPrefixLoad) -> None:
         """The front is there, and so is the back: from now on the request has both."""
-        load, at = found.load, request.num_computed
+        load, at = found.load, request.progress.num_computed
         load.stop()
-        if load.pages.attach(request.row):
+        if load.pages.attach(request.memory.row):
             tokens = load.end - at
-            request.num_computed = load.end
+            request.progress.num_computed = load.end
             request.count_cached(at, load.end)
             self._num_restores += 1
             self._restored_tokens += tokens

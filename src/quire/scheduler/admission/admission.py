@@ -116,7 +116,9 @@ class Admission:
         The batcher may name others in their place, or none.
         """
         for head in list(self._fairness.waiting.heads()):
-            new = self._new_one(head) if self._last_resumed and head.entries else None
+            new = (
+                self._new_one(head) if self._last_resumed and head.progress.num_admissions else None
+            )
             if new is not None and (found := self._batcher.candidate(new, budget)) is not None:
                 yield found, False
             if (found := self._batcher.candidate(head, budget)) is not None:
@@ -127,7 +129,7 @@ class Admission:
         for request in self._fairness.waiting.of_tenant(head.tenant):
             if request.priority > head.priority:
                 return None
-            if not request.entries:
+            if not request.progress.num_admissions:
                 return request
         return None
 
@@ -229,7 +231,7 @@ class Admission:
 
     def _begin(self, request: Request) -> Request:
         """Let a request run that has tokens to compute."""
-        self._last_resumed = request.entries > 1
+        self._last_resumed = request.progress.num_admissions > 1
         self._run(request)
         return request
 

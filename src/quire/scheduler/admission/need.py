@@ -44,8 +44,12 @@ class Need:
 def need_of(request: Request, tokens: int) -> Need:
     """What a request needs to have had so many tokens."""
     # those that evict go back into the memory for it, and so must have room there
-    streams = may_stream(request) and request.eviction.cap is None and not request.cached_tokens
-    return Need(tokens, len(request.prompt_token_ids), request.eviction, streams)
+    streams = (
+        may_stream(request)
+        and request.eviction.spec.cap is None
+        and not request.progress.cached_tokens
+    )
+    return Need(tokens, len(request.prompt_token_ids), request.eviction.spec, streams)
 
 
 def may_stream(request: Request) -> bool:
@@ -53,7 +57,7 @@ def may_stream(request: Request) -> bool:
 
     Not in groups, whose members share pages; not once they could not return for an eviction.
     """
-    return request.group is None and request.streams
+    return request.group is None and request.memory.may_offload
 
 
 @dataclass(frozen=True, slots=True)

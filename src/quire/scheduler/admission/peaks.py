@@ -204,7 +204,7 @@ class Peaks:
 
     def held(self, requests: Sequence[Request]) -> Counts:
         """Pages [requests, page classes] that running requests refer to, or keep aside, now."""
-        rows = np.array([request.row for request in requests], dtype=np.int64)
+        rows = np.array([request.memory.row for request in requests], dtype=np.int64)
         counts = np.zeros((len(rows), len(self.page_classes)), dtype=np.int64)
         for table in self.memory.tables.values():
             place = self._place[table.group.page_class]

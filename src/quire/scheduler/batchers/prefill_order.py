@@ -58,7 +58,7 @@ class SimilarLengths(PrefillOrder):
 
     def choose(self, head: Request) -> Request:
         """See `PrefillOrder`."""
-        if head.entries or not isinf(head.deadline_s):
+        if head.progress.num_admissions or not isinf(head.deadline_s):
             return head
         group = [r for r in self._groups.get(head.tenant, ()) if self._belongs(r, head)]
         if not group:
@@ -69,7 +69,7 @@ class SimilarLengths(PrefillOrder):
 
     def _belongs(self, request: Request, head: Request) -> bool:
         """Whether one of the group still waits, and for as good a reason as the first in line."""
-        waits = request in self._waiting and not request.entries
+        waits = request in self._waiting and not request.progress.num_admissions
         return waits and request.priority == head.priority and isinf(request.deadline_s)
 
     def _form(self, head: Request) -> list[Request]:

@@ -133,7 +133,11 @@ class PrefilledQueue(Batcher):
         while rest and count_rows(dict.fromkeys(soon)) < wanted_rows:
             soon.append(self._next(rest))
             rest.remove(soon[-1])
-        out = [u for u in rest if holds_kv(u) and all(m.entries == 1 for m in members_of(u))]
+        out = [
+            u
+            for u in rest
+            if holds_kv(u) and all(m.progress.num_admissions == 1 for m in members_of(u))
+        ]
         back = [first_member(unit) for unit in soon if not holds_kv(unit)]
         return Moves(out=[first_member(unit) for unit in out], back=back)
 
@@ -146,7 +150,7 @@ class PrefilledQueue(Batcher):
         """Whether its KV is on the host, to be fetched when it is wanted."""
         if not self._options.on_host or holds_kv(unit):
             return False
-        swapped = [m.swapped for m in members_of(unit) if m.swapped is not None]
+        swapped = [m.memory.swapped for m in members_of(unit) if m.memory.swapped is not None]
         return any(not each.keep_from for each in swapped)
 
     def _was_preempted(self, unit: Unit) -> bool:
@@ -173,10 +177,10 @@ class PrefilledQueue(Batcher):
         return chosen if rows <= self._state.max_num_seqs + self._options.rows else None
 
     def _first_new(self, head: Request) -> Request | None:
-        if not head.entries:
+        if not head.progress.num_admissions:
             return head
         line = self._state.waiting.of_tenant(head.tenant)
-        return next((request for request in line if not request.entries), None)
+        return next((request for request in line if not request.progress.num_admissions), None)
 
     def entered(self, request: Request) -> None:
         """See `Batcher`."""

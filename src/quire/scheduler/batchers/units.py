@@ -3,7 +3,8 @@
 waits ---> reads its prompt ---> prefilled: has its first token ---> decodes ---> has ended
 """
 
-from quire.scheduler.request import Request, RequestGroup, RequestState
+from quire.scheduler.request import Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
 from quire.tenancy.fair_queue import FairQueue
 
 Unit = Request | RequestGroup
@@ -31,17 +32,19 @@ def count_rows(units: "dict[Unit, None]") -> int:
 
 def has_ended(unit: Unit) -> bool:
     """Whether nothing of it goes on."""
-    return all(member.state is RequestState.FINISHED for member in members_of(unit))
+    return all(member.progress.state is RequestState.FINISHED for member in members_of(unit))
 
 
 def holds_kv(unit: Unit) -> bool:
     """Whether any of it runs."""
-    return any(member.state is RequestState.RUNNING for member in members_of(unit))
+    return any(member.is_running for member in members_of(unit))
 
 
 def has_left(unit: Unit) -> bool:
     """Whether any of it has given way since it first entered, and may be back."""
-    return not holds_kv(unit) or any(member.entries > 1 for member in members_of(unit))
+    return not holds_kv(unit) or any(
+        member.progress.num_admissions > 1 for member in members_of(unit)
+    )
 
 
 def first_member(unit: Unit) -> Request:
@@ -61,7 +64,4 @@ def waits_to_decode(request: Request) -> bool:
 
 def is_prefilled(unit: Unit) -> bool:
     """Whether some of it runs and could decode."""
-    return any(
-        member.state is RequestState.RUNNING and waits_to_decode(member)
-        for member in members_of(unit)
-    )
+    return any(member.is_running and waits_to_decode(member) for member in members_of(unit))

@@ -10,7 +10,8 @@ from quire.scheduler.fairness import Fairness
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
 from quire.scheduler.preemption.victims import choose_victim, may_be_preempted, reclaimable_bytes
-from quire.scheduler.request import Request, RequestState
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 
 
@@ -73,8 +74,8 @@ class Preempter:
         Source: vLLM's proposal 56897 (reclaimable blocks over tokens, times 1 - progress).
         """
         done = len(request.output_token_ids) / max(1, request.params.max_tokens)
-        leaving = [member for member in together(request) if member.row >= 0]
-        lost_tokens = sum(member.num_computed for member in leaving)
+        leaving = [member for member in together(request) if member.memory.row >= 0]
+        lost_tokens = sum(member.progress.num_computed for member in leaving)
         return reclaimable_bytes(self._memory, leaving) / max(1, lost_tokens) * (1 - done)
 
     # ---- swap out --------------------------------------------------------------------------------
@@ -95,8 +96,8 @@ class Preempter:
             swap_all: swap all KV out where the swap space has room, whatever it costs.
             recompute: swap nothing out.
         """
-        lost_tokens = sum(request.num_computed for request in requests)
-        freed_bytes = distinct_bytes(self._memory, [request.row for request in requests])
+        lost_tokens = sum(request.progress.num_computed for request in requests)
+        freed_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
         how = (
             "recompute"
             if recompute
@@ -104,8 +105,8 @@ class Preempter:
         )
         self.num_preemptions += 1
         for request in requests:
-            request.preemptions += 1
-            if request.row >= 0:
+            request.progress.num_preemptions += 1
+            if request.memory.row >= 0:
                 self._sequence_memory.free(request, "preempted")
         self._sequence_memory.events.emit(
             "preempted",
@@ -118,7 +119,7 @@ class Preempter:
 
     def _swap_by_cost(self, requests: Sequence[Request], kv_bytes: int, *, swap_all: bool) -> str:
         """Swap out what is cheaper to copy than to recompute; return how they will resume."""
-        if any(request.swapped is not None for request in requests):
+        if any(request.memory.swapped is not None for request in requests):
             return "hybrid"  # its tail is there already
         prefix_offloader = self._sequence_memory.prefix_offloader
         if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
@@ -140,11 +141,11 @@ class Preempter:
             Whether they are swapped out; else they run on.
         """
         prefix_offloader = self._sequence_memory.prefix_offloader
-        if self.swapper is None or any(request.swapped is not None for request in requests):
+        if self.swapper is None or any(request.memory.swapped is not None for request in requests):
             return False
         if prefix_offloader is not None and any(map(prefix_offloader.is_staged, requests)):
             return False  # its first pages are apart from the rest
-        kv_bytes = distinct_bytes(self._memory, [request.row for request in requests])
+        kv_bytes = distinct_bytes(self._memory, [request.memory.row for request in requests])
         choice = self.swapper.whole(kv_bytes)
         return choice is not None and self._copy_out(requests, choice)
 
@@ -156,7 +157,7 @@ class Preempter:
         if swapped is None:
             return False
         for request, held_bytes in zip(requests, held, strict=True):
-            request.swapped = swapped
+            request.memory.swapped = swapped
             self._sequence_memory.note_freed(request, held_bytes, "swapped out")
         self._swapped[id(swapped)] = list(requests)
         self._log("swapped_out", requests[0], swapped)
@@ -166,11 +167,11 @@ class Preempter:
 
     def is_swapped_whole(self, request: Request) -> bool:
         """Whether all KV of a waiting request is swapped out."""
-        return request.swapped is not None and not request.swapped.keep_from
+        return request.memory.swapped is not None and not request.memory.swapped.keep_from
 
     def can_swap_in(self, request: Request) -> bool:
         """Whether there are pages for the swapped KV of a waiting request, cached ones dropped."""
-        swapped = request.swapped
+        swapped = request.memory.swapped
         if swapped is None or swapped.keep_from:
             return True
         self._sequence_memory.sharing.make_room(dict(swapped.pages))
@@ -178,12 +179,12 @@ class Preempter:
 
     def free_swapped_group(self, request: Request) -> None:
         """Free the swapped KV of a request and of those that were swapped out with it."""
-        for member in list(self._swapped.get(id(request.swapped), [])):
+        for member in list(self._swapped.get(id(request.memory.swapped), [])):
             self.free_swapped(member)
 
     def head_tokens(self, request: Request) -> int | None:
         """Tokens to recompute before a swapped tail can be appended; None without a tail."""
-        swapped = request.swapped
+        swapped = request.memory.swapped
         return None if swapped is None else swapped.keep_from or None
 
     def swap_in(self, request: Request) -> list[Request]:
@@ -192,34 +193,34 @@ class Preempter:
         Returns:
             Those that hold it again; none where a copy failed, and then the swapped KV is freed.
         """
-        swapped = request.swapped
+        swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
         resumed = self._swapped.pop(id(swapped))
         rows = self.swapper.back(swapped)
         for member in resumed:
-            member.swapped = None
+            member.memory.swapped = None
         if rows is None:
             return []
         for member, row, sequence in zip(resumed, rows, swapped.sequences, strict=True):
-            if member.state is RequestState.FINISHED:  # cancelled while it was swapped out
+            if member.progress.state is RequestState.FINISHED:  # cancelled while it was swapped out
                 self._memory.release([row])
             else:
                 self._sequence_memory.resume(member, row, sequence.length)
         self._log("swapped_in", request, swapped)
-        return [member for member in resumed if member.row >= 0]
+        return [member for member in resumed if member.memory.row >= 0]
 
     def swap_in_tail(self, request: Request) -> bool:
         """Append the swapped tail to a recomputed head, where there are pages for it."""
-        swapped = request.swapped
+        swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
         if not self._sequence_memory.sharing.make_room(self.swapper.needed(swapped)):
             return False
         self._swapped.pop(id(swapped))
-        request.swapped = None
-        if self.swapper.back_behind(swapped, request.row):
-            request.num_computed = swapped.sequences[0].length
+        request.memory.swapped = None
+        if self.swapper.back_behind(swapped, request.memory.row):
+            request.progress.num_computed = swapped.sequences[0].length
             self._log("swapped_in", request, swapped)
         return True
 
@@ -232,10 +233,10 @@ class Preempter:
 
     def free_swapped(self, request: Request) -> None:
         """Free the swapped KV of a request that needs it no more."""
-        swapped, request.swapped = request.swapped, None
+        swapped, request.memory.swapped = request.memory.swapped, None
         if swapped is not None:
             members = self._swapped[id(swapped)]
-            if all(member.swapped is None for member in members):
+            if all(member.memory.swapped is None for member in members):
                 del self._swapped[id(swapped)]
                 swapped.discard()
 
@@ -245,13 +246,13 @@ class Preempter:
         Scattered pages keep more slabs than they fill from the other page classes. Compacted, a
         request that was admitted can always grow.
         """
-        members = [member for member in together(request) if member.row >= 0]
+        members = [member for member in together(request) if member.memory.row >= 0]
         for member in members:
             self._sequence_memory.sharing.stop_sharing(member)
             if self._sequence_memory.prefix_loader is not None:
                 self._sequence_memory.prefix_loader.forget(member)
         self._sequence_memory.sharing.drop_cached()
-        repack(self._memory, *(member.row for member in members))
+        repack(self._memory, *(member.memory.row for member in members))
 
     def halve_staging(self, request: Request) -> None:
         """Leave a request that is alone one staging slot for its offloaded pages."""

@@ -66,10 +66,10 @@ class Swapper:
             requests: running ones.
             kv_bytes: of all pages they refer to, each counted once.
         """
-        tokens = sum(request.num_computed for request in requests)
+        tokens = sum(request.progress.num_computed for request in requests)
         host_bytes = 0 if self._pool is None else self._pool.free_bytes
         alone = len(requests) == 1 and requests[0].group is None
-        border = split_border(self._memory, requests[0].row) if alone else 0
+        border = split_border(self._memory, requests[0].memory.row) if alone else 0
         holding = Holding(tokens=tokens, kv_bytes=kv_bytes, page_tokens=border)
         if self._mode == "recompute" or self._pool is None:
             return Choice(how="recompute", seconds=0.0, reason="as configured")
@@ -90,7 +90,7 @@ class Swapper:
 
     def out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
         """Copy requests out and release their rows; None where that failed and they still run."""
-        rows = [request.row for request in requests]
+        rows = [request.memory.row for request in requests]
         started_s = self._clock()
         try:
             swapped = swap_out(self._memory, rows, self._pool, keep_from=choice.keep_from)

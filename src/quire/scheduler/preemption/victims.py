@@ -44,7 +44,7 @@ def choose_victim(
     first = ordered[0]
     rank = (owes(first), first.priority, isinf(first.deadline_s))
     alike = [r for r in ordered[:COMPARED] if (owes(r), r.priority, isinf(r.deadline_s)) == rank]
-    return max(alike, key=lambda r: (worth(r), r.arrival))
+    return max(alike, key=lambda r: (worth(r), r.spec.arrival))
 
 
 def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
@@ -55,8 +55,8 @@ def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
 def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> int:
     table = memory.tables[name]
     page_class = table.group.page_class
-    rows = np.array([request.row for request in requests], dtype=np.int64)
-    named = np.concatenate([table.row_pages(request.row) for request in requests])
+    rows = np.array([request.memory.row for request in requests], dtype=np.int64)
+    named = np.concatenate([table.row_pages(request.memory.row) for request in requests])
     pages, times = np.unique(named, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= times
     set_aside_pages = memory.placement.reserved_pages(table, rows).sum()

@@ -1,0 +1,38 @@
+"""Engine requests for tests of the scheduler, without an engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config.sampling_params import SamplingParams
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
+
+
+def make_request(
+    request_id: str = "r",
+    prompt_token_ids: Sequence[int] = (1,),
+    params: SamplingParams | None = None,
+    *,
+    eviction: EvictionSpec = KEEP_ALL,
+    statistics: frozenset[str] = frozenset(),
+    **spec: Any,
+) -> Request:
+    """A request as an input processor makes it.
+
+    Args:
+        request_id, prompt_token_ids, params: see `RequestSpec`.
+        eviction: which tokens are retained.
+        statistics: lane groups that hold statistics of its tokens.
+        spec: other fields of `RequestSpec`.
+    """
+    return Request(
+        RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            params=SamplingParams() if params is None else params,
+            **spec,
+        ),
+        memory=RequestMemory(statistics=statistics),
+        eviction=RequestEviction(spec=eviction),
+    )
