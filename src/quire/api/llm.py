@@ -174,7 +174,7 @@ class LLM:
                 with _named(f"prompt {index}" if len(requests) > 1 else ""):
                     ids = self._encode(request.prompt)
                     request_id = self._submit(replace(request, prompt=ids), take)
-                builders[request_id] = OutputBuilder(request_id, tuple(ids))
+                builders[request_id] = OutputBuilder(request_id, tuple(ids), request)
             while len(answers) < len(builders):
                 deltas = self._step()
                 if progress is not None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.batch_io import BatchLine, LineHead
+from quire.config.generation_request import echoed_options
 
 if TYPE_CHECKING:
     from quire.sampling.outputs import Choice, RequestOutput
@@ -56,7 +57,7 @@ def answer_record(
     if answer.error is not None:
         return error_record(line.head, answer.error)
     if line.head.kind != "plain":
-        return _openai_record(line.head, 200, _body(line.head, answer, model), None)
+        return _openai_record(line.head, 200, _body(line, answer, model), None)
     requested: Record = {}
     if with_prompt:
         requested = {"messages": line.messages} if line.messages else {"prompt": line.prompt}
@@ -67,6 +68,7 @@ def answer_record(
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         **_all_texts(answer),
+        **echoed_options(line.options),
         "usage": asdict(answer.usage),
         "error": None,
     }
@@ -114,7 +116,8 @@ def _openai_record(head: LineHead, status: int, body: Record, error: Record | No
     }
 
 
-def _body(head: LineHead, answer: "RequestOutput", model: str) -> Record:
+def _body(line: BatchLine, answer: "RequestOutput", model: str) -> Record:
+    head = line.head
     chat = head.kind == "chat"
     usage = answer.usage
     return {
@@ -129,6 +132,7 @@ def _body(head: LineHead, answer: "RequestOutput", model: str) -> Record:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
+        **echoed_options(line.options),
     }
 
 

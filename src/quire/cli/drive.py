@@ -64,7 +64,8 @@ class Driver:
             request_id = self._llm.engine.submit(replace(job.request, prompt=token_ids))
         except RequestError as refusal:
             return refusal
-        self._open[request_id] = (job, OutputBuilder(request_id, tuple(token_ids)))
+        builder = OutputBuilder(request_id, tuple(token_ids), job.request)
+        self._open[request_id] = (job, builder)
         return None
 
     def _encode(self, job: Job) -> list[int]:

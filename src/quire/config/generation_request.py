@@ -2,7 +2,9 @@
 
 A new option of a request is a field of `GenerationRequest`, with its kinds in `OPTION_KINDS` and
 its types in the two dictionaries for type checkers. LLM, AsyncLLM and `quire batch` take it then;
-the server takes it as a field of `quire.serve.protocol.GenerationBody`.
+the server takes it as a field of `quire.serve.protocol.GenerationBody`. An option named in
+`ECHOED_OPTIONS` is repeated in the responses of server and batch; every `RequestOutput` has its
+request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +47,10 @@ class GenerationRequest:
     evict: str | None = None
     record_evictions: bool | None = None
 
+    def __post_init__(self) -> None:
+        for name in OPTION_KINDS:
+            object.__setattr__(self, name, checked_option(name, getattr(self, name)))
+
 
 class RequestOptions(TypedDict, total=False):
     """The options of one request; `GenerationRequest` explains them."""
@@ -81,6 +87,9 @@ OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
 }
 """What each option may be. A truth value is no number."""
 
+ECHOED_OPTIONS: tuple[str, ...] = ()
+"""Options that responses repeat."""
+
 _NAMES = {Integral: "a whole number", Real: "a number", str: "a text", bool: "true or false"}
 _EXAMPLES = {"evict": " such as 'h2o:cap=512'"}
 
@@ -100,6 +109,12 @@ def checked_option(name: str, value: object) -> object:
         return float(value) if Real in kinds and isinstance(value, int) else value
     expected = _NAMES[kinds[0]] + _EXAMPLES.get(name, "")
     raise RequestError(f"expected {name} to be {expected}, got {value!r}", param=name)
+
+
+def echoed_options(options: Mapping[str, object]) -> dict[str, object]:
+    """The options that a response repeats, as far as they are set."""
+    found = {name: options.get(name) for name in ECHOED_OPTIONS}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def token_ids_of(request: GenerationRequest) -> tuple[int, ...]:

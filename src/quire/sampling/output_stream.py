@@ -54,7 +54,7 @@ class OutputStream:
             EngineDead: the engine has stopped.
         """
         builders = {
-            request_id: OutputBuilder(request_id, token_ids_of(request))
+            request_id: OutputBuilder(request_id, token_ids_of(request), request)
             for request_id, request in zip(self.request_ids, self.requests, strict=True)
         }
         answers: dict[str, RequestOutput] = {}

@@ -1,9 +1,10 @@
 """What comes out: pieces of answers while they are made, and whole answers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from quire.config.generation_request import GenerationRequest
 from quire.sampling.sampler import SampledToken, ScoredToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -98,7 +99,8 @@ class RequestOutput:
 
     Attributes are those of `OutputDelta`, summed, of the first choice: the best one where choices
     are ranked. `prompt_token_ids` is what was asked, `choices` are all n answers, the first
-    included, `error` is the first of any choice.
+    included, `error` is the first of any choice. `request` is what was submitted, with its options;
+    outputs that differ only there are equal.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class RequestOutput:
     prompt_logprobs: tuple[ScoredToken | None, ...] | None
     choices: tuple[Choice, ...]
     usage: Usage
+    request: GenerationRequest | None = field(default=None, compare=False, repr=False)
 
 
 def merged(answers: Sequence[RequestOutput]) -> RequestOutput:
@@ -151,10 +154,21 @@ def summed(usages: Sequence[Usage]) -> Usage:
 
 
 class OutputBuilder:
-    """Collects deltas of one request."""
+    """Collects deltas of one request.
 
-    def __init__(self, request_id: str, prompt_token_ids: tuple[int, ...]) -> None:
-        self._request_id, self._prompt = request_id, prompt_token_ids
+    Args:
+        request_id: of the deltas.
+        prompt_token_ids: what was asked.
+        request: as submitted, for the output.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        request: GenerationRequest | None = None,
+    ) -> None:
+        self._request_id, self._prompt, self._request = request_id, prompt_token_ids, request
         self._deltas: dict[int, list[OutputDelta]] = {}
         self._prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
 
@@ -180,6 +194,7 @@ class OutputBuilder:
             prompt_logprobs=self._prompt_logprobs,
             choices=choices,
             usage=usage,
+            request=self._request,
         )
 
 

@@ -90,7 +90,7 @@ class Endpoints:
             )
             for index in range(len(prompts) * num_choices)
         ]
-        envelope = Envelope.of_completion(service.model_name)
+        envelope = Envelope.of_completion(service.model_name, body.request_options())
         return await self._reply(body, request, prompts, params, writers, envelope)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -113,7 +113,7 @@ class Endpoints:
             ChatWriter(index=index, pieces=service.pieces, wants_logprobs=bool(body.logprobs))
             for index in range(body.n or 1)
         ]
-        envelope = Envelope.of_chat(service.model_name)
+        envelope = Envelope.of_chat(service.model_name, body.request_options())
         return await self._reply(body, request, [prompt], params, writers, envelope)
 
     def _check(self, body: Body, request: Request) -> None:

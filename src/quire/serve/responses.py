@@ -2,9 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from quire.config.generation_request import echoed_options
 from quire.sampling.outputs import Usage, summed
 from quire.serve.writers import Choice
 
@@ -18,6 +19,7 @@ class Envelope:
         model: the name the client asked for.
         whole, chunk: names of the two kinds of body.
         created: seconds since 1970.
+        echoed: options of the request that the response repeats.
     """
 
     id: str
@@ -25,21 +27,30 @@ class Envelope:
     whole: str
     chunk: str
     created: int
+    echoed: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
-    def of_completion(cls, model: str) -> "Envelope":
+    def of_completion(cls, model: str, options: Mapping[str, object]) -> "Envelope":
         """For /v1/completions."""
-        return cls._new("cmpl", model, "text_completion", "text_completion")
+        return cls._new("cmpl", model, "text_completion", "text_completion", options)
 
     @classmethod
-    def of_chat(cls, model: str) -> "Envelope":
+    def of_chat(cls, model: str, options: Mapping[str, object]) -> "Envelope":
         """For /v1/chat/completions."""
-        return cls._new("chatcmpl", model, "chat.completion", "chat.completion.chunk")
+        return cls._new("chatcmpl", model, "chat.completion", "chat.completion.chunk", options)
 
     @classmethod
-    def _new(cls, prefix: str, model: str, whole: str, chunk: str) -> "Envelope":
-        new_id = f"{prefix}-{uuid.uuid4().hex}"
-        return cls(id=new_id, model=model, whole=whole, chunk=chunk, created=int(time.time()))
+    def _new(
+        cls, prefix: str, model: str, whole: str, chunk: str, options: Mapping[str, object]
+    ) -> "Envelope":
+        return cls(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            model=model,
+            whole=whole,
+            chunk=chunk,
+            created=int(time.time()),
+            echoed=echoed_options(options),
+        )
 
     def body(self, choices: Sequence[Choice], usage: dict[str, object]) -> dict[str, object]:
         """A whole response."""
@@ -60,6 +71,7 @@ class Envelope:
             "model": self.model,
             "choices": list(choices),
             "system_fingerprint": None,
+            **self.echoed,
         }
 
 
