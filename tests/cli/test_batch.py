@@ -458,3 +458,21 @@ def test_a_batch_without_its_model_is_refused_with_what_to_type(quire, tmp_path,
     assert result.exit_code == 2
     assert result.stderr.startswith("error: expected quire batch MODEL INPUT OUTPUT")
     assert said in result.stderr
+
+
+def test_records_repeat_the_metadata_of_their_lines(batch):
+    metadata = {"trace": "t-9"}
+    lines = [
+        {"id": "plain", "prompt": [2, 7, 9], "metadata": metadata},
+        completion("openai", [2, 7, 9], metadata=metadata),
+        {"id": "without", "prompt": [2, 7, 9]},
+        {"id": "bad", "prompt": [2, 7, 9], "metadata": {"n": 1}},
+    ]
+
+    result, target = batch(lines)
+
+    plain, openai, without, bad = sorted(read_records(target), key=lambda r: r["line"])
+    assert result.exit_code == 1  # one line is refused
+    assert plain["metadata"] == openai["response"]["body"]["metadata"] == metadata
+    assert "metadata" not in without
+    assert "expected metadata of texts" in bad["error"]

@@ -10,7 +10,7 @@ request.
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
-from typing import TypedDict
+from typing import TypedDict, no_type_check
 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
@@ -19,6 +19,7 @@ Prompt = str | Sequence[int]
 DEFAULT_TENANT = "default"
 
 
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt, how its tokens are sampled, and on which terms it is scheduled.
@@ -34,6 +35,8 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share KV.
         evict: which tokens are retained, such as "h2o:cap=512"; None takes `KVConfig.evict`.
         record_evictions: record which tokens are evicted; None takes `KVConfig.record_evictions`.
+        metadata: texts of the caller's own, repeated with the output and in responses: at most 16
+            pairs, names up to 64 characters, values up to 512, as in OpenAI's API.
     """
 
     prompt: Prompt
@@ -46,6 +49,7 @@ class GenerationRequest:
     cache_salt: str = ""
     evict: str | None = None
     record_evictions: bool | None = None
+    metadata: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         for name in OPTION_KINDS:
@@ -62,6 +66,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     evict: str | None
     record_evictions: bool | None
+    metadata: Mapping[str, str] | None
 
 
 class OptionsOfMany(TypedDict, total=False):
@@ -74,6 +79,7 @@ class OptionsOfMany(TypedDict, total=False):
     cache_salt: str | Sequence[str]
     evict: str | Sequence[str | None] | None
     record_evictions: bool | Sequence[bool | None] | None
+    metadata: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
 
 
 OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
@@ -84,14 +90,22 @@ OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
     "cache_salt": (str,),
     "evict": (str, type(None)),
     "record_evictions": (bool, type(None)),
+    "metadata": (Mapping, type(None)),
 }
 """What each option may be. A truth value is no number."""
 
-ECHOED_OPTIONS: tuple[str, ...] = ()
+ECHOED_OPTIONS: tuple[str, ...] = ("metadata",)
 """Options that responses repeat."""
 
-_NAMES = {Integral: "a whole number", Real: "a number", str: "a text", bool: "true or false"}
+_NAMES = {
+    Integral: "a whole number",
+    Real: "a number",
+    str: "a text",
+    bool: "true or false",
+    Mapping: "a dictionary",
+}
 _EXAMPLES = {"evict": " such as 'h2o:cap=512'"}
+_MOST_PAIRS, _MOST_NAME, _MOST_VALUE = 16, 64, 512  # of metadata, in characters
 
 
 def checked_option(name: str, value: object) -> object:
@@ -105,10 +119,34 @@ def checked_option(name: str, value: object) -> object:
         RequestError: with the name and what was expected.
     """
     kinds = OPTION_KINDS[name]
+    if isinstance(value, Mapping) and Mapping in kinds:
+        return _checked_metadata(value)
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return float(value) if Real in kinds and isinstance(value, int) else value
     expected = _NAMES[kinds[0]] + _EXAMPLES.get(name, "")
     raise RequestError(f"expected {name} to be {expected}, got {value!r}", param=name)
+
+
+def _checked_metadata(given: Mapping[object, object]) -> dict[str, str]:
+    """A copy of metadata; see `GenerationRequest`."""
+    if len(given) > _MOST_PAIRS:
+        raise RequestError(
+            f"expected metadata of {_MOST_PAIRS} pairs at most, got {len(given)}", param="metadata"
+        )
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise RequestError(
+                f"expected metadata of texts, got {name!r}: {value!r}", param="metadata"
+            )
+        if len(name) > _MOST_NAME or len(value) > _MOST_VALUE:
+            raise RequestError(
+                f"expected metadata with names of {_MOST_NAME} and values of {_MOST_VALUE} "
+                f"characters at most, got {len(name)} and {len(value)}",
+                param="metadata",
+            )
+        found[name] = value
+    return found
 
 
 def echoed_options(options: Mapping[str, object]) -> dict[str, object]:

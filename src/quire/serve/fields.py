@@ -15,7 +15,7 @@ from functools import lru_cache
 from quire.errors import RequestError
 
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+    {"user", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
     | {"prompt_cache_key", "prompt_cache_retention", "request_id", "session_id", "chat_id"}
     | {"message_id"}
 )

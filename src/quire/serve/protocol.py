@@ -105,6 +105,7 @@ class GenerationBody(Body):
     deadline_s: float | None = None
     cache_salt: str | None = None
     evict: str | None = None
+    metadata: dict[str, str] | None = None
     do_sample: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
 
