@@ -110,15 +110,15 @@ def _measure_one(engine: Engine, prompt: list[int]) -> SwapTime:
         GenerationRequest(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     )
     recompute_s = 0.0
-    while not recompute_s or engine.scheduler.running[0].num_computed < len(prompt):
+    while not recompute_s or engine.scheduler.running[0].progress.num_computed < len(prompt):
         recompute_s += seconds(engine.step)
     request = engine.scheduler.running[0]
-    kv_bytes = memory.row_bytes(request.row)
+    kv_bytes = memory.row_bytes(request.memory.row)
     swapped: list[Swapped] = []
-    out_s = seconds(lambda: swapped.append(swap_out(memory, [request.row], pool)))
+    out_s = seconds(lambda: swapped.append(swap_out(memory, [request.memory.row], pool)))
     rows: list[int] = []
     back_s = seconds(lambda: rows.extend(swap_in(memory, swapped[0])))
-    [request.row] = rows
+    [request.memory.row] = rows
     engine.cancel(request_id)
     while engine.has_work:
         engine.step()
