@@ -65,7 +65,7 @@ def device(  # noqa: PLR0913 - one parameter an option
     from benchmarks.device.bench import DeviceBench
     from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
     from benchmarks.device.parts import PARTS
-    from quire.plan.sizes import parse_size
+    from quire.layout.sizes import parse_size
 
     config = replace(QUICK_DEVICE if quick else DeviceBenchConfig(), device=on, folder=folder)
     names = names_of(parts, PARTS)

@@ -49,7 +49,7 @@ def test_the_last_line_is_json_when_asked(quire, expected):
     assert answer["token_ids"] == list(expected.token_ids)
     assert answer["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 5
-    assert answer["config"]["kv"]["memory"] == "2MiB"
+    assert answer["config"]["kv"]["memory"] == 2 << 20
 
 
 def test_several_answers_stand_one_below_the_other(quire):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.layout.refusals import REFUSED
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 from support import zoo
 from support.snippets import ROOT, snippets
 

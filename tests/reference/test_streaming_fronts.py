@@ -489,8 +489,12 @@ def test_those_that_evict_have_fronts_between_evictions(
             ConfigError,
             "say --kv-offload-memory SIZE",
         ),
-        ({"offload_recompute": "2"}, ConfigError, "a part from 0 to 1, got '2'"),
-        ({"offload_cpu_attention": "some"}, ConfigError, "--kv-offload-cpu-attention of auto, off"),
+        ({"offload_recompute": "2"}, ConfigError, "a fraction from 0 to 1, got '2'"),
+        (
+            {"offload_cpu_attention": "some"},
+            ConfigError,
+            "--kv-offload-cpu-attention: expected auto, off",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(options, error, says):

@@ -70,7 +70,7 @@ class LLM:
         trust_remote_code: bool = False,
         verify: bool = True,
         return_memory: bool = False,
-        weights_memory: int | str = ALL_WEIGHTS,
+        weights_memory: int | str | None = ALL_WEIGHTS,
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -87,7 +87,7 @@ class LLM:
                 verify=verify,
                 weights_memory=weights_memory,
             )
-        elif weights_memory != ALL_WEIGHTS:
+        elif weights_memory not in (ALL_WEIGHTS, None):
             raise ConfigError(
                 "a loaded model has its weights where they are; give weights_memory to load_model"
             )

@@ -20,7 +20,7 @@ from quire.cli.kv_events import KVEventsFile, KVWatch, watching
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats

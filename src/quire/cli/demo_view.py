@@ -9,7 +9,7 @@ from rich.table import Table
 from quire.cli.demo_run import DemoResult
 from quire.cli.demo_work import DemoPrompt
 from quire.cli.exactness import TIE_LOGITS, Exactness
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 from quire.sampling.outputs import RequestOutput
 
 _SHOWN_CHARACTERS = 60

@@ -14,7 +14,7 @@ from quire.cli.common import AsJson
 from quire.cli.report import envelope, hardware, versions
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.models.loader import LoadedModel

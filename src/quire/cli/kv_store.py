@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.errors import ConfigError
-from quire.plan.sizes import format_size, parse_size
+from quire.layout.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from quire.offload.tiers.base import Tier

@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, no_type_check
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
-from quire.layout.options import OptionInfo, check_options, choices_of, option
+from quire.layout.options import MaybeSize, OptionInfo, Parsed, check_options, choices_of, option
+from quire.layout.sizes import parse_size_or
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -43,12 +44,13 @@ class ModelConfig:
     )
     trust_remote_code: bool = option(False, help="run Python code that the model folder brings")
     verify: bool = option(True, help="compare with Transformers' own attention at load")
-    weights_memory: int | str = option(
+    weights_memory: MaybeSize = option(
         "all",
         help="device memory for weights: bytes, a size, or all; layers beyond it stay in CPU "
         "memory (with a CPU device: in a file) and are prefetched in every step",
         unit="bytes",
         group="Offloading",
+        parse=parse_size_or("all"),
         common=True,
     )
     threads: int = option(
@@ -226,10 +228,10 @@ def _option_field(
 def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
     """What the command line reads for a field, and whether it is a size in bytes."""
     if get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in get_args(annotation) if member is not type(None)]
-        if set(members) == {int, str}:
-            return str, True
-        (annotation,) = members
+        (annotation,) = [member for member in get_args(annotation) if member is not type(None)]
+    if get_origin(annotation) is Parsed:
+        given, _held = get_args(annotation)
+        return str, int in get_args(given)
     if choices_of(annotation):
         return str, False
     if get_origin(annotation) is tuple:

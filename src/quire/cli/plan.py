@@ -12,7 +12,7 @@ from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
-from quire.plan.sizes import parse_size
+from quire.layout.sizes import parse_size
 from quire.plan.workload import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]

@@ -5,8 +5,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.plan_batches import LABELS, ArmPlan, BatchReport
+from quire.layout.sizes import format_size
 from quire.plan.batch_verdict import BlockVerdict
-from quire.plan.sizes import format_size
 
 _ANSWERS = {True: "yes", False: "no", None: "not known"}
 

@@ -5,8 +5,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.plan_report import PlanReport
+from quire.layout.sizes import format_size
 from quire.plan.memory import MemoryLayout
-from quire.plan.sizes import format_size
 from quire.plan.workload import Verdict
 
 _BAR_CELLS = 64

@@ -28,6 +28,7 @@ from quire.cli.options import (
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
+from quire.layout.options import option_values
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -74,9 +75,9 @@ class Settings:
         """All options of an engine as JSON values, for the config of a result."""
         return {
             "model": self.model,
-            "loading": asdict(self.loading),
-            "kv": asdict(self.kv),
-            "schedule": asdict(self.schedule),
+            "loading": option_values(self.loading),
+            "kv": option_values(self.kv),
+            "schedule": option_values(self.schedule),
             "sampling": asdict(self.sampling),
         }
 

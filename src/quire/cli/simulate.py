@@ -19,9 +19,9 @@ from quire.errors import ConfigError
 from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
 from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
 from quire.layout.kv_format import read_format
+from quire.layout.options import option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.plan.sizes import parse_size
 from quire.sim.machine import PROFILE, MachineConfig, measured_rates
 from quire.sim.rates import Rates
 
@@ -98,7 +98,7 @@ def sim_config(settings: Settings) -> "SimConfig":
     from quire.sim.run import SimConfig
 
     refuse_without_effect(settings.kv)
-    refuse_idle_host_pool(parse_size(settings.kv.swap_space), settings.schedule)
+    refuse_idle_host_pool(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)
     return SimConfig(
         model=model,
@@ -146,7 +146,7 @@ def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, obj
         "model": settings.model,
         "dtype": DTYPE,
         "machine": asdict(settings.machine) | {"rates": asdict(config.rates)},
-        "kv": asdict(settings.kv),
+        "kv": option_values(settings.kv),
         "schedule": asdict(settings.schedule),
     }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 from quire.sim.metrics import PERCENTILES
 from quire.sim.simulator import SimResult
 

@@ -6,7 +6,15 @@ from typing import Literal, no_type_check
 from quire.errors import ConfigError
 from quire.layout.codec_names import AS_COMPUTED, codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.options import check_options, option
+from quire.layout.options import (
+    Fraction,
+    MaybeSize,
+    Parsed,
+    Size,
+    check_options,
+    option,
+)
+from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 
 StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
 AttentionName = Literal["auto", "native", "gathered", "reference"]
@@ -15,6 +23,29 @@ EVICTION = "Eviction"
 OFFLOADING = "Offloading"
 PREFIX_CACHING = "Prefix caching"
 QUANTIZATION = "Quantization"
+
+ActivationCodecOption = Parsed[str | CodecSpec | None, CodecSpec | None]
+"""The name of a codec, or none; holds the codec, or None for none."""
+
+
+def parse_activation_codec(text: object) -> CodecSpec | None:
+    """How activations are stored; None: as computed.
+
+    Raises:
+        UnknownName: no codec has this name.
+        ConfigError: one that needs whole pages, or constants measured for keys and values.
+    """
+    if text is None or text == AS_COMPUTED:
+        return None
+    if not isinstance(text, str | CodecSpec):
+        raise ConfigError(f"expected the name of a codec, got {text!r}")
+    spec = codec_spec(text) if isinstance(text, str) else text
+    if spec.per_page or spec.constants:
+        raise ConfigError(
+            f"codec {spec.name}: expected a codec that writes tokens one by one and needs nothing "
+            "measured, such as int8 or int4"
+        )
+    return spec
 
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
@@ -25,22 +56,24 @@ class KVConfig:
     Attributes are options; see their help.
     """
 
-    memory: int | str = option(
+    memory: MaybeSize = option(
         "auto",
         help="KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or auto (what "
         "the device has free)",
         unit="bytes",
         flag="kv-memory",
         common=True,
+        parse=parse_size_or("auto"),
     )
-    swap_space: int | str = option(
+    swap_space: Size = option(
         "0",
         help="CPU memory for the KV of preempted requests, in bytes or a size; with 0 it is "
         "recomputed",
         unit="bytes",
         common=True,
+        parse=parse_size,
     )
-    offload_memory: int | str = option(
+    offload_memory: Size = option(
         "0",
         help="CPU memory for the oldest KV pages of running requests when the KV memory is full, "
         "in bytes or a size; they are prefetched layer by layer in every step",
@@ -48,14 +81,16 @@ class KVConfig:
         flag="kv-offload-memory",
         group=OFFLOADING,
         common=True,
+        parse=parse_size,
     )
-    disk_memory: int | str = option(
+    disk_memory: Size = option(
         "0",
         help="disk space for cached prefixes that leave the KV memory, in bytes or a size; a "
         "restarted engine finds them again",
         unit="bytes",
         flag="disk-kv-memory",
         group=PREFIX_CACHING,
+        parse=parse_size,
     )
     disk_path: str = option(
         "",
@@ -70,26 +105,29 @@ class KVConfig:
         flag="remote-kv",
         group=PREFIX_CACHING,
     )
-    offload_recompute: str = option(
+    offload_recompute: Fraction = option(
         "auto",
         help="fraction (0 to 1) of the offloaded KV that is recomputed from activations, which are "
         "transferred in its place; auto (by measured rates), off",
         flag="kv-offload-recompute",
         group=OFFLOADING,
+        parse=parse_fraction,
     )
-    offload_activation_codec: str = option(
+    offload_activation_codec: ActivationCodecOption = option(
         "none",
         help="how these activations are stored on the CPU and transferred: none (as computed), or "
         "a codec such as int8",
         flag="kv-offload-activation-codec",
         group=OFFLOADING,
+        parse=parse_activation_codec,
     )
-    offload_cpu_attention: str = option(
+    offload_cpu_attention: Fraction = option(
         "auto",
         help="fraction (0 to 1) of the offloaded KV whose attention the CPU computes; auto (by "
         "measured rates; 0 where the device is the CPU), off",
         flag="kv-offload-cpu-attention",
         group=OFFLOADING,
+        parse=parse_fraction,
     )
     store: StoreName = option(
         "paged", help="how KV lies in memory; all but paged are for comparison", flag="kv-store"
@@ -143,77 +181,22 @@ class KVConfig:
         common=True,
     )
     attention: AttentionName = option("auto", help="backend that computes attention over pages")
-    scratch: int | str = option(
+    scratch: Size = option(
         "64MiB",
         help="bound on gathered pages at a time, outside the KV memory, in bytes or a size",
         unit="bytes",
+        parse=parse_size,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
-        parts = self.recompute_fraction or 0.0, self.cpu_attention_fraction or 0.0
+        parts = self.offload_recompute or 0.0, self.offload_cpu_attention or 0.0
         if sum(parts) > 1:
             raise ConfigError(
                 "expected --kv-offload-recompute and --kv-offload-cpu-attention of 1 together "
-                "or less, "
-                f"got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
+                f"or less, got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
             )
-        _ = self.input_codec
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")
-
-    @property
-    def recompute_fraction(self) -> float | None:
-        """Of the first pages on the host, the part to make again; None: what rates say.
-
-        Raises:
-            ConfigError: not a part, nor auto, nor off.
-        """
-        return part_of(self.offload_recompute, "--kv-offload-recompute")
-
-    @property
-    def input_codec(self) -> CodecSpec | None:
-        """How activations are kept; None: as computed.
-
-        Raises:
-            UnknownName: no codec has this name.
-            ConfigError: one that needs whole pages, or constants measured for keys and values.
-        """
-        if self.offload_activation_codec == AS_COMPUTED:
-            return None
-        spec = codec_spec(self.offload_activation_codec)
-        if spec.per_page or spec.constants:
-            raise ConfigError(
-                f"--kv-offload-activation-codec {spec.name}: expected a codec that writes "
-                "tokens one by one "
-                "and needs nothing measured, such as int8 or int4"
-            )
-        return spec
-
-    @property
-    def cpu_attention_fraction(self) -> float | None:
-        """Of the first pages on the host, the part attended to there; None: what rates say.
-
-        Raises:
-            ConfigError: not a part, nor auto, nor off.
-        """
-        return part_of(self.offload_cpu_attention, "--kv-offload-cpu-attention")
-
-
-def part_of(text: str, flag: str) -> float | None:
-    """What a part is written as; None for auto.
-
-    Raises:
-        ConfigError: not a number from 0 to 1, nor auto, nor off.
-    """
-    if text in ("auto", "off"):
-        return None if text == "auto" else 0.0
-    try:
-        part = float(text)
-    except ValueError:
-        part = -1.0
-    if not 0 <= part <= 1:
-        raise ConfigError(f"expected {flag} of auto, off or a part from 0 to 1, got {text!r}")
-    return part

@@ -23,7 +23,6 @@ from quire.layout.kv_format import read_format
 from quire.layout.statistics import QueryRing, SignatureBits, SignedUntil, Statistic
 from quire.models.base import FixedShapes
 from quire.models.loader import LoadedModel
-from quire.plan.sizes import parse_size
 from quire.policies.eviction import EvictionRule
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 
@@ -50,7 +49,7 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         )
     if model.spec.mixture is not None:
         _refuse("a mixture of experts multiplies as many rows as the batch sends to an expert")
-    if parse_size(config.offload_memory):
+    if config.offload_memory:
         _refuse("attention over KV offload is computed in parts", "no --kv-offload-memory")
     if form.needs_plain or form.promoted is not None:
         _refuse(f"the KV codec {config.codec} encodes tokens behind a window", "--kv-codec none")

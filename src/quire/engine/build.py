@@ -26,7 +26,6 @@ from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.known_costs import known_costs
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
-from quire.plan.sizes import parse_size
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor
@@ -168,7 +167,7 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
     rotations = cache(model.decoder.rotations)
-    return PolicyEvictor(pool.kv, pool.rules, parse_size(kv.scratch), rotations)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations)
 
 
 def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:

@@ -24,7 +24,6 @@ from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.network import NetworkTier
 from quire.plan.estimator import RateEstimator
-from quire.plan.sizes import parse_size
 from quire.scheduler.prefix_sharing import SECRET_BYTES
 
 _FORMAT = "quire prefixes 2"
@@ -74,7 +73,7 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
             a disk without room, an address that is none.
         UnsoundCombination: prompts share no KV here, so there is nothing to keep.
     """
-    disk_bytes = parse_size(config.disk_memory)
+    disk_bytes = config.disk_memory
     _check(config, pool, disk_bytes)
     if not (disk_bytes or config.remote):
         return None

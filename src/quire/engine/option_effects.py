@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.stores.registry import STORES
-from quire.plan.sizes import parse_size
 
 
 def refuse_without_effect(kv: KVConfig) -> None:
@@ -22,7 +21,7 @@ def refuse_without_effect(kv: KVConfig) -> None:
 
 
 def _problems(kv: KVConfig) -> Iterator[str]:
-    if not parse_size(kv.scratch):
+    if not kv.scratch:
         yield (
             "expected --scratch above 0, got 0: attention gathers at least one sequence's pages "
             "at a time, so a bound of 0 bounds nothing; give a size such as 1MiB, or leave it out"

@@ -47,7 +47,6 @@ from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
 from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
-from quire.plan.sizes import parse_size
 from quire.policies.eviction import Eviction
 from quire.scheduler.preemption.swapper import refuse_idle_host_pool
 from quire.scheduler.request import Request
@@ -131,7 +130,7 @@ def build_pool(
     """
     refuse_without_effect(config)
     decoder = model.decoder
-    offloaded = parse_size(config.offload_memory) > 0
+    offloaded = config.offload_memory > 0
     refuse_nothing_shared(
         schedule.objective, brought=model.weights is not None, offloaded=offloaded
     )
@@ -170,7 +169,7 @@ def build_pool(
         decoder.device,
         dtype=decoder.dtype,
         head_dim=model.spec.head_dim,
-        scratch_bytes=parse_size(config.scratch),
+        scratch_bytes=config.scratch,
         rotated=not rules.rerotates_keys,
         codec=codec,
     )
@@ -247,7 +246,7 @@ def _own_memory(
 
 
 def _check_member(config: KVConfig, member: PoolMember) -> None:
-    if config.memory != "auto":
+    if config.memory is not None:
         raise ConfigError(
             f"the KV memory of {config.memory} and a place in a shared pool exclude each other: "
             f"{member.name!r} has {member.guaranteed_bytes:,} B there; leave memory at auto"
@@ -269,19 +268,18 @@ def _kv_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # the host pool lies in the same memory
-        beside = parse_size(config.swap_space) + parse_size(config.offload_memory)
+        beside = config.swap_space + config.offload_memory
         free_bytes = max(0, free_bytes - beside)
-    if config.memory != "auto":
-        requested_bytes = parse_size(config.memory)
-        if requested_bytes > free_bytes:
+    if config.memory is not None:
+        if config.memory > free_bytes:
             raise ConfigError(
-                f"a KV memory of {requested_bytes:,} B is more than the {free_bytes:,} B that "
+                f"a KV memory of {config.memory:,} B is more than the {free_bytes:,} B that "
                 "are free "
                 f"on {device}; lower --kv-memory or say auto"
             )
-        return requested_bytes
+        return config.memory
     total_bytes = free_bytes + model.weight_bytes
-    brought = None if parse_size(config.offload_memory) else model.weights
+    brought = None if config.offload_memory else model.weights
     left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,

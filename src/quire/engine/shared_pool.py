@@ -23,8 +23,8 @@ from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
 from quire.kv.stores.paged import Paged
 from quire.layout.pages import CacheLayout
+from quire.layout.sizes import parse_size
 from quire.models.device_memory import free_device_bytes
-from quire.plan.sizes import parse_size
 from quire.scheduler.scheduler import Scheduler
 from quire.tenancy.tenants import check_tenant_name
 

@@ -14,9 +14,9 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
+from quire.layout.sizes import parse_size
 from quire.models.base import Decoder
 from quire.models.device_memory import free_device_bytes
-from quire.plan.sizes import parse_size
 from quire.scheduler.schedule_config import ScheduleConfig
 
 SCRATCH_BYTES = 64 << 20  # gathered pages at a time, outside the KV memory

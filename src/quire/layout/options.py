@@ -5,15 +5,42 @@ so everything about an option stands in one place:
 
     dtype: Dtype = option("auto", help="format of the weights", common=True)
 
-A field that is a `Literal` shows its choices and refuses other values. `check_options` is called
-in `__post_init__`.
+A field that is a `Literal` shows its choices and refuses other values. A field of a `Parsed` type
+is given as text or a number and holds what it means: `memory="64MiB"` holds 67108864.
+`check_options` does both, once, in `__post_init__`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError, UnknownName, nearest
+from quire.layout.codecs import CodecSpec
+
+Given = TypeVar("Given")
+Held = TypeVar("Held")
+
+
+class Parsed(Generic[Given, Held]):
+    """Annotates a field that is given as one type and holds another.
+
+    Type checkers take it for a descriptor: `KVConfig(memory="64MiB")` and `kv.memory + 1` are both
+    right. At run time it is an annotation only; the field's `parse` does the work.
+    """
+
+    def __get__(self, instance: object, owner: type | None = None) -> Held:
+        raise NotImplementedError
+
+    def __set__(self, instance: object, value: Given) -> None:
+        raise NotImplementedError
+
+
+Size = Parsed[int | str, int]
+"""Bytes, or a size such as "64MiB"; holds bytes."""
+MaybeSize = Parsed[int | str | None, int | None]
+"""A size, or a word such as auto; holds bytes, or None for the word."""
+Fraction = Parsed[float | str | None, float | None]
+"""A number from 0 to 1, off (0) or auto; holds the number, or None for auto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +53,7 @@ class OptionInfo:
         flag: name on the command line where it differs from the field's.
         group: heading in `--help`; empty: the heading of the whole config.
         common: whether `--help` shows it; `--help-all` shows every option.
+        parse: turns what is given into what the field holds; takes what it returns, too.
     """
 
     help: str = ""
@@ -33,6 +61,7 @@ class OptionInfo:
     flag: str | None = None
     group: str = ""
     common: bool = False
+    parse: Callable[[Any], Any] | None = None
 
 
 def option(
@@ -43,9 +72,10 @@ def option(
     flag: str | None = None,
     group: str = "",
     common: bool = False,
+    parse: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A dataclass field with a default and what `OptionInfo` says about it."""
-    info = OptionInfo(help=help, unit=unit, flag=flag, group=group, common=common)
+    info = OptionInfo(help=help, unit=unit, flag=flag, group=group, common=common, parse=parse)
     return field(default=default, metadata={"option": info})
 
 
@@ -55,18 +85,43 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 
 
 def check_options(config: Any) -> None:
-    """Check every field of a config dataclass against its annotation.
+    """Parse and check every field of a config dataclass.
 
     Raises:
-        ConfigError: a value of another type, or none of the choices; names the option.
+        ConfigError: a value that cannot be parsed, of another type, or none of the choices; names
+            the option.
     """
     for f in fields(config):
         value, choices = getattr(config, f.name), choices_of(f.type)
-        if choices:
-            info = f.metadata.get("option", OptionInfo())
-            require_choice(info.flag or f.name.replace("_", "-"), value, choices)
+        info = f.metadata.get("option", OptionInfo())
+        name = info.flag or f.name.replace("_", "-")
+        if info.parse is not None:
+            object.__setattr__(config, f.name, _parsed(info.parse, name, value))
+        elif choices:
+            require_choice(name, value, choices)
         else:
             require_type(f.name, value, *(get_args(f.type) or [f.type]))
+
+
+def option_values(config: Any) -> dict[str, object]:
+    """The fields of a config dataclass as JSON values; a codec is its name."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {name: _json_value(value) for name, value in values.items()}
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, CodecSpec):
+        return value.name
+    return option_values(value) if is_dataclass(value) else value
+
+
+def _parsed(parse: Callable[[Any], Any], name: str, value: object) -> object:
+    try:
+        return parse(value)
+    except UnknownName:  # names what is unknown
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"--{name}: {error}") from error
 
 
 def require_choice(name: str, value: object, choices: Iterable[str]) -> None:

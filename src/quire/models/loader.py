@@ -17,6 +17,7 @@ from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
 from quire.layout.model import ModelSpec
 from quire.layout.refusals import refuse_model_type
+from quire.layout.sizes import parse_size_or
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
@@ -32,7 +33,6 @@ from quire.models.weights import read_model, weight_bytes
 from quire.offload.weights.placement import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import WeightsPlacement
-from quire.plan.sizes import parse_size
 
 ALL_WEIGHTS = "all"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,7 +73,7 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     verify: bool = True,
-    weights_memory: int | str = ALL_WEIGHTS,
+    weights_memory: int | str | None = ALL_WEIGHTS,
 ) -> LoadedModel:
     """Load a causal language model in Hugging Face format.
 
@@ -85,7 +85,8 @@ def load_model(
         verify: check that weights are finite, and compare a short prompt with Transformers' own
             attention (one more forward).
         weights_memory: bytes of the device for weights, or a size such as "4GiB": layers beyond it
-            are brought in every pass (see `quire.offload.weights`); "all" keeps all there.
+            are brought in every pass (see `quire.offload.weights`); "all" or None keeps all
+            there.
 
     Raises:
         ConfigError: a wrong dtype or device, code that nobody trusted, or too small a memory for
@@ -95,7 +96,7 @@ def load_model(
     """
     wanted_dtype = _dtype(dtype)
     target = _device(device)
-    budget_bytes = None if weights_memory == ALL_WEIGHTS else _budget(weights_memory)
+    budget_bytes = _budget(weights_memory)
     folder, name = find_model(path)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
@@ -184,9 +185,9 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
         )
 
 
-def _budget(requested: int | str) -> int:
+def _budget(requested: int | str | None) -> int | None:
     try:
-        return parse_size(requested)
+        return parse_size_or(ALL_WEIGHTS)(requested)
     except ConfigError as error:
         raise ConfigError(
             f"weights memory of {requested!r}: expected bytes, a size such as 4GiB, or "

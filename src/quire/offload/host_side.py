@@ -10,7 +10,6 @@ from quire.layout.pages import CacheLayout
 from quire.models.device_memory import free_device_bytes
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
-from quire.plan.sizes import parse_size
 
 
 def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
@@ -19,7 +18,7 @@ def host_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     Raises:
         ConfigError: more than is free, or too little for any sequence.
     """
-    requested_bytes = parse_size(config.swap_space)
+    requested_bytes = config.swap_space
     refuse_too_small(requested_bytes, layout)
     free_bytes = free_device_bytes(torch.device("cpu"))
     if requested_bytes > free_bytes:
@@ -39,7 +38,7 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             a part of what is not there at all.
         UnsoundCombination: a store whose lanes lie in one piece.
     """
-    requested_bytes = parse_size(config.offload_memory)
+    requested_bytes = config.offload_memory
     if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
@@ -54,7 +53,7 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             "model "
             "has no more than two that look back at all tokens; leave it out"
         )
-    free_bytes = free_device_bytes(torch.device("cpu")) - parse_size(config.swap_space)
+    free_bytes = free_device_bytes(torch.device("cpu")) - config.swap_space
     if requested_bytes > free_bytes:
         raise ConfigError(
             f"{requested_bytes:,} B for sequences that run are more than the "
@@ -66,8 +65,8 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
 
 def _refuse_parts_of_nothing(config: KVConfig) -> None:
     requested = {
-        "--kv-offload-recompute": config.recompute_fraction,
-        "--kv-offload-cpu-attention": config.cpu_attention_fraction,
+        "--kv-offload-recompute": config.offload_recompute,
+        "--kv-offload-cpu-attention": config.offload_cpu_attention,
     }
     for flag, part in requested.items():
         if part:
@@ -75,9 +74,9 @@ def _refuse_parts_of_nothing(config: KVConfig) -> None:
                 f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
                 f"--kv-offload-memory SIZE too, or leave out {flag}"
             )
-    if config.input_codec is not None:
+    if config.offload_activation_codec is not None:
         raise ConfigError(
-            f"--kv-offload-activation-codec {config.offload_activation_codec} is for "
+            f"--kv-offload-activation-codec {config.offload_activation_codec.name} is for "
             "activations of the first "
             "pages on the host, and none go there: say --kv-offload-memory SIZE too, or leave "
             "it out"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 
 DEFAULT_HEADROOM_SHARE = 0.1
 """Part of the total left alone by default: the allocator's slack, the runtime, other programs."""

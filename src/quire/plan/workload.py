@@ -23,10 +23,10 @@ from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
+from quire.layout.sizes import format_size
 from quire.plan.capacity import bytes_per_value, sequence_bytes
 from quire.plan.memory import MemoryLayout
 from quire.plan.roofline import decode_step
-from quire.plan.sizes import format_size
 
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]
 

@@ -56,7 +56,7 @@ def create_app(
     app.include_router(Endpoints(service).router())
     app.include_router(KVEndpoints(service).router())
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, most_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(KeyGuard, keys=service.keys)  # the last one added is the first that runs
     return app
 

@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.host_memory import return_freed_memory
-from quire.plan.sizes import format_size
+from quire.layout.sizes import format_size
 from quire.serve.errors import error_response
 
 LARGE_BODY_BYTES = 1 << 20

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, no_type_check
 
 from quire.errors import ConfigError
-from quire.layout.options import check_options, option
-from quire.plan.sizes import parse_size
+from quire.layout.options import Size, check_options, option
+from quire.layout.sizes import parse_size
 
 UnknownFields = Literal["refuse", "warn"]
 MAX_ANSWERS = 2048
@@ -43,10 +43,11 @@ class ServerConfig:
         help="what a request with an unknown field gets: refuse (status 400) or warn (a log line "
         "and the response header X-Ignored-Fields)",
     )
-    max_body: int | str = option(
+    max_body: Size = option(
         "8MiB",
         help="largest request body, in bytes or a size; a larger body gets status 413",
         unit="bytes",
+        parse=parse_size,
     )
     header_timeout: float = option(
         20.0,
@@ -70,7 +71,7 @@ class ServerConfig:
             raise ConfigError(f"expected a port from 0 to {LARGEST_PORT}, got {self.port}")
         if self.served_model_name == "":
             raise ConfigError("expected a served-model-name that is not empty; leave it out")
-        if not self.max_body_bytes:
+        if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
         if not 0 < self.header_timeout < math.inf:
             raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
@@ -79,8 +80,3 @@ class ServerConfig:
                 f"expected 1 to {MAX_TOKENIZER_THREADS} tokenizer-threads, got "
                 f"{self.tokenizer_threads}"
             )
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The largest request body."""
-        return parse_size(self.max_body)

@@ -12,9 +12,6 @@ from quire.kv.stores.runs import LaneLimits
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.plan.sizes import parse_size
-
-AUTO = "auto"
 
 MAX_PAGES = 1 << 28
 """Pages of a simulated memory at most: each takes some bytes of bookkeeping, though it has none."""
@@ -67,9 +64,7 @@ def make_memory(
     refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     maker = placement_maker(config.store, limits)
     total_bytes = (
-        bytes_for_all(config, layout, limits, lengths)
-        if config.memory == AUTO
-        else parse_size(config.memory)
+        bytes_for_all(config, layout, limits, lengths) if config.memory is None else config.memory
     )
     _refuse_too_many_pages(layout, total_bytes)
     return KVMemory(layout, total_bytes, max_num_seqs, placement=maker)

@@ -17,7 +17,6 @@ from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.plan.known_costs import assumed_prefill
 from quire.plan.learned_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs
-from quire.plan.sizes import parse_size
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption.swapper import Swapper, refuse_idle_host_pool
@@ -137,7 +136,7 @@ def make_scheduler(
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:
     """Swaps to a host pool without bytes, by what the machine's rates say of costs."""
-    host_bytes = parse_size(config.kv.swap_space)
+    host_bytes = config.kv.swap_space
     refuse_too_small(host_bytes, memory.layout)
     refuse_idle_host_pool(host_bytes, config.schedule)
     rate = CopyRate(bytes_per_s=config.rates.copy_bytes_per_s)

@@ -11,8 +11,8 @@ _OFFLOAD = (
     "offload_activation_codec",
     "offload_cpu_attention",
 )
+_DEFAULTS = KVConfig()
 _TIERS = ("disk_memory", "disk_path", "remote")
-_NOTHING = (0, "0", "off")
 
 
 def refuse_unsimulated(kv: KVConfig) -> None:
@@ -23,9 +23,9 @@ def refuse_unsimulated(kv: KVConfig) -> None:
     """
     for field in fields(kv):
         value = getattr(kv, field.name)
-        if field.name in _OFFLOAD + _TIERS and value not in (field.default, *_NOTHING):
+        if field.name in _OFFLOAD + _TIERS and value not in (getattr(_DEFAULTS, field.name), 0):
             what = "KV offload" if field.name in _OFFLOAD else "prefixes on disk or in a store"
             raise ConfigError(
-                f"--{field.metadata['option'].flag} {value}: a simulation has no {what}, so it "
+                f"--{field.metadata['option'].flag}: a simulation has no {what}, so it "
                 "would change nothing; leave it out"
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, UnknownName
-from quire.plan.sizes import parse_size
+from quire.layout.sizes import parse_size
 
 PUBLIC = "public"
 """Nobody's account: prefixes that all tenants share are charged to it."""

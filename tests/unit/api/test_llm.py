@@ -299,7 +299,7 @@ for make in (
         "expected schedule to be ScheduleConfig or None",
         "expected model to be str or Path",
         "expected dtype to be str",
-        "expected memory to be int or str",
+        "--kv-memory: 1.5 is not a size: expected a number of bytes of 0 or more",
         "expected page_tokens to be int",
         "expected max_num_seqs to be int",
     ]

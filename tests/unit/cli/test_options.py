@@ -40,7 +40,8 @@ def test_defaults_are_those_of_the_fields():
     for section in SECTIONS:
         plain = section.config()
         for found in section.options():
-            assert found.default == getattr(plain, found.name)
+            parsed = type(plain)(**{found.name: found.default})
+            assert getattr(parsed, found.name) == getattr(plain, found.name)
 
 
 def test_a_command_may_have_a_default_of_its_own():

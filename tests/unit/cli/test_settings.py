@@ -55,7 +55,7 @@ def test_without_arguments_the_defaults_stand():
     settings = settings_of(look)
 
     assert settings.model == "quire-tiny"
-    assert settings.kv.memory == "auto"
+    assert settings.kv.memory is None
     assert settings.loading.verify
     assert settings.sampling.temperature is None
     assert settings.sampling.stop == ()
@@ -71,7 +71,7 @@ def test_the_file_wins_over_the_defaults(toml: str):
     settings = settings_of(look, "--config", toml)
 
     assert settings.model == "from-file"
-    assert settings.kv.memory == "3MiB"
+    assert settings.kv.memory == 3 << 20
     assert not settings.loading.verify
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (7, ("a", "b"))
 
@@ -83,7 +83,7 @@ def test_the_command_line_wins_over_the_file_even_with_the_default_value(toml: s
     )  # fmt: skip
 
     assert settings.model == "mine"
-    assert settings.kv.memory == "auto"
+    assert settings.kv.memory is None
     assert settings.loading.verify
     assert (settings.sampling.max_tokens, settings.sampling.stop) == (40, ("c",))
 
@@ -100,7 +100,7 @@ def test_a_command_takes_only_the_sections_it_names():
 
 
 def test_options_of_sections_a_command_lacks_are_left_alone_in_the_file(toml: str):
-    assert settings_of(look_at_less, "--config", toml).kv.memory == "3MiB"
+    assert settings_of(look_at_less, "--config", toml).kv.memory == 3 << 20
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_negative_threads_are_refused():
 def test_settings_become_json_values_without_loss():
     settings = settings_of(look, "--kv-memory", "2MiB", "--seed", "3")
 
-    assert settings.as_dict()["kv"]["memory"] == "2MiB"
+    assert settings.as_dict()["kv"]["memory"] == 2 << 20
     assert settings.as_dict()["sampling"]["seed"] == 3
 
 

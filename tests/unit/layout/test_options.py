@@ -1,12 +1,13 @@
 """Fields of config dataclasses check themselves against their annotations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.options import check_options, choices_of, option, require_choice
+from quire.layout.options import MaybeSize, check_options, choices_of, option, require_choice
+from quire.layout.sizes import parse_size_or
 
 Colour = Literal["red", "green"]
 
@@ -17,6 +18,7 @@ class Paint:
 
     colour: Colour = option("red", help="its colour", flag="paint-colour")
     coats: int | None = option(None, help="layers of it")
+    can: MaybeSize = option("auto", help="size of the can", parse=parse_size_or("auto"))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -45,3 +47,13 @@ def test_other_fields_are_checked_by_type():
 def test_only_a_literal_has_choices():
     assert choices_of(Colour) == ("red", "green")
     assert choices_of(str) == choices_of(int | None) == ()
+
+
+def test_a_parsed_field_holds_what_its_text_means_and_takes_that_too():
+    paint = Paint(can="2KiB")
+
+    assert (Paint().can, paint.can) == (None, 2048)
+    assert replace(paint, coats=1).can == 2048
+    assert replace(Paint(), coats=1).can is None
+    with pytest.raises(ConfigError, match=r"--can: 'much' is not a size: .*, or auto$"):
+        Paint(can="much")

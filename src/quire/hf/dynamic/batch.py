@@ -60,7 +60,7 @@ class DynamicBatch:
         limit = self.options.capacity_tokens or self._model.max_tokens
         self._capacity_tokens = limit
         self.device_meter = ByteMeter()
-        self.host_meter = ByteMeter(self.options.swap_space_bytes)
+        self.host_meter = ByteMeter(self.options.swap_space)
         holds = self.options.scale_at is None
         self._batch_slots = BatchSlots(self._model.shape, self.device_meter, limit, holds=holds)
         self._line = QueryQueues()

@@ -39,7 +39,7 @@ class BatchMemory:
         self.device, self.host = device, host
         self._model, self._batch_slots, self._line = model, batch_slots, line
         self._capacity_tokens = options.capacity_tokens
-        self._scale_at, self._on_host = options.scale_at_bytes, options.queue == HOST
+        self._scale_at, self._on_host = options.scale_at, options.queue == HOST
 
     # ---- what fits -----------------------------------------------------------------------------
 

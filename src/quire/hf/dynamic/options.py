@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 from quire.errors import ConfigError
-from quire.plan.sizes import parse_size
+from quire.layout.options import MaybeSize, option
+from quire.layout.sizes import parse_size
 
 SYNC, ASYNC = "sync", "async"
 DEVICE, HOST = "device", "host"
@@ -37,8 +38,8 @@ class BatchOptions:
     batch_size: int = 8
     batcher: str = "baton_pd"
     capacity_tokens: int | None = None
-    swap_space: int | str | None = None
-    scale_at: int | str | None = None
+    swap_space: MaybeSize = option(None)
+    scale_at: MaybeSize = option(None)
     prefill: str = SYNC
     prefill_tokens: int = 64
     group_tokens: int = 256
@@ -57,18 +58,5 @@ class BatchOptions:
                     f"expected {name} to be {' or '.join(known)}, got {getattr(self, name)!r}"
                 )
         for name in ("swap_space", "scale_at"):
-            _bytes(getattr(self, name))
-
-    @property
-    def swap_space_bytes(self) -> int | None:
-        """See `swap_space`."""
-        return _bytes(self.swap_space)
-
-    @property
-    def scale_at_bytes(self) -> int | None:
-        """See `scale_at`."""
-        return _bytes(self.scale_at)
-
-
-def _bytes(size: int | str | None) -> int | None:
-    return None if size is None else parse_size(size)
+            size = getattr(self, name)
+            object.__setattr__(self, name, None if size is None else parse_size(size))

@@ -33,7 +33,6 @@ from quire.offload.schedule.work import Sizes
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 from quire.plan.offload.activation_range import activation_range
 from quire.plan.offload.gate import activation_gate
-from quire.plan.sizes import parse_size
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class OffloadChoice:
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
         kv_bytes = max(map(_layer_bytes, self._staged))
         self._codec = ActivationCodec(
-            config.input_codec, model.spec.hidden_size, model.decoder.dtype
+            config.offload_activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
         self._profiler: OffloadProfiler | None = None
@@ -105,8 +104,8 @@ class OffloadChoice:
                 f"got {stream_bytes:,} B, in which no KV can be offloaded: raise it or leave it out"
             )
         self._refuse_recompute(stream_bytes)
-        self._refuse_input_codec()
-        part, why_not = self._config.cpu_attention_fraction, self._no_host_attention(statistics)
+        self._refuse_activation_codec()
+        part, why_not = self._config.offload_cpu_attention, self._no_host_attention(statistics)
         if part and why_not is not None:
             raise UnsoundCombination(
                 f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the host: "
@@ -115,7 +114,7 @@ class OffloadChoice:
             )
 
     def _refuse_recompute(self, stream_bytes: int) -> None:
-        part = self._config.recompute_fraction
+        part = self._config.offload_recompute
         if not part:
             return
         why_not = self._no_recompute()
@@ -133,17 +132,19 @@ class OffloadChoice:
         if self._room_tokens < self._config.page_tokens:
             raise ConfigError(
                 f"--kv-offload-recompute {part:g} cannot recompute any KV: --scratch "
-                f"{self._config.scratch} holds activations of {self._room_tokens} tokens, expected "
-                f"a page of {self._config.page_tokens} or more; raise --scratch"
+                f"{self._config.scratch:,} B holds activations of {self._room_tokens} tokens, "
+                f"expected a page of {self._config.page_tokens} or more; raise --scratch"
             )
 
-    def _refuse_input_codec(self) -> None:
-        codec, part = self._config.offload_activation_codec, self._config.recompute_fraction
-        why_not = self._no_recompute() if self._config.input_codec and part is None else None
-        if self._config.input_codec and (part == 0 or why_not is not None):
+    def _refuse_activation_codec(self) -> None:
+        codec, part = self._config.offload_activation_codec, self._config.offload_recompute
+        if codec is None:
+            return
+        why_not = self._no_recompute() if part is None else None
+        if part == 0 or why_not is not None:
             reason = "--kv-offload-recompute is off" if why_not is None else why_not.reason
             raise UnsoundCombination(
-                f"--kv-offload-activation-codec {codec} stores activations that KV is "
+                f"--kv-offload-activation-codec {codec.name} stores activations that KV is "
                 "recomputed from, and "
                 f"none is: {reason}; leave out --kv-offload-activation-codec"
             )
@@ -194,7 +195,7 @@ class OffloadChoice:
 
     def part_and_why(self) -> tuple[float, str]:
         """Part of a sequence's tokens whose inputs are kept; 0 for none."""
-        requested = self._config.recompute_fraction
+        requested = self._config.offload_recompute
         if requested == 0:
             return 0.0, "KV alone is transferred: --kv-offload-recompute off"
         gate = activation_gate(
@@ -227,9 +228,9 @@ class OffloadChoice:
             recomputes: whether the engine recomputes any KV.
             attends: whether it attends on the host.
         """
-        if self._config.recompute_fraction is None and not recomputes:
+        if self._config.offload_recompute is None and not recomputes:
             logger.info("--kv-offload-recompute auto recomputes no KV: %s", why)
-        if self._config.cpu_attention_fraction is None and not attends:
+        if self._config.offload_cpu_attention is None and not attends:
             why_not = self._no_host_attention(())
             reason = "the device is the CPU" if why_not is None else why_not.reason
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
@@ -257,7 +258,7 @@ class OffloadChoice:
         self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: OffloadedPrefixes
     ) -> CPUAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""
-        part = self._config.cpu_attention_fraction
+        part = self._config.offload_cpu_attention
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
             return None
@@ -267,14 +268,14 @@ class OffloadChoice:
     def _room_tokens(self) -> int:
         """Tokens of one layer whose inputs there is room for on the device."""
         token_bytes = SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
-        return parse_size(self._config.scratch) // token_bytes
+        return self._config.scratch // token_bytes
 
     def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
         """What divides fronts."""
         requested = SplitLimits(
-            made=self._config.recompute_fraction if makes else 0.0,
+            made=self._config.offload_recompute if makes else 0.0,
             most_made=self._room_tokens if makes else 0,
-            host=self._config.cpu_attention_fraction if attends else 0.0,
+            host=self._config.offload_cpu_attention if attends else 0.0,
         )
         page_tokens = self._config.page_tokens
         return PrefixSplits(

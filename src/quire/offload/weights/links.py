@@ -22,10 +22,10 @@ from torch import Tensor
 
 from quire.errors import ConfigError, StorageError
 from quire.kv.store import zero_bytes
+from quire.layout.sizes import format_size
 from quire.offload.swap.host_store import pin_memory
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer, TransferWorker
 from quire.offload.weights.layers import LayerWeights
-from quire.plan.sizes import format_size
 
 
 class WeightLink(ABC):

@@ -6,13 +6,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
+from quire.layout.sizes import format_size
 from quire.models.weights import weight_bytes
 from quire.models.widening import widen_linears
 from quire.offload.weights.layers import LayerWeights, layer_weights
 from quire.offload.weights.links import make_link
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, WeightsPlacement, place_weights
-from quire.plan.sizes import format_size
 
 
 def check_budget(

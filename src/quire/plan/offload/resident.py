@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
+from quire.layout.sizes import format_size
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.weights import Pass, faster_pass, run_pass
-from quire.plan.sizes import format_size
 
 SLOTS = 2
 """One layer computes, one is on its way."""

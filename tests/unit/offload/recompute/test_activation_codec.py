@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.codecs.registry import make_codec
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import parse_activation_codec
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.offload.recompute.activation_store import ActivationCodec
@@ -16,7 +16,7 @@ HIDDEN = 192  # three vectors of 64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["none", *ONE_BY_ONE])
 def test_rows_decode_to_what_the_codec_makes_of_vectors(name, dtype):
-    codec = ActivationCodec(KVConfig(offload_activation_codec=name).input_codec, HIDDEN, dtype)
+    codec = ActivationCodec(parse_activation_codec(name), HIDDEN, dtype)
     inputs = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     rows = codec.encode(inputs)
@@ -35,9 +35,7 @@ def test_rows_decode_to_what_the_codec_makes_of_vectors(name, dtype):
 def test_bytes_of_a_row():
     """int8: 192 codes, three float16 scales; int4: 96 bytes, scales and zeros of three groups."""
     plain, int8, int4 = (
-        ActivationCodec(
-            KVConfig(offload_activation_codec=name).input_codec, HIDDEN, torch.bfloat16
-        ).row_bytes
+        ActivationCodec(parse_activation_codec(name), HIDDEN, torch.bfloat16).row_bytes
         for name in ("none", "int8", "int4")
     )
     assert (plain, int8, int4) == (2 * 192, 192 + 3 * 2, 96 + 3 * 4)
@@ -46,4 +44,4 @@ def test_bytes_of_a_row():
 @pytest.mark.parametrize("name", ["int4_page", "kivi4", "int8/int4"])
 def test_what_is_not_written_token_by_token_is_refused(name):
     with pytest.raises((ConfigError, UnknownName)):
-        KVConfig(offload_activation_codec=name)
+        parse_activation_codec(name)

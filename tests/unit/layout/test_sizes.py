@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.sizes import format_size, parse_size
+from quire.layout.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

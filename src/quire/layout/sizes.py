@@ -1,7 +1,9 @@
-"""Byte sizes as people write them: `64MiB` is binary, `8MB` is decimal, `4096` is bytes."""
+"""Sizes and fractions as text: `64MiB` is binary, `8MB` is decimal, `4096` is bytes."""
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
+from typing import TypeGuard
 
 from quire.errors import ConfigError
 
@@ -13,7 +15,7 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: object) -> int:
     """Bytes of a size.
 
     Args:
@@ -29,13 +31,48 @@ def parse_size(text: str | int) -> int:
         if text < 0:
             raise _not_a_size(text)
         return text
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise _not_a_size(text)
     number, unit = match.group(1), match.group(2).lower() or "b"
     if unit not in _UNITS:
         raise _not_a_size(text)
     return int(Decimal(number) * _UNITS[unit])
+
+
+def parse_size_or(word: str) -> Callable[[object], int | None]:
+    """A function that parses sizes, and gives None for a word or None."""
+
+    def parse(text: object) -> int | None:
+        if text is None or text == word:
+            return None
+        try:
+            return parse_size(text)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or {word}") from error
+
+    return parse
+
+
+def parse_fraction(text: object) -> float | None:
+    """A number from 0 to 1; 0 for `off`, None for `auto` and None.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if text is None or text == "auto":
+        return None
+    try:
+        fraction = 0.0 if text == "off" else float(text) if _is_number(text) else -1.0
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"expected auto, off or a fraction from 0 to 1, got {text!r}")
+    return fraction
+
+
+def _is_number(value: object) -> TypeGuard[str | float]:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def format_size(size_bytes: int) -> str:
