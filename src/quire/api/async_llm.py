@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, Unpack
 
-from quire.api.commands import Command
 from quire.api.inputs import as_requests, as_token_ids
+from quire.api.threads import Command
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine

@@ -9,8 +9,8 @@ from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.api.call_lock import CallLock
 from quire.api.inputs import as_requests, as_token_ids
+from quire.api.threads import CallLock
 from quire.config.generation_request import (
     GenerationRequest,
     OptionsOfMany,

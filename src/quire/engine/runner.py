@@ -17,7 +17,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kv.step import PagedKV, StepAttention
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
-from quire.sampling.step_logits import StepLogits
+from quire.sampling.logits import StepLogits
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan, StepTimes
 from quire.scheduler.step_size import StepSize

@@ -1,10 +1,7 @@
-"""Applies the sampling options of a batch's requests to its logits, each row by its own options.
-
-This is the step between options, which are lists of any length, and the tensor functions of
-`quire.kernels.sampling`: a step that no row asks for costs nothing.
-"""
+"""Logits of a step, and what masks, biases and penalties make of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +11,23 @@ from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.kernels import sampling
+from quire.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What a step computed.
+
+    Attributes:
+        request: whose rows these are.
+        first_position: logical position of the first row's token.
+        logits: [rows, vocab]; row i belongs to the token at first_position + i.
+    """
+
+    request: Request
+    first_position: int
+    logits: Tensor
+
 
 _ALL = (None, 1.0)
 

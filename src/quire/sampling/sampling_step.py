@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import RequestError
+from quire.sampling.beam_step import Branch, advance_beams
+from quire.sampling.logits import StepLogits
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
 from quire.sampling.sampler import Sampler, prompt_logprobs
-from quire.sampling.searching import Branch, advance_beams
-from quire.sampling.step_logits import StepLogits
 from quire.scheduler.request import PlannedFork, Request, RequestGroup
 
 
