@@ -24,8 +24,8 @@ from quire.config.kv_config import KVConfig
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import StepBridge
 from quire.kv.step import StepAttention
+from quire.models.linear_weights import multiplies
 from quire.models.loader import LoadedModel
-from quire.models.widening import multiplies
 from quire.plan.roofline import weights_read_bytes
 from quire.profile.attention import fill_pages
 from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe

@@ -18,9 +18,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError, SlabFull
 from quire.hf.dynamic.batch import DynamicBatch
-from quire.hf.dynamic.options import BatchOptions
-from quire.hf.dynamic.query import Query
-from quire.hf.dynamic.record import StepRecord
+from quire.hf.dynamic.batch_options import BatchOptions
+from quire.hf.dynamic.query import Query, StepRecord
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 

@@ -9,7 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
-from quire.hf.retained import retained_positions
+from quire.hf.cache import retained_positions
 from quire.kv.memory import KVMemory
 from support import zoo
 from support.engines import greedy, load, make_prompts

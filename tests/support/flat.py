@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.models.base import Decoder
-from quire.models.dense import DenseAttention
+from quire.models.verify import DenseAttention
 
 
 def sequences(*lengths: int, vocab_size: int, seed: int = 1) -> list[Tensor]:

@@ -12,10 +12,10 @@ from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.plan.batch_rules import arm_rules
 from quire.plan.batch_verdict import (
+    BOTH_PHASES,
     DECODE_ONLY,
     EXTREME,
     FULL,
-    PREFILL_AND_DECODE,
     ArmBatch,
     BlockVerdict,
     judge_blocks,
@@ -32,7 +32,7 @@ LABELS = {
     FULL: "full KV",
     DECODE_ONLY: "decode only, to the cap",
     EXTREME: "decode only, 2 tokens",
-    PREFILL_AND_DECODE: "prefill and decode",
+    BOTH_PHASES: "prefill and decode",
 }
 
 Rates = Callable[[str], StepRates | NotUsable]
@@ -151,7 +151,7 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
     counted = [_counted(model, question, arm, text) for arm, text in texts.items()]
     # behind all refusals: rates may be measured only now
     arms = tuple(_predicted(question, arm, spec, rates) for arm, spec in counted)
-    spec = next(spec for arm, spec in counted if arm.arm == PREFILL_AND_DECODE)
+    spec = next(spec for arm, spec in counted if arm.arm == BOTH_PHASES)
     verdict = judge_blocks(
         [ArmBatch(arm=a.arm, rows=a.rows, tokens_per_s=a.tokens_per_s) for a in arms],
         cap=spec.least_cap,

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped, UInt8
 from torch import Tensor
 
-from quire.codecs.half import half_above, half_below
+from quire.codecs.packing import half_above, half_below
 
 Affine = tuple[
     UInt8[Tensor, "*shape"], Shaped[Tensor, "*scale_shape"], Shaped[Tensor, "*scale_shape"]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.codecs.base import Codec, Planes
-from quire.codecs.half import finite, half_above
+from quire.codecs.packing import finite, half_above
 from quire.codecs.registry import register
 
 TOP = 448.0

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from quire.codecs.affine import decode_affine, encode_affine
 from quire.codecs.base import Codec, Planes
-from quire.codecs.half import finite
-from quire.codecs.packing import pack, unpack
+from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.codecs.affine import to_codes
 from quire.codecs.base import Codec, Planes
-from quire.codecs.half import finite
+from quire.codecs.packing import finite
 from quire.codecs.registry import register
 
 TOP = 127

@@ -20,9 +20,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.codecs.base import Codec, Planes
-from quire.codecs.half import finite
 from quire.codecs.outliers import largest, put_back, taken
-from quire.codecs.packing import pack, unpack
+from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 ITERATIONS, MOST_SAMPLES = 30, 1 << 16

@@ -14,13 +14,12 @@ from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.rule_requirements import NONE
 from quire.hf.arguments import check_positions, count_new_tokens, refuse_unread, wanted_columns
-from quire.hf.evicting import Evicting
+from quire.hf.cache_memory import MemoryOptions, make_layout, make_memory
+from quire.hf.evicting import Evicting, make_rule, refuse_rerotation
 from quire.hf.layerless import CacheWithoutLayers
-from quire.hf.memory import MemoryOptions, make_layout, make_memory
-from quire.hf.policy import make_rule, refuse_rerotation
-from quire.hf.retained import retained_positions
 from quire.hf.sequences import Sequences, start_rows
 from quire.hf.wrapped import Answering, wrap_model
+from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.kv.store import plain_codec
 
@@ -267,3 +266,21 @@ class QuireCache(CacheWithoutLayers, Answering):
 
     def __repr__(self) -> str:
         return f"QuireCache({self._rule.text!r}, {self.kv_used_bytes:,} B in use)"
+
+
+# ---- retained ------------------------------------------------------------------------------------
+
+# Which positions a row still holds, head by head.
+
+
+def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
+    """Positions in the lanes of a layer, ascending, for each KV head.
+
+    Args:
+        kv: memory and bytes.
+        row: of the memory.
+        layer: of the model.
+    """
+    group, index = kv.place[layer]
+    reader = LaneReader(kv, group.name, row, range(index, index + 1))
+    return [[position for position in head if position >= 0] for head in reader.positions.tolist()]

@@ -27,8 +27,7 @@ from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
 from quire.models.observing import Observing
-from quire.models.rope import RopeVariants
-from quire.models.rotations import Rotations
+from quire.models.rope import RopeVariants, Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
 

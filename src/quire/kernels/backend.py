@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages
-from quire.kernels.full_precision import FullPrecisionPages
-from quire.kernels.promoted import PromotedPages
+from quire.kernels.token_precision import FullPrecisionPages, PromotedPages
 
 
 @dataclass(frozen=True, slots=True)

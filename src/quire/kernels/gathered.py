@@ -26,14 +26,17 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
-from quire.kernels.full_precision import made_columns
-from quire.kernels.gathered_full_precision import (
+from quire.kernels.gathered_plan import (
+    Chunk,
+    DecodeBucket,
+    GatheredPlan,
     lane_place,
+    plan_gathering,
     write_full_precision_in_bucket,
     write_promoted_in_chunk,
 )
-from quire.kernels.gathered_plan import Chunk, DecodeBucket, GatheredPlan, plan_gathering
 from quire.kernels.paging import gather_pages, move_slots, page_numbers, write_slots
+from quire.kernels.token_precision import made_columns
 
 DEFAULT_SCRATCH_BYTES = 64 * 1024 * 1024
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPlanes, write_codes
-from quire.kernels.full_precision import FullPrecisionPages
+from quire.kernels.token_precision import FullPrecisionPages
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews

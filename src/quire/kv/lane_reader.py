@@ -20,8 +20,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
-from quire.kernels.full_precision import attended_as_made, record_of
-from quire.kernels.promoted import decode_records, records_of
+from quire.kernels.token_precision import attended_as_made, decode_records, record_of, records_of
 from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.statistics.pages import StatisticPages

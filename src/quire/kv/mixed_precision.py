@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages, write_codes
-from quire.kernels.full_precision import record_of
-from quire.kernels.promoted import PromotedPages, records_of
+from quire.kernels.token_precision import PromotedPages, record_of, records_of
 from quire.kv.flat_batch import DeviceTable
 from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.memory import KVMemory

@@ -21,13 +21,11 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.linear_weights import pack_linears, widen_linears
 from quire.models.observing import Observing
-from quire.models.packing import pack_linears
-from quire.models.rope import RopeVariants
-from quire.models.rotations import Rotations
+from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
-from quire.models.widening import widen_linears
 from quire.offload.recompute.layer_kv import KeysAndValues
 from quire.offload.weights.layer_major import LayerMajor
 from quire.offload.weights.stream import WeightStream

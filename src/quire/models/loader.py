@@ -22,14 +22,12 @@ from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults, read_generation_defaults
-from quire.models.matching import check_finite
-from quire.models.shapes import check_shapes
 from quire.models.source import find_model
-from quire.models.stored import read_headers
+from quire.models.stored import check_shapes, read_headers
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
-from quire.models.weights import read_model, weight_bytes
+from quire.models.weights import check_finite, read_model, weight_bytes
 from quire.offload.weights.placement import check_budget, stream_weights
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import WeightsPlacement

@@ -1,13 +1,24 @@
 """The tensors in a folder's weight files, by their headers: names, shapes and types, no values."""
 
 import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import ModelError
-from quire.layout.config import read_json_object
+from quire.layout.config import read_json_object, shown
+from quire.layout.model import ModelSpec
+from quire.models.foreign import foreign_code
+from quire.models.support import model_class
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -85,3 +96,163 @@ def _indexed_files(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} is damaged (it has no 'weight_map'); fetch it again")
     return [index.parent / name for name in sorted({str(name) for name in weight_map.values()})]
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+# Does a config describe the stored weights? Answered from the headers of the weight files.
+#
+# The layers and the number of parameters are compared first, without a module: a config that asks
+# for a million layers would keep Transformers building for minutes. The shapes are compared with a
+# model on the meta device, which has no memory.
+
+# The first number of a tensor's name is that of its layer, behind one of these words.
+_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?(?:layers|layer|blocks|block|h))\.(\d+)\.")
+_CONFIG_FITS = "check that config.json belongs to these weights"
+_MOST_TIMES_STORED = 2  # a spec may count a tied matrix twice, and few vectors not at all
+
+
+def check_shapes(
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Compare a config with the headers of the weight files.
+
+    Args:
+        config: of the model.
+        stored: see `read_headers`.
+        trust_remote_code: run the code the folder brings.
+
+    Raises:
+        ModelError: the weights have other layers or other shapes than the config says.
+    """
+    spec = ModelSpec.from_config(config.to_dict())
+    known = model_class(config)
+    if known is not None:
+        _check_layers(spec.num_layers, stored, known)
+    elif spec.num_layers > len(stored):
+        raise _too_many_layers(spec.num_layers, f"{len(stored)} tensors")
+    if getattr(config, "quantization_config", None):
+        return  # packed weights have shapes of their own
+    if known is not None:
+        _check_parameters(spec, stored)
+    _check_tensors(_without_memory(config, trust_remote_code=trust_remote_code), config, stored)
+
+
+def layer_list(name: str) -> str | None:
+    """The list of layers that a tensor is in, as model.layers; None for tensors of no layer."""
+    match = _LAYER.match(name)
+    return None if match is None else match[1]
+
+
+def is_ignored(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a model class declares that it does without a stored tensor."""
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _stored_layers(names: Iterable[str]) -> set[int]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for match in filter(None, map(_LAYER.match, names)):
+        found[match[1]].add(int(match[2]))
+    return max(found.values(), key=len, default=set())
+
+
+def _check_layers(
+    num_layers: int, stored: Mapping[str, StoredTensor], known: type[PreTrainedModel]
+) -> None:
+    layers = _stored_layers(stored)
+    if not layers:
+        return
+    missing = set(range(num_layers)) - layers
+    if missing:
+        raise _too_many_layers(num_layers, f"no weights of layer {min(missing)}")
+    ignored: Iterable[str] = known._keys_to_ignore_on_load_unexpected or ()
+    surplus = _stored_layers(name for name in stored if not is_ignored(name, ignored))
+    surplus -= set(range(num_layers))
+    if surplus:
+        raise ModelError(
+            f"config.json: 'num_hidden_layers' is {num_layers}, and the weights hold "
+            f"{len(layers)} layers, of which {len(surplus)} would be left out; set it to "
+            f"{max(surplus) + 1}, or {_CONFIG_FITS}"
+        )
+
+
+def _too_many_layers(num_layers: int, found: str) -> ModelError:
+    return ModelError(
+        f"config.json: 'num_hidden_layers' is {num_layers}, and the weight files have {found}; "
+        f"{_CONFIG_FITS}"
+    )
+
+
+def _check_parameters(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
+    num_stored = sum(tensor.num_values for tensor in stored.values())
+    if spec.num_parameters > _MOST_TIMES_STORED * num_stored:
+        raise ModelError(
+            f"config.json describes {spec.num_parameters:,} parameters, and the weight files hold "
+            f"{num_stored:,} (embedding {spec.vocab_size} x {spec.hidden_size}, MLP "
+            f"{spec.intermediate_size}, {spec.num_heads} and {spec.num_kv_heads} heads of "
+            f"{spec.head_dim}); {_CONFIG_FITS}"
+        )
+
+
+def _without_memory(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    with foreign_code("no model can be built from config.json"), torch.device("meta"):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=trust_remote_code
+            )
+        except KeyError as error:
+            _refuse_name(config, error.args[0] if error.args else None)
+            raise
+    return model
+
+
+def _refuse_name(config: PreTrainedConfig, name: object) -> None:
+    # Transformers looks names of a config up in tables; the KeyError has the name alone.
+    field = next((field for field, value in _named_values(config) if value == name), None)
+    if field is None or not isinstance(name, str):
+        return
+    activations = ACT2FN if "act" in field else ()
+    known = {"default", *ROPE_INIT_FUNCTIONS} if field == "rope_type" else activations
+    choices = f", expected one of {', '.join(sorted(known))}" if known else ""
+    raise ModelError(
+        f"config.json: {field!r} is {shown(name)}, which Transformers does not know{choices}"
+    )
+
+
+def _named_values(config: PreTrainedConfig) -> Iterator[tuple[str, object]]:
+    for field, value in config.to_dict().items():
+        yield field, value
+        if isinstance(value, dict):
+            yield from value.items()
+
+
+def _check_tensors(
+    model: PreTrainedModel, config: PreTrainedConfig, stored: Mapping[str, StoredTensor]
+) -> None:
+    for name, parameter in nn.Module.named_parameters(model):
+        found = next((stored[n] for n in spellings(model, name) if n in stored), None)
+        # equal counts in another order are left to the conversions of Transformers
+        if found is not None and found.num_values != parameter.numel():
+            raise ModelError(
+                f"the weights have {name} of shape {list(found.shape)}, and config.json asks for "
+                f"{list(parameter.shape)}{_fields_of(config, parameter, found)}; {_CONFIG_FITS}"
+            )
+
+
+def spellings(model: PreTrainedModel, name: str) -> tuple[str, str, str]:
+    """A name in a weight file or a model: it may have or lack the prefix of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    return name, name.removeprefix(prefix), prefix + name
+
+
+def _fields_of(config: PreTrainedConfig, parameter: nn.Parameter, found: StoredTensor) -> str:
+    lengths = set(parameter.shape) - set(found.shape)
+    fields = [
+        f"{field}={value}"
+        for field, value in config.to_dict().items()
+        if isinstance(value, int) and value in lengths
+    ]
+    return f" ({', '.join(fields)})" if fields else ""

@@ -11,8 +11,7 @@ Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (t
 
 from quire.errors import ConfigError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, parse_policy
-from quire.plan.batch_verdict import DECODE_ONLY, EXTREME, FULL
-from quire.plan.batch_verdict import PREFILL_AND_DECODE as BLOCKS
+from quire.plan.batch_verdict import BOTH_PHASES, DECODE_ONLY, EXTREME, FULL
 
 DEFAULT_RULE = "average"
 EXTREME_RULE = f"recent:cap=2,every=1,when={DECODE}"
@@ -60,5 +59,5 @@ def arm_rules(
         FULL: FULL,
         DECODE_ONLY: with_numbers(text, cap=found, every=every, when=DECODE),
         EXTREME: EXTREME_RULE,
-        BLOCKS: with_numbers(text, cap=found, every=every, when=PREFILL_AND_DECODE),
+        BOTH_PHASES: with_numbers(text, cap=found, every=every, when=PREFILL_AND_DECODE),
     }

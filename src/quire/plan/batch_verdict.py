@@ -13,13 +13,13 @@ Source: Batch-Max (Metel et al. 2025), section 1, which names the first two.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FULL, DECODE_ONLY, EXTREME, PREFILL_AND_DECODE = (
+FULL, DECODE_ONLY, EXTREME, BOTH_PHASES = (
     "full",
     "decode",
     "decode_extreme",
     "prefill_and_decode",
 )
-ARMS = (FULL, DECODE_ONLY, EXTREME, PREFILL_AND_DECODE)
+ARMS = (FULL, DECODE_ONLY, EXTREME, BOTH_PHASES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def judge_blocks(
     if batch is not None:
         return _for_fixed(batch, rows)
     whole = max(rows[DECODE_ONLY], rows[EXTREME])
-    more = rows[PREFILL_AND_DECODE]
+    more = rows[BOTH_PHASES]
     ample = (
         f"up to {rows[FULL]:,} rows fit with all their tokens and up to {whole:,} with whole "
         "prompts: for a batch of that size do not evict while prompts are read"
@@ -105,16 +105,16 @@ def _for_fixed(batch: int, rows: dict[str, int]) -> BlockVerdict:
             "evict while decoding (when=decode)"
         )
         return BlockVerdict(pays=False, reasons=(reason,))
-    if batch <= rows[PREFILL_AND_DECODE]:
+    if batch <= rows[BOTH_PHASES]:
         reason = f"whole prompts fit for {whole:,} rows only, and {batch:,} are wanted"
         return BlockVerdict(pays=True, reasons=(reason,))
-    reason = f"no way holds {batch:,} rows: {rows[PREFILL_AND_DECODE]:,} at most, with this cap"
+    reason = f"no way holds {batch:,} rows: {rows[BOTH_PHASES]:,} at most, with this cap"
     return BlockVerdict(pays=False, reasons=(reason,))
 
 
 def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
     speeds = {found.arm: found.tokens_per_s for found in arms if found.rows}
-    own = speeds.pop(PREFILL_AND_DECODE)
+    own = speeds.pop(BOTH_PHASES)
     others = [speed for speed in speeds.values() if speed is not None]
     if own is None or len(others) < len(speeds):
         return None, "whether that is faster was not measured here"

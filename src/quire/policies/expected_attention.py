@@ -20,11 +20,10 @@ from torch import Tensor
 from quire.errors import ConfigError, PolicyError
 from quire.layout.statistics import MEAN, QueryMoments, Statistic, check_reduction
 from quire.policies.base import SinksAndRecent
-from quire.policies.groups import reduce_group
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.policies.windows import softmax_over
+from quire.policies.windows import reduce_group, softmax_over
 
 MOST_FUTURE = 1 << 16  # each is turned by itself, and a request may say how many
 

@@ -35,15 +35,17 @@ that may leave, m = what the R best have of it, and R / n what they would have w
     representatives of the layer = floor(B_rep * (1 - m) / (1 - R / n))
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int
+import torch
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import UnknownName
-from quire.layout.statistics import Statistic
+from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed import Asked
@@ -58,7 +60,6 @@ from quire.policies.signatures.representatives import (
     choose_representatives,
     of_each_anchor,
 )
-from quire.policies.signatures.stored import BITS, UNTIL, notes_of, stored_bits
 from quire.policies.signatures.units import Marks, Units
 from quire.policies.view import KVView
 
@@ -144,3 +145,53 @@ def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
     outside = 1 - units.room / np.maximum(count_of(free), 1)
     missed = np.where(mass > 0, 1 - best / np.maximum(mass, 1e-300), outside)
     return np.clip(missed / np.maximum(outside, 1e-12), 0, 1)
+
+
+# ---- stored --------------------------------------------------------------------------------------
+
+# Signatures that stay with their tokens: written when others leave, read when the next ones do.
+#
+# Those of tokens that are protected so far, as the newest are, and of layers that lose nothing yet
+# are not written: every head would keep all of these, which says nothing about them.
+
+BITS, UNTIL = SignatureBits(), SignedUntil()
+
+
+def stored_bits(
+    view: KVView,
+) -> tuple[Bool[Tensor, "layer head slot"], Bool[Tensor, "layer head slot"]]:
+    """The bits of each query head that were written down, and where any were.
+
+    Raises:
+        PolicyError: the view was made without them.
+    """
+    until = view.remembered(UNTIL)[:, 0]
+    signed = (view.live & (view.positions < until)).repeat_interleave(view.group, dim=0)
+    numbers = torch.where(view.live, view.remembered(BITS), 0.0).nan_to_num(0, 0, 0).long()
+    heads = torch.arange(view.group, device=numbers.device)
+    bits = (numbers[:, None] >> heads[:, None]) & 1
+    return _by_layer(view, bits.bool()), _by_layer(view, signed)
+
+
+def notes_of(
+    view: KVView, bits: Bool[Tensor, "layer head slot"], may_leave: Bool[Tensor, "layer slot"]
+) -> Mapping[Statistic, Float[Tensor, "..."]]:
+    """What to write down of the bits of each query head.
+
+    Args:
+        view: with what was written before.
+        bits: of each query head.
+        may_leave: slots that something is to be known of.
+    """
+    heads = torch.arange(view.group, device=bits.device)
+    numbers = (bits.view(-1, view.group, bits.shape[2]).long() << heads[:, None]).sum(dim=1)
+    behind = torch.where(may_leave, view.first_heads(view.positions) + 1, 0).amax(dim=1)
+    behind = behind.repeat_interleave(view.heads_per_layer)[:, None, None]
+    return {BITS: numbers.float(), UNTIL: torch.maximum(view.remembered(UNTIL), behind.float())}
+
+
+def _by_layer(
+    view: KVView, bits: Bool[Tensor, "lanes_or_heads ..."]
+) -> Bool[Tensor, "layer head slot"]:
+    """A row for each query head, by layer."""
+    return bits.view(-1, view.heads_per_layer * view.group, bits.shape[-1])

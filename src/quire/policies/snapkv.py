@@ -16,12 +16,10 @@ from torch import Tensor
 
 from quire.layout.statistics import MEAN, QueryRing, Statistic, check_reduction
 from quire.policies.base import ScorePolicy
-from quire.policies.groups import reduce_group
 from quire.policies.options import check_at_least
-from quire.policies.pooling import AVERAGE, check_pooling, pool
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.policies.windows import column_sums
+from quire.policies.windows import AVERAGE, check_pooling, column_sums, pool, reduce_group
 
 
 @register("snapkv")

@@ -15,10 +15,9 @@ from torch import Tensor
 from quire.errors import UnknownName
 from quire.layout.statistics import MEAN, QueryRing, Statistic
 from quire.policies.base import LANE, LAYER, SinksAndRecent
-from quire.policies.groups import reduce_group
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.policies.windows import column_sums
+from quire.policies.windows import column_sums, reduce_group
 
 _LAST = QueryRing(window=1)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from quire.codecs.base import Codec
 from quire.codecs.hadamard import rotate
-from quire.codecs.half import LARGEST, half_above, half_below
 from quire.codecs.outliers import largest
-from quire.codecs.packing import unpack
+from quire.codecs.packing import LARGEST, half_above, half_below, unpack
 from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 

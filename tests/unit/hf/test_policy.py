@@ -3,7 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.hf.policy import make_rule, refuse_rerotation
+from quire.hf.evicting import make_rule, refuse_rerotation
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ import pytest
 
 import quire.kernels.native
 from quire.kernels.native import self_test
-from quire.kernels.native.fitness import unfit_reason
-from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
+from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library, unfit_reason
 
 ROOT = Path(__file__).parents[3]
 LIBRARY = load_library()

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.backend import AttentionMath
-from quire.kernels.dense import attend_dense
-from quire.kernels.partial import Partial, attend_partial, merge
+from quire.kernels.dense import Partial, attend_dense, attend_partial, merge
 
 BATCH, HEADS, KV_HEADS, QUERIES, HEAD_DIM = 2, 6, 2, 3, 8
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.backend import AttentionMath, LaneSlots, StepShape
 from quire.kernels.pre_rope import PreRopeAttention
-from quire.kernels.reference import attend_reference
+from quire.kernels.reference_backend import attend_reference
 from support.lanes import Lanes
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 
 from quire.codecs.registry import make_codec
 from quire.kernels.backend import AttentionMath
-from quire.kernels.reference import attend_reference
+from quire.kernels.reference_backend import attend_reference
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory

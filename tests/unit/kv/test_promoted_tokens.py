@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.promoted import records_of
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.token_precision import records_of
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import (
     borrow,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.reference import attend_reference
-from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention, allocate_kv

@@ -10,7 +10,7 @@ from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
 from quire.models.bridge import attend_through_bridge
-from quire.models.dense import DenseAttention
+from quire.models.verify import DenseAttention
 from support import zoo
 from support.flat import flat_logits, sequences
 

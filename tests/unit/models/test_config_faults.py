@@ -18,7 +18,7 @@ from quire.cli.plan_report import plan_report
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ModelError, QuireError, UnsupportedModel
-from quire.models import shapes
+from quire.models import stored
 from quire.models.loader import load_model
 from support import zoo
 
@@ -109,7 +109,7 @@ def test_fewer_layers_than_the_weights_have_are_refused(name: str, tmp_path: Pat
 def test_a_million_layers_are_refused_before_a_module_is_built(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "_without_memory", pytest.fail)
+    monkeypatch.setattr(stored, "_without_memory", pytest.fail)
 
     for num_layers in (3, 9_999, 1_000_000):
         begun_s = time.perf_counter()
@@ -121,7 +121,7 @@ def test_a_million_layers_are_refused_before_a_module_is_built(
 def test_sizes_far_beyond_the_weights_are_refused_before_a_module_is_built(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "_without_memory", pytest.fail)
+    monkeypatch.setattr(stored, "_without_memory", pytest.fail)
 
     for field in ("vocab_size", "intermediate_size", "head_dim"):
         with pytest.raises(ModelError, match=r"config\.json describes .* parameters"):

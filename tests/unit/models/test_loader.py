@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.models import source, widening
+from quire.models import linear_weights, source
 from quire.models.loader import load_model
 from support import zoo
 from support.flat import flat_logits, sequences
@@ -85,7 +85,9 @@ def test_weights_in_several_files_are_read(name: str, tmp_path: Path) -> None:
 def test_the_dtype_can_be_chosen(
     llama: Path, dtype: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widening, "multiplies", lambda dtype: True)  # as CPUs that need no copies
+    monkeypatch.setattr(
+        linear_weights, "multiplies", lambda dtype: True
+    )  # as CPUs that need no copies
     loaded = load_model(llama, dtype=dtype, device="cpu")
 
     assert loaded.decoder.dtype == expected

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quire.models.packing import PackedLinear, can_pack, pack_linears
+from quire.models.linear_weights import PackedLinear, can_pack, pack_linears
 from quire.models.weights import weight_bytes
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import torch
 from transformers import OPTForCausalLM
 
 from quire.models.adapter import TransformersDecoder
-from quire.models.dense import DenseAttention
+from quire.models.verify import DenseAttention
 from support import zoo
 
 TOKENS = 23

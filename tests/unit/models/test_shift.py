@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from quire.layout.statistics import AttentionShift
 from quire.models.adapter import TransformersDecoder
-from quire.models.dense import DenseAttention
 from quire.models.loader import load_model
+from quire.models.verify import DenseAttention
 from support import zoo
 from support.flat import sequences
 

@@ -10,8 +10,7 @@ from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import LayerSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
-from quire.models.dense import DenseBatch
-from quire.models.verify import compare_with_transformers
+from quire.models.verify import DenseBatch, compare_with_transformers
 from support import zoo
 
 

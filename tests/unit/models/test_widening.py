@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from quire.models import widening
+from quire.models import linear_weights
+from quire.models.linear_weights import WidenedLinear, widen_linears
 from quire.models.weights import weight_bytes
-from quire.models.widening import WidenedLinear, widen_linears
 from unit.models.test_packing import tiny_llama
 
 
 @pytest.fixture(autouse=True)
 def _no_half_precision(monkeypatch):
     """Any CPU is one without."""
-    monkeypatch.setattr(widening, "multiplies", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(linear_weights, "multiplies", lambda dtype: dtype == torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,14 +8,11 @@ from transformers import PreTrainedModel
 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError, SlabFull
+from quire.hf.dynamic.batch_memory import BatchMemory
+from quire.hf.dynamic.batch_options import BatchOptions, check_query, read_params
 from quire.hf.dynamic.batch_slots import BatchSlots
-from quire.hf.dynamic.checks import check_query, read_params
 from quire.hf.dynamic.filling import Filling
-from quire.hf.dynamic.memory import BatchMemory
-from quire.hf.dynamic.options import BatchOptions
-from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.queues import QueryQueues
-from quire.hf.dynamic.record import NewToken, StepRecord
+from quire.hf.dynamic.query import NewToken, Query, QueryQueues, QueryState, StepRecord
 from quire.hf.dynamic.sampling_step import SamplingStep
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter

@@ -4,13 +4,11 @@ from dataclasses import replace
 from heapq import merge
 from itertools import islice
 
+from quire.hf.dynamic.batch_memory import BatchMemory
+from quire.hf.dynamic.batch_options import DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
-from quire.hf.dynamic.memory import BatchMemory
-from quire.hf.dynamic.options import DEVICE, SYNC, BatchOptions
-from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.queues import QueryQueues
+from quire.hf.dynamic.query import Query, QueryQueues, QueryState, StepRecord
 from quire.hf.dynamic.reader import Accept, Reader
-from quire.hf.dynamic.record import StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.scheduler.batchers.base import BatchView
 from quire.scheduler.batchers.registry import parse_dense_batcher

@@ -6,9 +6,11 @@ positions travel with it when it is taken out of a batch and put back.
 
 import enum
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.config.sampling_params import SamplingParams
 from quire.kv.dense.meter import ByteMeter
@@ -130,3 +132,116 @@ class Query:
         """Its place in line: by priority, then deadline, then arrival."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
         return (self.priority, deadline_s, self.number)
+
+
+# ---- queues --------------------------------------------------------------------------------------
+
+# Who waits: prompts to be read, and queries with KV but no row, each in line.
+
+_IN_LINE = (QueryState.WAITING, QueryState.READY)
+
+
+class QueryQueues:
+    """Two queues, by rank.
+
+    Attributes:
+        waiting: to be read.
+        ready: read, or taken out of a row.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Query] = []
+        self.ready: list[Query] = []
+        self._longest: list[tuple[int, int, Query]] = []  # heap; those who left stay for a while
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.ready)
+
+    def wait(self, query: Query) -> None:
+        """To be read."""
+        self._enter(query, self.waiting, QueryState.WAITING)
+
+    def stand_ready(self, query: Query) -> None:
+        """Has its KV."""
+        self._enter(query, self.ready, QueryState.READY)
+
+    def _enter(self, query: Query, queue: list[Query], state: QueryState) -> None:
+        query.state = state
+        insort(queue, query, key=lambda found: found.rank)
+        heappush(self._longest, (-query.certain_tokens, query.number, query))
+
+    @property
+    def certain_tokens(self) -> int:
+        """Most that anybody in line will have for certain."""
+        while self._longest and self._longest[0][-1].state not in _IN_LINE:
+            heappop(self._longest)
+        return -self._longest[0][0] if self._longest else 0
+
+    def leave(self, query: Query) -> None:
+        """Go, to a row or for good."""
+        (self.waiting if query.state is QueryState.WAITING else self.ready).remove(query)
+
+    def first(self) -> Query | None:
+        """Whoever is first of both."""
+        heads = [queue[0] for queue in (self.waiting, self.ready) if queue]
+        return min(heads, key=lambda found: found.rank, default=None)
+
+
+# ---- record --------------------------------------------------------------------------------------
+
+# What a step of a dynamic batch did: tokens for the user, numbers for benches.
+
+
+class NewToken(NamedTuple):
+    """A token of a query.
+
+    Attributes:
+        query: whose.
+        token_id: which.
+    """
+
+    query: Query
+    token_id: int
+
+
+@dataclass(slots=True)
+class ReadRecord:
+    """A forward over prompts.
+
+    Attributes:
+        rows, columns: of it, pads counted.
+        seen: columns before it.
+        seconds: it took, sampling left out.
+    """
+
+    rows: int
+    columns: int
+    seen: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        rows: of the slab, empty ones and those that have ended included; 0 where none decoded.
+        live: rows that went on.
+        columns: that attention saw.
+        new_columns: of the forward; more than 1 where prompts were read by it.
+        valid_tokens: sum of the live rows' lengths.
+        queued: whether others waited when it decoded.
+        decode_s: the forward and choosing tokens.
+        reads: prompts read apart.
+        kv_bytes: held at the end.
+    """
+
+    rows: int = 0
+    live: int = 0
+    columns: int = 0
+    new_columns: int = 0
+    valid_tokens: int = 0
+    queued: bool = False
+    decode_s: float = 0.0
+    reads: list[ReadRecord] = field(default_factory=list)
+    kv_bytes: int = 0

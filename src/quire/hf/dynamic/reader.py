@@ -1,17 +1,16 @@
 """Reads prompts when a rule says so: where they will stay, beside the batch, or between steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from quire.hf.dynamic.batch_memory import BatchMemory
+from quire.hf.dynamic.batch_options import ASYNC, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots
-from quire.hf.dynamic.memory import BatchMemory
-from quire.hf.dynamic.options import ASYNC, BatchOptions
 from quire.hf.dynamic.prefill import Prefill, read_apart
-from quire.hf.dynamic.query import Query, QueryState
-from quire.hf.dynamic.queues import QueryQueues
-from quire.hf.dynamic.record import ReadRecord, StepRecord
-from quire.hf.dynamic.side_stream import SideStream
+from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
 from quire.scheduler.batchers.base import BatchView, DenseRule
@@ -166,3 +165,47 @@ class Reader:
         else:
             self._memory.store(query)
             self._line.stand_ready(query)
+
+
+# ---- side stream ---------------------------------------------------------------------------------
+
+# Where prompts are read in the background: on a GPU beside the steps, elsewhere between them.
+
+
+class SideStream:
+    """A CUDA stream of its own; on other devices nothing runs beside anything.
+
+    Args:
+        device: of the model.
+
+    Attributes:
+        overlaps: whether what is done `beside` may still run when it returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self.overlaps = self._stream is not None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Do something behind all that was asked of the device, and beside what will be."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self, results: Iterable[Tensor] = ()) -> None:
+        """Let what is asked of the device from now on wait for it.
+
+        Args:
+            results: made beside, and used from now on; their memory is kept until then.
+        """
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        for result in results:
+            result.record_stream(current)

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.hf.dynamic.query import Query
-from quire.hf.dynamic.record import NewToken
+from quire.hf.dynamic.query import NewToken, Query
 from quire.sampling.sampler import Sampler
 from quire.sampling.stop_rules import ending_token
 

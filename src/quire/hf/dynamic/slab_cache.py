@@ -1,12 +1,18 @@
 """A slab as Transformers sees it: an ordinary cache, handed over as `past_key_values`."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModel
 from quire.kv.dense.in_place import SlabRows
+from quire.kv.dense.row import NOTHING
 from quire.kv.dense.slab import DenseSlab
 
 
@@ -53,3 +59,112 @@ class SlabCache(Cache):
 
     def __init__(self, slab: DenseSlab | SlabRows, num_layers: int) -> None:
         super().__init__(layers=[SlabLayer(slab, layer) for layer in range(num_layers)])
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+# Who sees what in a slab: from logical positions, never from columns.
+#
+#     a query at position p sees a slot of its row at position s where s <= p, and where a layer
+#     has a window of W tokens, s > p - W
+#
+# A query that sees nothing (a pad's, an empty row's) sees its own column: softmax of nothing is
+# NaN.
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_BOOLEAN, _ADDITIVE = "sdpa", "eager"
+
+Masks = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Which masks a model takes.
+
+    Attributes:
+        kinds: of its layers.
+        by_kind: whether it takes a mask for each kind, or one.
+        window: of sliding layers, in tokens.
+    """
+
+    kinds: frozenset[str]
+    by_kind: bool
+    window: int | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "MaskRule":
+        """Read a config as `create_masks_for_generate` does.
+
+        Raises:
+            UnsupportedModel: layers of other kinds; they keep more than keys and values, or less.
+        """
+        kinds = frozenset(get_layer_types_and_kwargs(config)[0])
+        others = kinds - {FULL, SLIDING}
+        if others:
+            raise UnsupportedModel(
+                f"{config.model_type} has layers of the kind {', '.join(sorted(others))}: expected "
+                "full or sliding attention, whose keys and values can be moved from row to row; "
+                "use Transformers' own generate"
+            )
+        return cls(kinds, hasattr(config, "layer_types"), getattr(config, "sliding_window", None))
+
+    def make(
+        self,
+        seen: Int[Tensor, "rows column"],
+        new_columns: int,
+        *,
+        implementation: str,
+        dtype: torch.dtype,
+    ) -> Masks:
+        """Masks [rows, 1, query, column] of a forward, True where a slot is seen.
+
+        Args:
+            seen: positions of the columns that attention gets, the forward's own at the end.
+            new_columns: of the forward.
+            implementation: of attention: sdpa reads booleans, eager adds numbers of `dtype`.
+            dtype: of the model.
+        """
+        made = {
+            kind: _form(
+                visible(seen, new_columns, self.window if kind == SLIDING else None),
+                implementation,
+                dtype,
+            )
+            for kind in self.kinds
+        }
+        return made if self.by_kind else next(iter(made.values()))
+
+
+def visible(
+    seen: Int[Tensor, "rows column"], new_columns: int, window: int | None
+) -> Bool[Tensor, "rows 1 query column"]:
+    """Which slots each query sees."""
+    query = seen[:, -new_columns:, None]
+    slot = seen[:, None, :]
+    found = (slot != NOTHING) & (slot <= query)
+    if window is not None:
+        found &= slot > query - window
+    column = torch.arange(seen.shape[1], device=seen.device)
+    own = column[None, :] == column[-new_columns:, None]
+    return (found | ((query == NOTHING) & own))[:, None]
+
+
+def _form(found: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
+    if implementation == _BOOLEAN:
+        return found
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=found.device)
+    return torch.where(found, hidden.new_zeros(()), hidden)
+
+
+def check_implementation(name: str | None) -> str:
+    """The attention implementation, if its masks are known.
+
+    Raises:
+        UnsupportedModel: another one.
+    """
+    if name not in (_BOOLEAN, _ADDITIVE):
+        raise UnsupportedModel(
+            f"expected attn_implementation sdpa or eager, which take a mask of their own for each "
+            f"row, got {name}: load the model with attn_implementation='sdpa'"
+        )
+    return name

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from quire.errors import ConfigError, UnsupportedModel
-from quire.hf.dynamic.masks import MaskRule, check_implementation
-from quire.hf.dynamic.slab_cache import SlabCache
+from quire.hf.dynamic.slab_cache import MaskRule, SlabCache, check_implementation
 from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.row import KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab

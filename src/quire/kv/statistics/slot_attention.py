@@ -25,9 +25,8 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
-from quire.kernels.full_precision import LanePlace, made_columns
-from quire.kernels.gathered_full_precision import lane_place
-from quire.kernels.promoted import decode_records, records_of
+from quire.kernels.gathered_plan import lane_place
+from quire.kernels.token_precision import LanePlace, decode_records, made_columns, records_of
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import StatisticPages
 from quire.layout.statistics import (

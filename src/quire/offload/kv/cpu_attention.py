@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
 from quire.kernels.coded import CodedPages, decode_pages
-from quire.kernels.partial import Partial, attend_partial, merge
+from quire.kernels.dense import Partial, attend_partial, merge
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory

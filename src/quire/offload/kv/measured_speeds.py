@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels.backend import AttentionMath
-from quire.kernels.partial import attend_partial
+from quire.kernels.dense import attend_partial
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.offload.schedule.work import Speeds

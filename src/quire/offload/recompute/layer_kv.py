@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from quire.errors import InvariantError
 from quire.models.base import AttentionCall
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
+from quire.models.rope import Probe
 from quire.models.rotary import Rotary
-from quire.models.rotations import Probe
 
 HIDDEN = "hidden_states"
 QUERY = "q_proj"

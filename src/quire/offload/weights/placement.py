@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.layout.sizes import format_size
+from quire.models.linear_weights import widen_linears
 from quire.models.weights import weight_bytes
-from quire.models.widening import widen_linears
 from quire.offload.weights.layers import LayerWeights, layer_weights
 from quire.offload.weights.links import make_link
 from quire.offload.weights.stream import WeightStream

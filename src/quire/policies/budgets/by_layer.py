@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quire.errors import ConfigError
-from quire.policies.budgets.base import Budget, Shape
-from quire.policies.budgets.shares import share_out
+from quire.policies.budgets.base import Budget, Shape, share_out
 from quire.policies.registry import register_budget
 
 # few digits: requests carry these texts, and a number such as 1e-999999999 would fill the memory

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.budgets.base import Budget, Shape
-from quire.policies.budgets.shares import share_out
+from quire.policies.budgets.base import Budget, Shape, share_out
 from quire.policies.registry import register_budget
 
 LARGEST_FRACTIONS, PUBLISHED = "largest_fractions", "published"

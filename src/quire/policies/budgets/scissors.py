@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quire.errors import ConfigError
-from quire.policies.budgets.base import Budget, Shape
-from quire.policies.budgets.shares import decimal_fraction, share_out
+from quire.policies.budgets.base import Budget, Shape, decimal_fraction, share_out
 from quire.policies.registry import register_budget
 
 

@@ -15,16 +15,16 @@ Differs from the paper: what every layer must hold (w) is not divided; the clust
 there are in one dimension, not those of a k-means run; largest fractions keep the total exact.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from math import ceil
 
 from quire.errors import ConfigError, PolicyError
 from quire.layout.statistics import AttentionShift, Statistic
 from quire.policies.base import ScorePolicy
-from quire.policies.budgets.base import Budget, Shape
-from quire.policies.budgets.clusters import highest_cluster
-from quire.policies.budgets.shares import decimal_fraction, share_out
+from quire.policies.budgets.base import Budget, Shape, decimal_fraction, share_out
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
 
@@ -85,3 +85,44 @@ class Squeeze(Budget):
         share = decimal_fraction(self.share)
         others = (layers - len(giving) * share) / (layers - len(giving))
         return [share if layer in giving else others for layer in range(layers)]
+
+
+# ---- clusters ------------------------------------------------------------------------------------
+
+# Groups of numbers on a line: the best there are, found exactly, so that equal runs agree.
+
+
+def highest_cluster(numbers: Sequence[float], groups: int) -> frozenset[int]:
+    """The group with the highest numbers, of the groups that are tightest.
+
+    k-means on a line has an optimum that can be found: groups are neighbours in order, and the sum
+    of squared distances from their means is smallest. Of equally good groupings the one whose
+    highest group is larger.
+
+    Args:
+        numbers: in any order.
+        groups: wanted; fewer where there are fewer different numbers.
+
+    Returns:
+        Places of its members in `numbers`; all where all numbers are equal.
+    """
+    order = sorted(range(len(numbers)), key=lambda i: (numbers[i], i))
+    ranked = [numbers[i] for i in order]
+
+    @cache
+    def spread(start: int, end: int) -> float:
+        mean = sum(ranked[start:end]) / (end - start)
+        return sum((number - mean) ** 2 for number in ranked[start:end])
+
+    @cache
+    def tightest(end: int, parts: int) -> tuple[float, int]:
+        """Cost of the first `end` numbers in `parts` groups, and where the last of these starts."""
+        if parts == 1:
+            return spread(0, end), 0
+        return min(
+            (tightest(start, parts - 1)[0] + spread(start, end), start)
+            for start in range(parts - 1, end)
+        )
+
+    parts = min(groups, len(set(numbers)))
+    return frozenset(order[tightest(len(ranked), parts)[1] :])

@@ -5,11 +5,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.budgets.base import Shape
+from quire.policies.budgets.base import Shape, share_out
 from quire.policies.budgets.by_layer import ByLayer
 from quire.policies.budgets.pyramid import PUBLISHED, Pyramid
 from quire.policies.budgets.scissors import Scissors
-from quire.policies.budgets.shares import share_out
 from quire.policies.registry import make_budget
 
 

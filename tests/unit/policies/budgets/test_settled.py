@@ -12,10 +12,9 @@ from quire.errors import ConfigError, PolicyError
 from quire.layout.statistics import AttentionShift, AttentionSum, QueryRing
 from quire.policies.base import SinksAndRecent
 from quire.policies.budgets.base import UNBOUNDED, Shape
-from quire.policies.budgets.clusters import highest_cluster
 from quire.policies.budgets.fastgen import FastGen
 from quire.policies.budgets.lazy import Lazy
-from quire.policies.budgets.squeeze import Squeeze
+from quire.policies.budgets.squeeze import Squeeze, highest_cluster
 from quire.policies.registry import make_budget
 from quire.policies.view import KVView
 

@@ -18,7 +18,8 @@ from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
-from quire.policies.signatures import anchors, bits
+from quire.policies.signatures import anchors
+from quire.policies.signatures.anchors import hamming
 from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
@@ -202,7 +203,7 @@ def test_one_distance_is_measured_for_each_token_and_anchor(monkeypatch):
 
     def counted(words, anchor):
         measured.append(words.shape[0] * words.shape[1])
-        return bits.hamming(words, anchor)
+        return hamming(words, anchor)
 
     monkeypatch.setattr(anchors, "hamming", counted)
     for number in (1, 4):
@@ -279,11 +280,11 @@ def test_packed_bits_come_back_and_their_distances_are_those_of_bits():
     rng = np.random.default_rng(0)
     for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
         made, anchor = rng.random((3, width, 9)) < 0.5, rng.random((3, width, 1)) < 0.5
-        words = bits.pack(made)
+        words = anchors.pack(made)
 
         assert words.shape == (3, 9, ceil(width / 64))
-        assert (bits.unpack(words, width) == made.transpose(0, 2, 1)).all()
-        assert (bits.hamming(words, bits.pack(anchor)) == (made ^ anchor).sum(axis=1)).all()
+        assert (anchors.unpack(words, width) == made.transpose(0, 2, 1)).all()
+        assert (anchors.hamming(words, anchors.pack(anchor)) == (made ^ anchor).sum(axis=1)).all()
 
 
 def test_kept_signatures_are_those_of_the_first_time():

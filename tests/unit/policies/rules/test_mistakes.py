@@ -15,13 +15,11 @@ from quire.policies.average import Average
 from quire.policies.base import ScorePolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.expected_attention import ExpectedAttention
-from quire.policies.groups import reduce_group
 from quire.policies.h2o import H2O
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.lagkv import LagKV
 from quire.policies.lane_shape import LaneShape
-from quire.policies.pooling import pool
 from quire.policies.recent import Recent
 from quire.policies.registry import policy_of, registered
 from quire.policies.rkv import RKV
@@ -29,6 +27,7 @@ from quire.policies.scissorhands import Scissorhands
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
+from quire.policies.windows import pool, reduce_group
 from unit.policies.histories import (
     Rotations,
     Slots,

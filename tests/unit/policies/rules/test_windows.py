@@ -6,9 +6,8 @@ import torch
 
 from quire.errors import PolicyError
 from quire.layout.statistics import QueryRing
-from quire.policies import scratch
-from quire.policies.redundancy import mean_similarity
-from quire.policies.rkv import RKV
+from quire.policies import windows
+from quire.policies.rkv import RKV, mean_similarity
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.windows import column_sums
@@ -190,7 +189,7 @@ def test_similarity_in_small_pieces_is_the_same(block, monkeypatch):
     live = torch.arange(150) < torch.tensor([150, 97, 4])[:, None]
     keys = keys * live[:, :, None]
     whole = mean_similarity(keys, live, threshold=0.5, block_tokens=block)
-    monkeypatch.setattr(scratch, "SCRATCH_NUMBERS", 1)
+    monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
 
     assert torch.equal(mean_similarity(keys, live, threshold=0.5, block_tokens=block), whole)
     assert not whole[~live].any()
@@ -201,14 +200,14 @@ def test_windows_in_small_pieces_are_the_same(monkeypatch):
     policies = [TOVA(), SnapKV(window=6), RKV(window=6)]
     views = [history.view(policy.statistics) for policy in policies]
     whole = [policy.score(view) for policy, view in zip(policies, views, strict=True)]
-    monkeypatch.setattr(scratch, "SCRATCH_NUMBERS", 1)
+    monkeypatch.setattr(windows, "SCRATCH_NUMBERS", 1)
 
     for policy, view, scores in zip(policies, views, whole, strict=True):
         assert torch.allclose(policy.score(view), scores, rtol=0, atol=1e-6)
 
 
 def test_scratch_is_bounded_whatever_the_cache():
-    parts = list(scratch.slices(1000, scratch.SCRATCH_NUMBERS // 3))
+    parts = list(windows.slices(1000, windows.SCRATCH_NUMBERS // 3))
 
     assert {part.stop - part.start for part in parts} == {3}
-    assert len(list(scratch.slices(5, 10 * scratch.SCRATCH_NUMBERS))) == 5
+    assert len(list(windows.slices(5, 10 * windows.SCRATCH_NUMBERS))) == 5

@@ -9,11 +9,11 @@ from quire.policies.h2o import H2O
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.lagkv import LagKV
-from quire.policies.pooling import pool
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
 from quire.policies.view import KVView
+from quire.policies.windows import pool
 from unit.policies.histories import Slots, history_of_rows, retained_positions
 
 ROWS = [[1.0], [0.6, 0.4], [0.5, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]]

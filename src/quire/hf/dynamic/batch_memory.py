@@ -3,11 +3,10 @@
 import torch
 
 from quire.errors import HostPoolFull, NeverFits
+from quire.hf.dynamic.batch_options import HOST, BatchOptions
 from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
-from quire.hf.dynamic.options import HOST, BatchOptions
 from quire.hf.dynamic.prefill import prefill_bytes
-from quire.hf.dynamic.query import Query
-from quire.hf.dynamic.queues import QueryQueues
+from quire.hf.dynamic.query import Query, QueryQueues
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.window import spare_columns

@@ -1,0 +1,193 @@
+"""Weights of linear layers as a CPU reads them best: widened to float32, packed in its order.
+
+Without instructions for bfloat16 (AVX-512 BF16, AMX) oneDNN's products of it run at a tenth of
+float32's rate. A widened layer multiplies in float32 and rounds once, as those instructions do:
+activations, keys and values stay what they were, byte for byte as many; weights take four bytes
+each instead of two.
+"""
+
+import logging
+import platform
+from collections.abc import Iterable
+from typing import TypeGuard
+
+import psutil
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+# Linear layers in half precision on CPUs that cannot multiply it: float32 copies of their weights.
+
+_log = logging.getLogger(__name__)
+_X86 = ("x86_64", "AMD64")
+_PART_OF_FREE = 0.5  # what widening may take more of the memory that is available
+_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
+
+class WidenedLinear(nn.Module):
+    """A linear layer whose weight is held, and multiplied, in float32.
+
+    Args:
+        linear: in half precision on a CPU.
+        weight: its weight in float32; layers that share one share this.
+    """
+
+    def __init__(self, linear: nn.Linear, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = weight
+        bias = linear._parameters["bias"]
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
+
+    def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
+        """Multiply, as `nn.Linear` does; the result has the type of `rows`."""
+        wide = nn.functional.linear(rows.float(), self.weight, self.bias)
+        return wide.to(rows.dtype)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of a type."""
+    name = _SUPPORTED.get(dtype)
+    if name is None or platform.machine() not in _X86:
+        return True  # elsewhere torch has other libraries: nothing is known to be slow
+    if not hasattr(torch.ops.mkldnn, name):
+        return True
+    return bool(getattr(torch.ops.mkldnn, name)())
+
+
+def widen_linears(model: nn.Module) -> None:
+    """Replace linear layers that this CPU would multiply slowly; say so where memory is short.
+
+    One layer at a time. Left alone: layers derived from `nn.Linear`, layers with hooks, and all of
+    them where wide weights would take more than half of the memory that is available.
+    """
+    slow = [module for module in model.modules() if _is_slow(module)]
+    weights = {id(linear.weight): linear.weight for linear in slow}
+    more_bytes = sum(4 * weight.numel() for weight in weights.values())
+    if more_bytes > _PART_OF_FREE * psutil.virtual_memory().available:
+        _log.warning(
+            "this CPU has no instructions for half precision and memory is short of %s MiB for "
+            "weights in float32: products will take about ten times as long",
+            more_bytes >> 20,
+        )
+        return
+    del slow, weights
+    wide: dict[int, nn.Parameter] = {}
+    replaced: dict[int, WidenedLinear] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() skips second names
+            if child is None or not _is_slow(child):
+                continue
+            key = id(child.weight)
+            if key not in wide:
+                wide[key] = nn.Parameter(child.weight.detach().float(), requires_grad=False)
+            if id(child) not in replaced:
+                replaced[id(child)] = WidenedLinear(child, wide[key])
+            setattr(parent, name, replaced[id(child)])
+
+
+def _is_slow(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and module.weight.device.type == "cpu"
+        and not multiplies(module.weight.dtype)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+# Weights of linear layers in the order in which the CPU's matrix product reads them.
+#
+# oneDNN reorders a plain weight in every product; kept reordered, a product of 1 to 32 rows takes
+# two thirds to nine tenths of the time, larger ones the same or less, and gives the same bits.
+# Torch's inductor does the same with these operators when it freezes a model.
+
+_DTYPE = torch.bfloat16  # float32 gains nothing: its products are bound by arithmetic
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is held reordered, and only so.
+
+    Args:
+        linear: in bfloat16 on a CPU.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._multiply = (
+            torch.ops.mkldnn._linear_pointwise.default
+        )  # found once: it is called often
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        """A copy in the plain order, for code that looks at it."""
+        return self._packed.to_dense()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.in_features * self.out_features * _DTYPE.itemsize
+
+    def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
+        """Multiply, as `nn.Linear` does."""
+        out: Tensor = self._multiply(rows, self._packed, self.bias, "none", [], "")
+        return out
+
+
+def can_pack() -> bool:
+    """Whether this torch and this CPU multiply packed bfloat16 weights."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> None:
+    """Replace the linear layers of a model on a CPU by packed ones, where nothing else changes.
+
+    One layer at a time: besides the model, memory is taken for the largest weight only.
+
+    Left alone: weights that another module shares (a head tied to the embedding: it would be there
+    twice), layers derived from `nn.Linear`, and layers with hooks.
+
+    Args:
+        model: on its final device.
+        left_alone: modules in which nothing is packed.
+    """
+    if not can_pack():
+        return
+    alone = {id(part) for module in left_alone for part in module.modules()}
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            owners[id(weight)] = owners.get(id(weight), 0) + 1
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if id(child) in alone:
+                continue
+            if _is_packable(child) and owners[id(child.weight)] == 1:
+                places.setdefault(id(child), []).append((parent, name))
+    # nothing here may hold a plain layer: each must go before the next is packed
+    for found in places.values():
+        packed = PackedLinear(getattr(*found[0]))
+        for parent, name in found:
+            setattr(parent, name, packed)
+
+
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and module.weight.dtype == _DTYPE
+        and module.weight.device.type == "cpu"
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
