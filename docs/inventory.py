@@ -104,15 +104,15 @@ def registries() -> dict[str, list[str]]:
     from quire.kv.stores.registry import STORES
 
     return {
-        "admission": sorted(_found("admission.registry").RULES),
-        "batchers": sorted(_found("batchers.registry").BATCHERS),
+        "admission": sorted(_constant("admission.registry", "RULES")),
+        "batchers": sorted(_constant("batchers.registry", "BATCHERS")),
         "dense batchers": _dense_batchers(),
         "stores": sorted(STORES),
         "backends": sorted(BACKENDS),
         "tasks": sorted(FAMILIES),
         "trace formats": _trace_formats(),
-        "preemption": sorted(get_args(_found("schedule_config").Preemption)),
-        "objectives": sorted(get_args(_found("schedule_config").Objective)),
+        "preemption": sorted(get_args(_constant("schedule_config", "Preemption"))),
+        "objectives": sorted(get_args(_constant("schedule_config", "Objective"))),
         "refused models": sorted(_constant("refusals", "REFUSED")),
     }
 
@@ -243,17 +243,11 @@ def _modules() -> Iterator[ModuleType]:
                 yield importlib.import_module(module.name)
 
 
-def _found(last: str) -> Any:
-    [module] = [found for found in _modules() if found.__name__.endswith(f".{last}")]
-    return module
-
-
 def _constant(module: str, name: str) -> Any:
-    return next(
-        getattr(found, name)
-        for found in _modules()
-        if found.__name__.endswith(f".{module}") and hasattr(found, name)
-    )
+    """A name of a module; modules that were merged are found by the name alone."""
+    having = [found for found in _modules() if name in vars(found)]
+    exact = [found for found in having if found.__name__.endswith(f".{module}")]
+    return getattr((exact or having)[0], name)
 
 
 def _fields_of(module: str, name: str) -> Iterable[str]:
