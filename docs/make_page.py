@@ -27,7 +27,7 @@ from benchmarks.common.measured_page import (
 )
 from benchmarks.common.rendering import environment
 from benchmarks.throughput.page import COLUMNS, ceiling_words, cells, roofline_from, svg
-from quire.sim.svg import drawn_figure
+from quire.sim.plots import drawn_figure
 
 DOCS = Path(__file__).resolve().parent
 TEMPLATES = environment(DOCS / "templates")

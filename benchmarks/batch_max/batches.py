@@ -6,7 +6,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits
 from quire.models.loader import LoadedModel
-from quire.profile.static_schedule import static_schedule
+from quire.profile.step_rates import static_schedule
 
 PAPER_SAMPLES = 960
 MOST_ROWS = 256

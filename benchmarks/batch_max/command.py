@@ -15,7 +15,7 @@ from quire.cli.options import KV, MODEL
 from quire.cli.out_folder import prepare_folder, require_matplotlib
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError, UnknownName
-from quire.layout.dtypes import dtype_bytes
+from quire.layout.config import dtype_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
-from quire.profile.static_schedule import static_schedule
+from quire.profile.step_rates import static_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from benchmarks.batch_max.running import Finished, answer_all
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
-from quire.layout.dtypes import dtype_bytes
+from quire.layout.config import dtype_bytes
 from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import random_prompt
-from quire.profile.static_schedule import static_schedule
+from quire.profile.step_rates import static_schedule
 from quire.scheduler.schedule_config import ScheduleConfig
 
 STATIC, CONTINUOUS = "static", "continuous"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.common.result import Cell, Chart, HeatMap, Spans, Table
-from quire.sim.svg import drawn, drawn_figure
+from quire.sim.plots import drawn, drawn_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.device.target import Target
 from quire.errors import ConfigError
 from quire.offload.swap.host_store import pin_memory
-from quire.plan.container import free_host_bytes
+from quire.plan.machine import free_host_bytes
 from quire.profile.timing import seconds, touched_buffer
 
 ALIGNMENT_BYTES = 4096

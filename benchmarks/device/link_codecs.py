@@ -13,7 +13,7 @@ from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import Plane
 from quire.offload.schedule.work import Sizes
-from quire.plan.offload.gate import activation_gate
+from quire.plan.offload.activations import activation_gate
 
 PLAIN = "plain"
 _MOST_FLOAT_BYTES = 256 << 20  # of float32, between codes and numbers

@@ -12,7 +12,7 @@ from benchmarks.device.host_bytes import HostBytes, require_host
 from benchmarks.device.side_by_side import run_calls
 from benchmarks.device.target import Target, rate_gb
 from quire.offload.schedule.operations import IN, OUT, Kind
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import fit_seconds
 from quire.profile.timing import touched_buffer
 
 _DUPLEX_COPIES = 12

@@ -6,7 +6,7 @@ from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.device.bench import DeviceBench
 from benchmarks.device.shapes import SPECS
 from quire.layout.model import ModelSpec
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import fit_seconds
 
 _LARGE_TOKENS = 8192
 _TIMED_FLOPS = 1e12  # of products in a row on a GPU

@@ -25,9 +25,9 @@ from quire.kernels.dense import attend_dense
 from quire.offload.executors.base import dispatch
 from quire.offload.schedule.operations import Kind
 from quire.offload.schedule.restore import plan_restore
-from quire.plan.fit import fit_seconds
-from quire.plan.known_costs import assumed_prefill
+from quire.plan.fitting import fit_seconds
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from quire.profile.copies import measure_copies
 

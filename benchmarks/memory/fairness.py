@@ -19,8 +19,7 @@ from quire.sim.metrics import by_tenant, percentiles
 from quire.sim.records import RequestRecord
 from quire.sim.run import SimConfig, make_timer, simulate
 from quire.sim.simulator import SimResult
-from quire.sim.traces.base import Trace
-from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.base import Trace, TraceOptions
 
 LARGE, SMALL = "large", "small"
 

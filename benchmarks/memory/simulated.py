@@ -8,9 +8,8 @@ from quire.config.kv_config import KVConfig
 from quire.sim.machine import MachineConfig, MachineName
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig
-from quire.sim.traces.base import Trace
+from quire.sim.traces.base import Trace, TraceOptions
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.options import TraceOptions
 
 AZURE, MOONCAKE = "azure_conversation.csv.gz", "mooncake_conversation.jsonl.gz"
 

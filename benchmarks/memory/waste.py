@@ -19,8 +19,7 @@ from quire.config.kv_config import StoreName
 from quire.layout.model import ModelSpec
 from quire.sim.run import SimConfig, make_simulator, simulate
 from quire.sim.simulator import SimResult
-from quire.sim.traces.base import Trace
-from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.base import Trace, TraceOptions
 
 STORE: Final = "contiguous_max"
 OWN = "own"  # the trace's longest request

@@ -15,8 +15,7 @@ from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.sim.metrics import percentiles, summarise
 from quire.sim.run import SimConfig, simulate
-from quire.sim.traces.base import Trace
-from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.base import Trace, TraceOptions
 
 COMPARED = 98  # per cent: what the best is held against
 _ABOVE = 0.02  # of the high mark over the low one

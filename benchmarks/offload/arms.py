@@ -13,9 +13,8 @@ from quire.offload.schedule.work import (
     ring_rules,
 )
 from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.shares import best_shares
-from quire.plan.offload.split import paper_split, pipelined_split
-from quire.plan.offload.weights import with_weights
+from quire.plan.offload.resident import with_weights
+from quire.plan.offload.split import best_shares, paper_split, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]
 """Rates and tokens to tokens that are recomputed, and tokens of the host."""

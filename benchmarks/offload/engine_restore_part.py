@@ -19,9 +19,8 @@ from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.newest import NewestTier
 from quire.offload.tiers.server import StoreServer
-from quire.plan.known_costs import assumed_prefill
-from quire.plan.learned_costs import LearnedCosts
 from quire.plan.offload.restore import Loading, read_seconds
+from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 
 _PRESETS = (("disk", 6.9e9), ("10gb", 1.1e9))

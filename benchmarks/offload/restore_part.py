@@ -23,8 +23,8 @@ from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.network import NetworkTier
 from quire.offload.tiers.server import StoreServer
-from quire.plan.known_costs import assumed_prefill
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from quire.profile.timing import seconds
 

@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 
+from quire.sim.traces.base import TraceOptions
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.options import TraceOptions
 
 _LENGTHS, _TRACE = "rebatch_lengths.csv", "azure_conversation.csv.gz"
 

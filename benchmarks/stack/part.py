@@ -16,7 +16,7 @@ from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.stack.arms import ARMS, StackArm, StackRun, run_arm
 from benchmarks.stack.load import StackLoad
-from quire.plan.known_costs import assumed_prefill
+from quire.plan.preemption_costs import assumed_prefill
 from quire.profile.ceilings import DTYPES, ProductProbe
 
 

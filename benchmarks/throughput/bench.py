@@ -20,7 +20,7 @@ from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
 from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
-from quire.plan.parts import RowTokens, step_parts
+from quire.plan.roofline import RowTokens, step_parts
 from quire.profile.attention import AttentionBench, AttentionShape
 from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, ProductProbe
 from quire.profile.timing import seconds

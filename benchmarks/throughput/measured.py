@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from quire.plan.parts import PartCost
+from quire.plan.roofline import PartCost
 
 PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 KINDS = ("prefill", "decode")

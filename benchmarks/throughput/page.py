@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.common.rendering import environment
 from benchmarks.throughput.measured import KINDS, StepMeasure, part_rows
 from quire.errors import ConfigError
-from quire.sim.svg import drawn_figure
+from quire.sim.plots import drawn_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Measured time of each part of a step, in a run of its own whose clocks slow it a little.
 
 Hooks on the model's modules and a wrapper around its attention note what passes through them; what
-a step costs at least comes from `plan.parts`.
+a step costs at least comes from `plan.roofline`.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from quire.engine.core import Engine
 from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, PagedAttention
-from quire.plan.parts import PartCost, RowTokens, step_parts
+from quire.plan.roofline import PartCost, RowTokens, step_parts
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _MODULES = {

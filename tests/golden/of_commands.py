@@ -7,9 +7,7 @@ from golden.cases import case
 from golden.workshop import ENGINE_OPTIONS, Workshop
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
-from quire.plan.rates import PrefillRates
-from quire.plan.step_rates import DecodeRates, StepRates
-from quire.plan.stored_rates import model_key, steps_key
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates, model_key, steps_key
 
 SMALL = (*ENGINE_OPTIONS, "--kv-memory=2MiB")
 PROMPT = "<|doc|>Once upon a time"

@@ -16,8 +16,8 @@ from quire.scheduler.events import KINDS, KVEvent
 from quire.sim.machine import MachineConfig
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig, make_simulator
+from quire.sim.traces.base import TraceOptions
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.options import TraceOptions
 
 PROMPT = [5, 9, 2, 7] * 10
 CROWD = [[3 + i, 11, 4, 8] * 3 for i in range(3)]

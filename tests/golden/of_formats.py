@@ -23,8 +23,7 @@ from quire.layout.kv_format import read_format
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.network import Message, What, receive
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
-from quire.plan.rates import CopyRate, CopyRates, PrefillRates
-from quire.plan.step_rates import DecodeRates, StepRates
+from quire.plan.rates import CopyRate, CopyRates, DecodeRates, PrefillRates, StepRates
 from quire.serve.tenant_keys import read_tenant_keys
 
 MIB = 1 << 20

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.plan.cost import Costs
+from quire.plan.cost import Costs, positive_root
 from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.resident import LayerWeights
 from quire.plan.offload.restore import Loading
 from quire.plan.offload.split import pipelined_seconds
-from quire.plan.offload.weights import LayerWeights
 from quire.plan.rates import CopyRate, PrefillRates
-from quire.plan.roots import positive_root
 
 
 def row_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:

@@ -19,7 +19,7 @@ from quire.layout.sizes import parse_size_or
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
-from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.base import TraceOptions
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

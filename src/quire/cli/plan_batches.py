@@ -10,7 +10,6 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.kv_format import without_records
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.plan.batch_rules import arm_rules
 from quire.plan.batch_verdict import (
     BOTH_PHASES,
     DECODE_ONLY,
@@ -18,12 +17,12 @@ from quire.plan.batch_verdict import (
     FULL,
     ArmBatch,
     BlockVerdict,
+    arm_rules,
     judge_blocks,
 )
 from quire.plan.ceilings import Ceilings, NotUsable
+from quire.plan.rates import StepRates, model_key, steps_key
 from quire.plan.static_run import RunSeconds, row_steps, run_seconds
-from quire.plan.step_rates import StepRates
-from quire.plan.stored_rates import model_key, steps_key
 from quire.scheduler.admission.batches import rows_at_once
 from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks

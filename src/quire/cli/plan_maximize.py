@@ -14,8 +14,7 @@ from quire.cli.report import envelope
 from quire.errors import ConfigError
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.plan.step_rates import StepRates
-from quire.plan.stored_rates import model_key, steps_key
+from quire.plan.rates import StepRates, model_key, steps_key
 
 if TYPE_CHECKING:
     from quire.cli.plan_batches import BatchReport, Rates
@@ -30,7 +29,7 @@ class MaximizeOptions:
 
     Attributes:
         prompt_tokens, new_tokens: of each row.
-        evict, cap, every: see `quire.plan.batch_rules.arm_rules`.
+        evict, cap, every: see `quire.plan.batch_verdict.arm_rules`.
         batch: rows wanted, if they are fixed.
         measure: time the steps now; else what `quire profile` stored is used.
     """

@@ -6,19 +6,21 @@ from pathlib import Path
 
 from quire.cli.report import total_memory_bytes
 from quire.errors import ConfigError
-from quire.layout.config import ConfigReader, check_sizes, read_config
-from quire.layout.dtypes import dtype_bytes
+from quire.layout.config import ConfigReader, check_sizes, dtype_bytes, read_config
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.refusals import refuse_model_type
-from quire.plan.capacity import Capacity, bytes_per_value, capacity, token_bytes
-from quire.plan.memory import (
+from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
+    Capacity,
     MemoryLayout,
     auto_kv_memory,
+    bytes_per_value,
+    capacity,
     estimate_activation_peak,
+    token_bytes,
 )
 from quire.plan.offload.resident import WeightsPlacement, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step

@@ -16,8 +16,7 @@ from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
     from quire.plan.ceilings import Ceilings
-    from quire.plan.rates import PrefillRates
-    from quire.plan.step_rates import StepRates
+    from quire.plan.rates import PrefillRates, StepRates
     from quire.profile.ceilings import ProfileConfig
 
 STEP_REPEATS = 3

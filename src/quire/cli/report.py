@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from quire.plan.container import container_total_bytes
-from quire.plan.machine import cpu_model, package_version
+from quire.plan.machine import container_total_bytes, cpu_model, package_version
 
 _PACKAGES = ("torch", "transformers", "numpy")
 

@@ -32,7 +32,7 @@ from quire.layout.options import option_values
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
-from quire.sim.traces.options import TraceOptions
+from quire.sim.traces.base import TraceOptions
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM

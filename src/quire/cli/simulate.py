@@ -22,8 +22,7 @@ from quire.layout.kv_format import read_format
 from quire.layout.options import option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.sim.machine import PROFILE, MachineConfig, measured_rates
-from quire.sim.rates import Rates
+from quire.sim.machine import PROFILE, MachineConfig, Rates, measured_rates
 
 if TYPE_CHECKING:
     from quire.layout.model import ModelSpec

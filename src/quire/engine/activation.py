@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
-from quire.plan.memory import estimate_activation_peak
+from quire.plan.capacity import estimate_activation_peak
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _RESET_PEAK = Path("/proc/self/clear_refs")

@@ -23,9 +23,8 @@ from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.plan.ceilings import default_path, read_ceilings
-from quire.plan.known_costs import known_costs
-from quire.plan.learned_costs import LearnedCosts
 from quire.plan.machine import this_machine
+from quire.plan.preemption_costs import LearnedCosts, known_costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor

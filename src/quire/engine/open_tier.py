@@ -27,7 +27,7 @@ from quire.offload.tiers.base import Tier
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.disk_files import BLOCK_BYTES
 from quire.offload.tiers.network import NetworkTier
-from quire.plan.estimator import RateEstimator
+from quire.plan.fitting import RateEstimator
 from quire.scheduler.prefix_sharing import SECRET_BYTES
 
 _FORMAT = "quire prefixes 2"

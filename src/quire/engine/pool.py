@@ -46,7 +46,7 @@ from quire.offload.host_side import host_bytes_of, host_pool, stream_bytes_of
 from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
-from quire.plan.memory import DEFAULT_HEADROOM_SHARE, auto_kv_memory
+from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.policies.eviction import Eviction
 from quire.scheduler.preemption.swapper import refuse_idle_host_pool
 from quire.scheduler.request import Request

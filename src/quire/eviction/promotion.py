@@ -16,7 +16,7 @@ from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.lane_reader import LaneReader
 from quire.kv.mixed_precision import PromotedBuffer
 from quire.layout.eviction import PREFILL_END
-from quire.layout.full_precision import FullPrecisionTokens
+from quire.layout.token_precision import FullPrecisionTokens
 from quire.policies.base import ScorePolicy
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView

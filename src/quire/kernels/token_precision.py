@@ -1,6 +1,6 @@
 """Tokens attended finer than the codes of their pages: as the model made them, or promoted.
 
-Which those are depends on the query: see `quire.layout.full_precision`. A query that decodes has
+Which those are depends on the query: see `quire.layout.token_precision`. A query that decodes has
 them written over what their codes decode to. Of a prompt's chunk some queries want a token as it
 was made and later ones want its code, so these tokens get a column of their own behind the others:
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages, CodedPlanes
-from quire.layout.full_precision import FullPrecisionTokens
+from quire.layout.token_precision import FullPrecisionTokens
 
 # Tokens that are attended as the model made them, although their pages hold codes.
 

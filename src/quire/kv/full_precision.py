@@ -19,7 +19,7 @@ from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
-from quire.layout.full_precision import FullPrecisionTokens
+from quire.layout.token_precision import FullPrecisionTokens
 
 
 @dataclass(frozen=True, slots=True)

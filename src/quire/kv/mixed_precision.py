@@ -15,7 +15,7 @@ from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.kv.tables import LaneTable
-from quire.layout.promoted_tokens import PromotedTokens
+from quire.layout.token_precision import PromotedTokens
 
 
 @dataclass(frozen=True, slots=True)

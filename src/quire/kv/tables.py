@@ -13,7 +13,7 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.pages import PageNumbers
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.sizes import format_size
-from quire.plan.container import free_host_bytes
+from quire.plan.machine import free_host_bytes
 
 Rows = NDArray[np.int64]
 INITIAL_PAGES_PER_LANE = 16

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-from quire.errors import ModelError
+from quire.errors import ModelError, UnknownName
 from quire.layout.families import DEFAULTS
 
 _NESTED = ("text_config", "language_config", "llm_config")
@@ -273,3 +273,26 @@ def _step(source: Mapping[str, object], name: str) -> object:
     if not rest:
         return value
     return _step(value, rest) if isinstance(value, Mapping) else None
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
+
+# The number formats a model can be held in, and their size.
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes per value of each format, by its PyTorch name."""
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one value.
+
+    Args:
+        name: a key of `DTYPE_BYTES`, with or without the prefix `torch.`.
+
+    Raises:
+        UnknownName: no such format; the message offers the nearest ones.
+    """
+    try:
+        return DTYPE_BYTES[name.removeprefix("torch.")]
+    except KeyError:
+        raise UnknownName("dtype", name, DTYPE_BYTES) from None

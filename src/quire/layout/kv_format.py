@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import AS_COMPUTED, codec_pair, codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.promoted_tokens import PROMOTED, Records, check_finer, read_records
+from quire.layout.token_precision import PROMOTED, Records, check_finer, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
 PLAIN = "plain"

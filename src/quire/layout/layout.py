@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
-from quire.layout.full_precision import FullPrecisionTokens
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.layout.promoted_tokens import PromotedTokens, Records
 from quire.layout.statistics import Statistic
+from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
 STATISTICS_CODEC = "float32"
 
@@ -209,3 +208,22 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
     private = {group.name for group in layout.groups if group.private}
     beside = {g.name for g in layout.groups if g.kept is not None or g.promoted is not None}
     return frozenset(wanted & private | beside)
+
+
+# ---- offloadable ---------------------------------------------------------------------------------
+
+# Which lane groups KV offload can take, and how many bytes of a token that is.
+
+SLOTS = 2  # of a staging: one layer is read from one while the other is filled
+
+
+def offloaded_token_bytes(layout: CacheLayout) -> int:
+    """Bytes that one token of an offloaded prefix takes, in all lanes that can have one."""
+    groups = [group for group in layout.groups if can_be_offloaded(group)]
+    per_page = [(g.num_lanes * g.page_class.page_bytes, g.page_class.tokens) for g in groups]
+    return sum(-(-page_bytes // tokens) for page_bytes, tokens in per_page)
+
+
+def can_be_offloaded(group: LaneGroup) -> bool:
+    """Whether the first pages of a group's lanes can be on the host, and that frees anything."""
+    return not group.private and group.window is None and len(group.layers) > SLOTS

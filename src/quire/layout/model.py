@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import ConfigReader
 from quire.layout.families import LEARNED_POSITIONS, REFUSED, TIED_BY_DEFAULT, UNGATED
-from quire.layout.mixture import MixtureSpec, read_mixture
-from quire.layout.vectors import PLAIN, VectorSpec, read_vectors
-from quire.layout.windows import read_windows
+from quire.layout.layers import (
+    PLAIN,
+    MixtureSpec,
+    VectorSpec,
+    read_mixture,
+    read_vectors,
+    read_windows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
-from quire.layout.full_precision import FullPrecisionTokens
-from quire.layout.promoted_tokens import PromotedTokens
 from quire.layout.statistics import Statistic
+from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4

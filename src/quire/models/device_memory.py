@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.plan.container import free_host_bytes
+from quire.plan.machine import free_host_bytes
 
 
 def free_device_bytes(device: torch.device) -> int:

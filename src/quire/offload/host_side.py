@@ -5,7 +5,7 @@ import torch
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.store import PageStore
-from quire.layout.offloadable import can_be_offloaded
+from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import CacheLayout
 from quire.models.device_memory import free_device_bytes
 from quire.offload.swap.host_pool import HostPool, refuse_too_small

@@ -16,9 +16,7 @@ from quire.offload.executors.base import Executor, Work
 from quire.offload.schedule.operations import Kind, Operation, Schedule
 from quire.offload.schedule.work import Speeds
 from quire.offload.timeline import Span, Timeline
-from quire.plan.changes import ChangeDetector
-from quire.plan.estimator import RateEstimator
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import ChangeDetector, RateEstimator, fit_seconds
 from quire.plan.rates import CopyRate
 
 # a coefficient of 0 would stay so; what was taken for nothing is learned from about there

@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.plan.rates import CopyRates, PrefillRates
-from quire.plan.step_rates import StepRates
-from quire.plan.stored_rates import copies_from, prefill_from, steps_from
+from quire.plan.rates import (
+    CopyRates,
+    PrefillRates,
+    StepRates,
+    copies_from,
+    prefill_from,
+    steps_from,
+)
 
 FORMAT = 2
 

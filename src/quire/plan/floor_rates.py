@@ -8,9 +8,9 @@ Nothing else takes time: no overhead of a step, no evicting.
 """
 
 from quire.layout.model import ModelSpec
-from quire.plan.known_costs import assumed_prefill
+from quire.plan.preemption_costs import assumed_prefill
+from quire.plan.rates import DecodeRates, StepRates
 from quire.plan.roofline import weights_read_bytes
-from quire.plan.step_rates import DecodeRates, StepRates
 
 
 def floor_rates(

@@ -1,10 +1,16 @@
-"""Which machine this is, as far as measured rates depend on it."""
+"""Which machine this is, and what a container lets this process have of its memory."""
 
+import contextlib
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 from quire.plan.ceilings import Machine
+
+# Which machine this is, as far as measured rates depend on it.
 
 
 def this_machine(threads: int) -> Machine:
@@ -34,3 +40,83 @@ def cpu_model() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+# ---- container -----------------------------------------------------------------------------------
+
+# What a container lets this process have: its control groups' memory limits.
+#
+# The machine's free memory says nothing about them; a process that takes more is killed.
+#
+#     version 2   /sys/fs/cgroup/<group>/memory.max, memory.current, memory.stat: inactive_file
+#     version 1   /sys/fs/cgroup/memory/<group>/memory.limit_in_bytes, memory.usage_in_bytes, ...
+#
+# A limit holds for a group and all below it, so every group from the own one up to the root counts.
+
+_MOUNT = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes the largest multiple of a page
+_V2_FILES = ("memory.max", "memory.current", "inactive_file")
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def container_free_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:
+    """Bytes this process may still take under its control groups; None where nothing limits it.
+
+    Args:
+        mount: where control groups are.
+        own_groups: which groups this process is in.
+    """
+    return min((limit - used for limit, used in _limits(mount, own_groups)), default=None)
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that can still be taken, within what a container allows."""
+    free_bytes = int(psutil.virtual_memory().available)
+    contained = container_free_bytes()
+    return free_bytes if contained is None else min(free_bytes, max(0, contained))
+
+
+def container_total_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:
+    """The smallest limit of its control groups in bytes; None where nothing limits it."""
+    return min((limit for limit, _ in _limits(mount, own_groups)), default=None)
+
+
+def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of every group that has a limit."""
+    try:
+        lines = own_groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            yield from _of_groups(mount, group, _V2_FILES)
+        elif "memory" in controllers.split(","):
+            yield from _of_groups(mount / "memory", group, _V1_FILES)
+
+
+def _of_groups(root: Path, group: str, names: tuple[str, str, str]) -> Iterator[tuple[int, int]]:
+    # inside a container the own group may be named as outside, and is the root of what is mounted
+    own = root / group.strip("/")
+    folders = [own, *own.parents]
+    for folder in folders[: folders.index(root) + 1] if root in folders else [root]:
+        limit, used = (_number(folder / name) for name in names[:2])
+        if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
+            yield limit, max(0, used - _cached_bytes(folder / "memory.stat", names[2]))
+
+
+def _cached_bytes(stat: Path, key: str) -> int:
+    """File pages that the system drops when memory is asked for."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in stat.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        return int(path.read_text(encoding="utf-8"))
+    return None

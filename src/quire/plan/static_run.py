@@ -23,8 +23,7 @@ from itertools import chain, repeat
 
 from quire.errors import ConfigError
 from quire.layout.eviction import DECODE, PREFILL_END, PRESSURE, EvictionSpec
-from quire.plan.rates import PrefillRates
-from quire.plan.step_rates import DecodeRates, StepRates
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

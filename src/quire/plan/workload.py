@@ -24,8 +24,7 @@ from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size
-from quire.plan.capacity import bytes_per_value, sequence_bytes
-from quire.plan.memory import MemoryLayout
+from quire.plan.capacity import MemoryLayout, bytes_per_value, sequence_bytes
 from quire.plan.roofline import decode_step
 
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]

@@ -11,12 +11,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.layout.cap import MOST, Cap
 from quire.layout.eviction import (
+    MOST,
     MOST_DEFAULT_EVERY,
     PREFILL_AND_DECODE,
     PREFILL_END,
     SCHEDULES,
+    Cap,
     EvictionSpec,
     default_every,
     parse_policy,

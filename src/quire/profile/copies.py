@@ -20,7 +20,7 @@ from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import device_name, host_copies
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import fit_seconds
 from quire.plan.rates import CopyRate, CopyRates
 from quire.profile.timing import seconds
 

@@ -13,9 +13,8 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.models.loader import LoadedModel
 from quire.offload.swap.host_store import device_name
-from quire.plan.fit import fit_seconds
-from quire.plan.rates import PrefillRates
-from quire.plan.stored_rates import model_key
+from quire.plan.fitting import fit_seconds
+from quire.plan.rates import PrefillRates, model_key
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 

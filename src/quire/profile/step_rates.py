@@ -15,17 +15,16 @@ from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
 from quire.models.loader import LoadedModel
-from quire.plan.batch_rules import with_numbers
-from quire.plan.fit import fit_seconds
-from quire.plan.rates import PrefillRates
+from quire.plan.batch_verdict import with_numbers
+from quire.plan.fitting import fit_seconds
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 from quire.plan.static_run import RowStep, row_steps
-from quire.plan.step_rates import DecodeRates, StepRates
 from quire.policies.base import EvictionPolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
 from quire.profile.prefill_rates import random_prompt
-from quire.profile.static_schedule import static_schedule
 from quire.profile.timing import seconds
+from quire.scheduler.schedule_config import ScheduleConfig
 
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
@@ -215,3 +214,22 @@ def policy_of_rule(evict: str) -> EvictionPolicy | None:
     if parse_policy(evict).name == FULL:
         return make_eviction(evict).policy
     return make_eviction(with_numbers(evict, cap=1 << 30, every=1, when=DECODE)).policy
+
+
+# ---- static schedule -----------------------------------------------------------------------------
+
+# How a static batch is run by an engine: its rows are read together and decode together.
+
+
+def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:
+    """A schedule under which rows that come together are read together and decode together.
+
+    Reserved admission: who enters has room to its end, and nobody is ever preempted.
+    """
+    return ScheduleConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(2_048, rows * prompt_tokens),
+        chunk_tokens=max(2_048, prompt_tokens),
+        admission="reserved",
+        low_watermark=1.0,
+    )

@@ -1,13 +1,62 @@
 """The machine whose steps a simulation times: one of data sheets, or a measured one."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, no_type_check
 
 from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 from quire.plan.ceilings import Ceilings
-from quire.sim.rates import Rates
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+# How fast a simulated machine is: what it reads, multiplies and copies in a second.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What decides how long a step takes.
+
+    Attributes:
+        read_bytes_per_s: memory, for weights and KV.
+        flops_per_s: matrix products.
+        copy_bytes_per_s: between device and host, for swapped KV.
+        overhead_s: of every step, whatever is in it: scheduling, launches, sampling.
+
+    Raises:
+        ConfigError: a rate of 0 or less, or a negative overhead.
+    """
+
+    read_bytes_per_s: float
+    flops_per_s: float
+    copy_bytes_per_s: float
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least_is_fine = field.name == "overhead_s" and value == 0
+            if not (0 < value < math.inf or least_is_fine):
+                raise ConfigError(f"expected {field.name} above 0, got {value}")
+
+    def scaled(self, efficiency: int | float) -> "Rates":
+        """These rates as far as they are reached.
+
+        Raises:
+            ConfigError: a share outside of 0 to 1.
+        """
+        if not 0 < efficiency <= 1:
+            raise ConfigError(f"expected an efficiency above 0 and up to 1, got {efficiency}")
+        return replace(
+            self,
+            read_bytes_per_s=self.read_bytes_per_s * efficiency,
+            flops_per_s=self.flops_per_s * efficiency,
+            copy_bytes_per_s=self.copy_bytes_per_s * efficiency,
+        )
+
+
+# ---- machine -------------------------------------------------------------------------------------
 
 PROFILE = "profile"
 MachineName = Literal["a100", "h100", "h200", "profile"]

@@ -1,16 +1,18 @@
 """Pictures of a simulation: memory over time, the queue, and how long first tokens take."""
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.sim.gauges import Reading
+from quire.errors import ConfigError
+from quire.sim.records import Reading
 from quire.sim.simulator import SimResult
-from quire.sim.svg import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _GIB = 1 << 30
 
@@ -56,3 +58,39 @@ def _draw_ttft(axes: "Axes", ttft_s: Sequence[float]) -> None:
     axes.step(found, np.arange(1, len(found) + 1) / max(1, len(found)), where="post")
     axes.set(xscale="log", xlabel="time to first token, s", ylabel="part of requests")
     axes.set_ylim(0, 1)
+
+
+# ---- svg -----------------------------------------------------------------------------------------
+
+# Draws one picture as an SVG file: the same bytes for the same drawing.
+
+_SIZE_INCHES = (8, 4)
+
+
+def drawn(draw: Callable[["Axes"], None]) -> bytes:
+    """An SVG file of what `draw` puts on a pair of axes; see `drawn_figure`."""
+    return drawn_figure(lambda figure: draw(figure.add_subplot()))
+
+
+def drawn_figure(draw: Callable[["Figure"], None]) -> bytes:
+    """An SVG file of what `draw` puts on a figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "pictures are drawn with matplotlib, which is not installed: "
+            'pip install "quire[report]", or leave --out out'
+        ) from error
+    with mpl.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        draw(figure)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
+    return file.getvalue()

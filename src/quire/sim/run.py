@@ -1,21 +1,21 @@
 """A trace and a configuration in, a result out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 
 from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
-from quire.layout.dtypes import dtype_bytes
+from quire.layout.config import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.model import ModelSpec
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
-from quire.plan.known_costs import assumed_prefill
-from quire.plan.learned_costs import LearnedCosts
+from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
@@ -24,15 +24,11 @@ from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory
-from quire.sim.clock import VirtualClock
-from quire.sim.copies import TimedCopies
-from quire.sim.forgetting import OldestLeave
-from quire.sim.memory import folded_layout, make_memory
-from quire.sim.rates import Rates
+from quire.sim.machine import Rates
 from quire.sim.simulator import Progress, SimResult, Simulator
+from quire.sim.stand_ins import OldestLeave, TimedCopies, VirtualClock, folded_layout, make_memory
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Trace
-from quire.sim.unsimulated import refuse_unsimulated
 
 _SECRET = bytes(32)  # nobody to hide salts from, and every run the same
 
@@ -147,3 +143,33 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
     )
     pool = HostPool(host_bytes, copies) if host_bytes else None
     return Swapper(memory, pool, LearnedCosts(costs), config.schedule.preempt, clock=copies)
+
+
+# ---- unsimulated ---------------------------------------------------------------------------------
+
+# Options of KV outside the KV memory that a simulation knows nothing of.
+
+_OFFLOAD = (
+    "offload_memory",
+    "offload_recompute",
+    "offload_activation_codec",
+    "offload_cpu_attention",
+)
+_DEFAULTS = KVConfig()
+_TIERS = ("disk_memory", "disk_path", "remote")
+
+
+def refuse_unsimulated(kv: KVConfig) -> None:
+    """Refuse options that would change nothing in a simulation.
+
+    Raises:
+        ConfigError: with the option to leave out.
+    """
+    for each in fields(kv):
+        value = getattr(kv, each.name)
+        if each.name in _OFFLOAD + _TIERS and value not in (getattr(_DEFAULTS, each.name), 0):
+            what = "KV offload" if each.name in _OFFLOAD else "prefixes on disk or in a store"
+            raise ConfigError(
+                f"--{each.metadata['option'].flag}: a simulation has no {what}, so it "
+                "would change nothing; leave it out"
+            )

@@ -19,19 +19,54 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, NeverFits
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import statistics_used
+from quire.scheduler.events import KVEvent
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.scheduler import Scheduler
-from quire.sim.clock import VirtualClock
-from quire.sim.copies import TimedCopies
 from quire.sim.fairness import ServedTokens
-from quire.sim.gauges import Gauges, read
-from quire.sim.records import NEVER_FITS, RequestRecord, open_record
-from quire.sim.tally import EventTally
+from quire.sim.records import NEVER_FITS, Gauges, RequestRecord, open_record, read
+from quire.sim.stand_ins import TimedCopies, VirtualClock, token_ids
 from quire.sim.timing import StepTimer
-from quire.sim.tokens import token_ids
 from quire.sim.traces.base import Trace, TraceRequest
 from quire.tenancy.tenants import parse_tenants
+
+# ---- tally ---------------------------------------------------------------------------------------
+
+# What the scheduler's events add up to: work lost, and KV moved between device and host.
+
+_SWAPS = ("swapped_out", "swapped_in")
+
+
+@dataclass(slots=True)
+class EventTally:
+    """A listener of KV events.
+
+    Attributes:
+        lost_tokens: whose KV was thrown away by preemptions.
+        num_swaps_out, num_swaps_in: sequences moved to the host and back.
+        swapped_bytes: of both.
+        copied_bytes: of pages copied because somebody else reads them.
+    """
+
+    lost_tokens: int = 0
+    num_swaps_out: int = 0
+    num_swaps_in: int = 0
+    swapped_bytes: int = 0
+    copied_bytes: int = 0
+
+    def __call__(self, event: KVEvent) -> None:
+        """Note an event."""
+        if event.kind in _SWAPS:
+            self.swapped_bytes += int(event.data["kv_bytes"])
+            self.num_swaps_out += event.kind == "swapped_out"
+            self.num_swaps_in += event.kind == "swapped_in"
+        elif event.kind == "preempted":
+            self.lost_tokens += int(event.data["lost_tokens"])
+        elif event.kind == "copied":
+            self.copied_bytes += int(event.data["kv_bytes"])
+
+
+# ---- simulator -----------------------------------------------------------------------------------
 
 Progress = Callable[[float, int], None]  # (virtual seconds, requests that have come)
 _PROGRESS_STEPS = 1000

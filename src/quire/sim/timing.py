@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.layout.model import ModelSpec
-from quire.plan.parts import RowTokens, step_parts
-from quire.sim.rates import Rates
+from quire.plan.roofline import RowTokens, step_parts
+from quire.sim.machine import Rates
 
 _ATTENTION = "attention"
 Counts = NDArray[np.int64]
@@ -17,7 +17,7 @@ class StepTimer:
     """Seconds of steps of one model at given rates.
 
     A step takes its overhead plus, part after part (projections, attention, MLP, head), the larger
-    of bytes over the read rate and FLOPs over the product rate: `plan.parts`, for whole batches.
+    of bytes over the read rate and FLOPs over the product rate: `plan.roofline`, for whole batches.
     Attention over rows of one step is one part; a chunk's products may hide another row's reads.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.throughput.measured import ENGINE, StepMeasure, part_rows
-from quire.plan.parts import PartCost
+from quire.plan.roofline import PartCost
 
 MEASURE = StepMeasure(
     kind="decode",

@@ -11,8 +11,7 @@ from benchmarks.memory.swapping import SwapConfig
 from benchmarks.overhead.bench import OverheadConfig
 from quire.errors import ConfigError, UnknownName
 from quire.sim.fairness import ServedTokens
-from quire.sim.gauges import Gauges
-from quire.sim.records import RequestRecord
+from quire.sim.records import Gauges, RequestRecord
 from quire.sim.simulator import SimResult
 from quire.sim.traces.base import Trace
 

@@ -8,7 +8,7 @@ from benchmarks.common.workload import QUICK_WORKLOAD
 from benchmarks.throughput.measured import ENGINE, PARTS, StepMeasure
 from benchmarks.throughput.step_parts import TimedDecoder, measure_parts
 from quire.models.adapter import TransformersDecoder
-from quire.plan.parts import RowTokens, step_parts
+from quire.plan.roofline import RowTokens, step_parts
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from quire.cli.main import app
 from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
 from quire.kv.stores.registry import STORES
-from quire.layout.dtypes import DTYPE_BYTES
+from quire.layout.config import DTYPE_BYTES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
-from quire.sim.traces.options import AUTO, TraceName
+from quire.sim.traces.base import AUTO, TraceName
 from quire.sim.traces.registry import formats
 
 MOST_OPTIONS = 25

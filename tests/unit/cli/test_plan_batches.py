@@ -20,9 +20,7 @@ from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
-from quire.plan.rates import PrefillRates
-from quire.plan.step_rates import DecodeRates, StepRates
-from quire.plan.stored_rates import model_key, steps_key
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates, model_key, steps_key
 from quire.profile import step_rates
 from quire.profile.step_rates import RunShape
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quire.engine.pool
-import quire.plan.container
+import quire.plan.machine
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.pool import build_pool
@@ -76,14 +76,14 @@ def test_without_swaps_a_host_pool_is_of_use_to_who_scales_down_or_holds_there(m
 
 
 def test_a_host_pool_larger_than_the_container_is_refused(model, monkeypatch):
-    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"more than the 3,145,728 B that are free"):
         build_pool(model, KVConfig(memory="1MiB", swap_space="4MiB"), ScheduleConfig())
 
 
 def test_on_a_cpu_the_arena_and_the_host_pool_share_what_is_free(model, monkeypatch):
-    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 3 * MIB)
 
     with pytest.raises(ConfigError, match=r"KV memory of 2,097,152 B is more than the 1,048,576 B"):
         build_pool(model, KVConfig(memory="2MiB", swap_space="2MiB"), ScheduleConfig())
@@ -170,7 +170,7 @@ def test_auto_leaves_a_tenth_of_what_is_free(model):
 
 
 def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
-    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: 256 * MIB)
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: 256 * MIB)
     pool = build_pool(
         model, KVConfig(), ScheduleConfig(max_num_seqs=4096, max_num_batched_tokens=64)
     )
@@ -181,7 +181,7 @@ def test_auto_leaves_what_a_container_does_not_give(model, monkeypatch):
 
 
 def test_a_container_that_is_full_already_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(quire.plan.container, "container_free_bytes", lambda: -5)
+    monkeypatch.setattr(quire.plan.machine, "container_free_bytes", lambda: -5)
 
     with pytest.raises(ConfigError, match=r"no memory is left for KV|of which 0 B are free"):
         build_pool(model, KVConfig(), ScheduleConfig(max_num_batched_tokens=64))

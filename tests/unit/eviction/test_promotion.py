@@ -5,7 +5,7 @@ import pytest
 
 from quire.eviction.promotion import leaving_window
 from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
-from quire.layout.full_precision import FullPrecisionTokens
+from quire.layout.token_precision import FullPrecisionTokens
 from quire.policies.eviction import Eviction
 
 POSITIONS = np.array([[*range(20), -1]], dtype=np.int32)

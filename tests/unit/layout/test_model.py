@@ -12,8 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.layout.config import read_config
-from quire.layout.dtypes import dtype_bytes
+from quire.layout.config import dtype_bytes, read_config
 from quire.layout.model import LayerSpec, ModelSpec
 from support import zoo
 

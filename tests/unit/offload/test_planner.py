@@ -30,9 +30,8 @@ from quire.offload.schedule.work import (
 )
 from quire.offload.timeline import chrome_trace
 from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.shares import best_shares
-from quire.plan.offload.split import paper_split, pipelined_seconds, pipelined_split
-from quire.plan.offload.weights import with_weights
+from quire.plan.offload.resident import with_weights
+from quire.plan.offload.split import best_shares, paper_split, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
 

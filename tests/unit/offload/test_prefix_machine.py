@@ -25,7 +25,7 @@ from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.disk import DiskTier
-from quire.plan.estimator import RateEstimator
+from quire.plan.fitting import RateEstimator
 from unit.kv.small_memory import places, plain_class, with_groups
 
 PAGE = 2

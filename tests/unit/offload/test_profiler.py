@@ -14,7 +14,7 @@ from quire.offload.profiler import OffloadProfiler, fit_speeds, measure_speeds
 from quire.offload.schedule.operations import LANES, Kind
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
-from quire.plan.changes import ChangeDetector
+from quire.plan.fitting import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 

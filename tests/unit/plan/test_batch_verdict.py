@@ -3,8 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError
-from quire.plan.batch_rules import arm_rules
-from quire.plan.batch_verdict import ARMS, ArmBatch, judge_blocks
+from quire.plan.batch_verdict import ARMS, ArmBatch, arm_rules, judge_blocks
 
 
 def judge(rows, *, speeds=(None,) * 4, prompt=3_584, new=512, cap=896, batch=None):

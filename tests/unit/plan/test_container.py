@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.plan.container import container_free_bytes, container_total_bytes
+from quire.plan.machine import container_free_bytes, container_total_bytes
 
 GIB = 2**30
 UNLIMITED_V1 = 9_223_372_036_854_771_712

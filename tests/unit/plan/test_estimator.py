@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.plan.estimator import RateEstimator
-from quire.plan.learned_costs import LearnedCosts
+from quire.plan.fitting import RateEstimator
+from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 
 CALL_S, BYTE_S = 2e-3, 1e-9

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import fit_seconds
 
 
 def test_what_made_the_times_is_found():

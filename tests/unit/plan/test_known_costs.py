@@ -14,14 +14,13 @@ from quire.plan.ceilings import (
     read_ceilings,
     write_ceilings,
 )
-from quire.plan.known_costs import (
+from quire.plan.preemption_costs import (
     ASSUMED_COPY,
     ASSUMED_FLOPS_PER_S,
     assumed_prefill,
     known_costs,
 )
-from quire.plan.rates import CopyRate, CopyRates, PrefillRates
-from quire.plan.stored_rates import model_key
+from quire.plan.rates import CopyRate, CopyRates, PrefillRates, model_key
 
 MODEL = ModelSpec.from_config(
     {

@@ -3,9 +3,9 @@
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.mixture import MixtureSpec
+from quire.layout.layers import MixtureSpec
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.memory import MemoryLayout, auto_kv_memory, estimate_activation_peak
+from quire.plan.capacity import MemoryLayout, auto_kv_memory, estimate_activation_peak
 
 MODEL = ModelSpec(
     architecture="x",

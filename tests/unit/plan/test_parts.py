@@ -6,10 +6,9 @@ import pytest
 
 from benchmarks.throughput.measured import PARTS, total_cost
 from quire.errors import ConfigError
-from quire.layout.mixture import MixtureSpec
+from quire.layout.layers import MixtureSpec
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.parts import PartCost, RowTokens, step_parts
-from quire.plan.roofline import decode_step, weights_read_bytes
+from quire.plan.roofline import PartCost, RowTokens, decode_step, step_parts, weights_read_bytes
 
 
 def model_of(**changes: Any) -> ModelSpec:

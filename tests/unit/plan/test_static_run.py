@@ -15,9 +15,8 @@ from quire.layout.eviction import (
 )
 from quire.layout.model import ModelSpec
 from quire.plan.floor_rates import floor_rates
-from quire.plan.rates import PrefillRates
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 from quire.plan.static_run import RowStep, row_steps, run_seconds
-from quire.plan.step_rates import DecodeRates, StepRates
 
 EXTREME = EvictionSpec(cap=2, every=1, when=DECODE)
 READ_BYTES_PER_S = 23.8e9

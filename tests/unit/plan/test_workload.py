@@ -5,8 +5,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.capacity import sequence_bytes
-from quire.plan.memory import MemoryLayout
+from quire.plan.capacity import MemoryLayout, sequence_bytes
 from quire.plan.workload import Verdict, Workload, assess, decode_share
 
 MODEL = ModelSpec(

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.layout.cap import MOST, Cap
-from quire.layout.eviction import MOST_CHARACTERS, EvictionSpec
+from quire.layout.eviction import MOST, MOST_CHARACTERS, Cap, EvictionSpec
 from quire.layout.statistics import AttentionShift, AttentionSum
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy

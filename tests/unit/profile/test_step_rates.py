@@ -8,9 +8,8 @@ from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
-from quire.plan.rates import PrefillRates
+from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 from quire.plan.static_run import decode_step_seconds, prefill_step_seconds, row_steps
-from quire.plan.step_rates import DecodeRates, StepRates
 from quire.profile.step_rates import (
     RunShape,
     StepTime,

@@ -25,7 +25,7 @@ from quire.layout.statistics import AttentionSum, QueryRing
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.swap.host_pool import HostPool, NoCopies
-from quire.plan.learned_costs import LearnedCosts
+from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers.registry import parse_batcher

@@ -9,10 +9,9 @@ import pytest
 from quire.config.sampling_params import SamplingParams
 from quire.scheduler.events import KVEvent
 from quire.sim.fairness import ServedTokens, jain_index
-from quire.sim.gauges import Gauges, Reading
 from quire.sim.metrics import latencies, percentiles
-from quire.sim.records import RequestRecord
-from quire.sim.tally import EventTally
+from quire.sim.records import Gauges, Reading, RequestRecord
+from quire.sim.simulator import EventTally
 from support.requests import make_request
 
 

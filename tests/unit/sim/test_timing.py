@@ -1,4 +1,4 @@
-"""A step of many rows takes what `plan.parts` says, part by part; rates are what was said."""
+"""A step of many rows takes what `plan.roofline` says, part by part; rates are what was said."""
 
 from dataclasses import replace
 
@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.model import LayerSpec
-from quire.plan.parts import RowTokens, step_parts
-from quire.sim.copies import TimedCopies
-from quire.sim.machine import MachineConfig
-from quire.sim.memory import folded_layout
+from quire.plan.roofline import RowTokens, step_parts
+from quire.sim.machine import MachineConfig, Rates
 from quire.sim.models import CONFIGS, model_shape
-from quire.sim.rates import Rates
+from quire.sim.stand_ins import TimedCopies, folded_layout
 from quire.sim.timing import StepTimer
 
 RATES = Rates(read_bytes_per_s=1e11, flops_per_s=1e13, copy_bytes_per_s=1e10, overhead_s=0.001)

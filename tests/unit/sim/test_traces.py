@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, TraceError, UnknownName
-from quire.sim.tokens import token_ids
-from quire.sim.traces.base import Segment
+from quire.sim.metrics import reusable
+from quire.sim.stand_ins import token_ids
+from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.options import TraceOptions
 from quire.sim.traces.registry import find_format, formats
-from quire.sim.traces.reuse import reusable
 from quire.sim.traces.sharegpt import estimated_tokens
 from unit.sim.traces import recorded, request, trace
 

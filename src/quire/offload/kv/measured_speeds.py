@@ -13,7 +13,7 @@ from quire.kernels.dense import attend_partial
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.offload.schedule.work import Speeds
-from quire.plan.fit import fit_seconds
+from quire.plan.fitting import fit_seconds
 from quire.plan.rates import CopyRate
 
 _COPY_BYTES = (1 << 18, 1 << 20, 1 << 22)

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.layout.offloadable import SLOTS, can_be_offloaded
+from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
 from quire.models.adapter import TransformersDecoder
@@ -31,8 +31,7 @@ from quire.offload.recompute.activation_store import ActivationCodec, Activation
 from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
 from quire.offload.schedule.work import Sizes
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
-from quire.plan.offload.activation_range import activation_range
-from quire.plan.offload.gate import activation_gate
+from quire.plan.offload.activations import activation_gate, activation_range
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
 from quire.kv.tables import LaneTable, Rows
-from quire.layout.offloadable import SLOTS, can_be_offloaded
+from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
 from quire.offload.kv.staging import StagingUse, name_pages, stage, staged_pages
 from quire.offload.swap.host_pool import HostPool, HostSpace

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from quire.errors import HostPoolFull, OutOfPages
 from quire.kv.memory import KVMemory
-from quire.layout.offloadable import can_be_offloaded, offloaded_token_bytes
+from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.scheduler.admission.need import may_stream
 from quire.scheduler.events import EventLog

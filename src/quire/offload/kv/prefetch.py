@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.kv.pages import PageNumbers
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, StepLog
-from quire.layout.offloadable import SLOTS
+from quire.layout.layout import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share

@@ -14,8 +14,7 @@ from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
 from quire.offload.schedule.work import Sizes
 from quire.offload.timeline import Span, Timeline
 from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.shares import best_shares
-from quire.plan.offload.split import share_rows
+from quire.plan.offload.split import best_shares, share_rows
 
 # ---- prefix shares -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
-from quire.layout.offloadable import SLOTS
+from quire.layout.layout import SLOTS
 
 
 def staged_pages(table: LaneTable, columns: int) -> int:

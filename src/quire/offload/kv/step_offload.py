@@ -18,7 +18,7 @@ from quire.kv.listeners import MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
 from quire.kv.step_log import StepLog, Timed
 from quire.kv.tables import Rows
-from quire.layout.offloadable import can_be_offloaded
+from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes

@@ -23,8 +23,8 @@ from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
 from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.offload.prefix_store.store import Place
-from quire.plan.learned_costs import LearnedCosts
 from quire.plan.offload.restore import restore_split
+from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
 from quire.scheduler.group import readable_tokens

@@ -21,7 +21,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixNode
 from quire.offload.prefix_store.store import PrefixStore, Records
-from quire.plan.estimator import RateEstimator
+from quire.plan.fitting import RateEstimator
 
 _QUEUE_BYTES = 64 << 20
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.kv.step_log import PROJECT, X_IN, StepLog
 from quire.kv.tables import LaneTable
-from quire.layout.offloadable import SLOTS
+from quire.layout.layout import SLOTS
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share

@@ -15,7 +15,7 @@ from quire.kv.store import zero_bytes
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 from quire.offload.swap.host_store import pin_memory
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
-from quire.plan.container import free_host_bytes
+from quire.plan.machine import free_host_bytes
 
 
 class HostTier:

@@ -12,9 +12,9 @@ Reading l tokens takes alpha l^2 + beta l, loading the others kappa (N - l); the
 
 from dataclasses import dataclass
 
+from quire.plan.cost import positive_root
 from quire.plan.offload.split import whole_units
 from quire.plan.rates import PrefillRates
-from quire.plan.roots import positive_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ Differs from the paper: it takes l_A, whatever its runtime overlaps; l_B is up t
 """
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.errors import ConfigError
 from quire.plan.offload.rates import OffloadRates
@@ -114,3 +116,116 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
         found[row] += more
         left -= more
     return tuple(found)
+
+
+# ---- shares --------------------------------------------------------------------------------------
+
+# Three resources at once: the link carries KV and X, the device recomputes, the host attends.
+#
+# Least T with  x l + k t <= T,  r l + c <= T,  u a (+ c) <= T,  l + t + a = S - g,  all 0 or more.
+#
+# In a time T the three cover tokens(T), which rises in straight pieces, so T is where it reaches
+# S - g. With x >= k nothing is recomputed and T = (S - g) / (1 / k + 1 / u) for c = 0: rates add.
+#
+# Differs from the formula as it is often written: the host's share of a layer needs that layer's
+# queries, so `waits` charges it the device's other work as well, unless another batch hides it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Tokens by who serves them, before rounding.
+
+    Attributes:
+        x_tokens: l, recomputed.
+        kv_tokens: t, carried.
+        host_tokens: a, attended to where they lie.
+        seconds: T, of the layer.
+    """
+
+    x_tokens: float
+    kv_tokens: float
+    host_tokens: float
+    seconds: float
+
+
+def best_shares(
+    rates: OffloadRates, tokens: int | float, resident: int | float = 0, *, waits: bool = True
+) -> Shares:
+    """Divide a layer's tokens over link, device and host.
+
+    Args:
+        rates: `host_s` infinite: the host takes none; `link_s` counts as time the link has not.
+        tokens: S.
+        resident: g, on the device already.
+        waits: the host begins when the layer before is done.
+
+    Raises:
+        ConfigError: more resident tokens than there are.
+    """
+    if not 0 <= resident <= tokens:
+        raise ConfigError(f"expected 0 to {tokens} resident tokens, got {resident}")
+    requested = float(tokens - resident)
+    corners = sorted({0.0, *_corners(rates)})
+    for left, right in pairwise(corners):
+        if _covered(rates, right, waits=waits) >= requested:
+            return _at(
+                rates, _between(rates, left, right, requested, waits=waits), requested, waits=waits
+            )
+    low = corners[-1]
+    high = low + 1.0 + requested * rates.kv_s
+    return _at(rates, _between(rates, low, high, requested, waits=waits), requested, waits=waits)
+
+
+def _corners(rates: OffloadRates) -> tuple[float, ...]:
+    """Where `_covered` bends: the link, the device or the host begins, or X fills the link."""
+    found = [float(rates.other_s), float(rates.link_s)]
+    if rates.x_s > rates.recompute_s:  # r l + c = T and w + x l = T
+        gap_s = rates.x_s * rates.other_s - rates.recompute_s * rates.link_s
+        found.append(gap_s / (rates.x_s - rates.recompute_s))
+    elif rates.x_s < rates.recompute_s:
+        gap_s = rates.recompute_s * rates.link_s - rates.x_s * rates.other_s
+        found.append(gap_s / (rates.recompute_s - rates.x_s))
+    return tuple(corner for corner in found if corner > 0)
+
+
+def _covered(rates: OffloadRates, seconds: float, *, waits: bool) -> float:
+    return sum(_most(rates, seconds, waits=waits))
+
+
+def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, float, float]:
+    """Most tokens of X, KV and host in this time; X first, of which the link carries more."""
+    link_s = max(0.0, seconds - rates.link_s)
+    device_s = max(0.0, seconds - rates.other_s)
+    x_tokens = 0.0
+    if rates.x_s < rates.kv_s:
+        by_link = link_s / rates.x_s if rates.x_s else math.inf
+        by_device = device_s / rates.recompute_s if rates.recompute_s else math.inf
+        x_tokens = min(by_link, by_device)
+    if x_tokens == math.inf:
+        return x_tokens, 0.0, 0.0
+    kv_tokens = max(0.0, link_s - rates.x_s * x_tokens) / rates.kv_s
+    return x_tokens, kv_tokens, (device_s if waits else seconds) / rates.host_s
+
+
+def _between(
+    rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool
+) -> float:
+    """The time on a straight piece at which so much is covered."""
+    low, high = (_covered(rates, at, waits=waits) for at in (left, right))
+    if low >= requested:
+        return left
+    return left + (right - left) * (requested - low) / (high - low) if high < math.inf else left
+
+
+def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -> Shares:
+    """What each takes in this time: the link and X first, then the host what is left."""
+    x_most, _, host_most = _most(rates, seconds, waits=waits)
+    host_tokens = min(host_most, requested)
+    x_tokens = min(x_most, requested - host_tokens)
+    least_s = max(seconds, float(rates.other_s), float(rates.link_s))
+    return Shares(
+        x_tokens=x_tokens,
+        kv_tokens=max(0.0, requested - host_tokens - x_tokens),
+        host_tokens=host_tokens,
+        seconds=least_s,
+    )

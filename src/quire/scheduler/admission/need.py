@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
-from quire.layout.offloadable import SLOTS
+from quire.layout.layout import SLOTS
 from quire.scheduler.request import Request
 
 Tokens = NDArray[np.int64]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import NeverFits
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
-from quire.layout.offloadable import offloaded_token_bytes
+from quire.layout.layout import offloaded_token_bytes
 from quire.scheduler.admission.lane_peaks import UNBOUNDED
 from quire.scheduler.admission.need import Need, need_of
 from quire.scheduler.admission.offload_split import offload_text

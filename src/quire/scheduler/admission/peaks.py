@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
-from quire.layout.layout import statistics_used
-from quire.layout.offloadable import can_be_offloaded
+from quire.layout.layout import can_be_offloaded, statistics_used
 from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.statistics import Statistic
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, evicting_pages

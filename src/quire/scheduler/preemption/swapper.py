@@ -16,7 +16,7 @@ from quire.kv.stored_sequences import Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
 from quire.layout.pages import PageClass
 from quire.plan.cost import Choice, Holding, best_split, choose
-from quire.plan.learned_costs import LearnedCosts
+from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 

@@ -1,7 +1,11 @@
 """What a trace is: requests with times and lengths, and which of their tokens are the same."""
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, no_type_check
+
+from quire.errors import ConfigError
+from quire.layout.options import check_options, option
 
 DEFAULT_TENANT = "default"
 
@@ -82,3 +86,66 @@ def own_prompt(line: int, tokens: int) -> tuple[Segment, ...]:
 def own_answer(line: int, tokens: int) -> Segment:
     """An answer that no prompt repeats."""
     return Segment(-2 * line - 2, tokens)
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+# What a user can change about a trace before it is run.
+
+AUTO = "auto"
+TraceName = Literal["auto", "azure", "mooncake", "sharegpt", "vidur"]
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """How a trace is read, thinned and stretched.
+
+    Attributes are options; see their help.
+    """
+
+    format: TraceName = option(
+        AUTO,
+        help="format of the trace; auto: recognised from the file",
+        flag="trace-format",
+        common=True,
+    )
+    requests: int | None = option(
+        None, help="number of requests to run, the first by arrival; unset: all", common=True
+    )
+    time_scale: float = option(
+        1.0, help="factor on the times between arrivals; 0.5 sends twice as fast"
+    )
+    length_scale: float = option(1.0, help="factor on the lengths of prompts and answers")
+    max_tokens: int | None = option(
+        None,
+        help="leave out, and count, requests longer than this, prompt and answer",
+        unit="tokens",
+        flag="max-length",
+    )
+    request_rate: float | None = option(
+        None,
+        help="draw arrivals (Poisson) in place of the trace's own times; not said: those, and "
+        "all at once where it has none",
+        unit="requests per second",
+        common=True,
+    )
+    tenants: str = option(
+        "",
+        help="who sends what: column:NAME, round_robin:a,b or share:a=0.9,b=0.1",
+        flag="trace-tenants",
+    )
+    seed: int = option(0, help="of drawn arrivals and tenants", flag="trace-seed")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("requests", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"expected {name} of 1 or more, got {value}")
+        if not 0 <= self.time_scale < math.inf:
+            raise ConfigError(f"expected time_scale of 0 or more, got {self.time_scale}")
+        if not 0 < self.length_scale < math.inf:
+            raise ConfigError(f"expected length_scale above 0, got {self.length_scale}")
+        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+            raise ConfigError(f"expected request_rate above 0, got {self.request_rate}")

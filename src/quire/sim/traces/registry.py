@@ -6,8 +6,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError, TraceError, UnknownName
 from quire.sim import traces
-from quire.sim.traces.base import TraceRequest
-from quire.sim.traces.options import AUTO
+from quire.sim.traces.base import AUTO, TraceRequest
 from quire.sim.traces.reading import opened
 
 _HEAD_CHARACTERS = 4096

@@ -25,9 +25,8 @@ from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_log import ClockMarks
 from quire.kv.store import PageStore
 from quire.kv.swap import swap_out
-from quire.layout.layout import layout_for
+from quire.layout.layout import SLOTS, layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.layout.offloadable import SLOTS
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.step_offload import KVOffload
 from quire.offload.swap.host_pool import HostPool

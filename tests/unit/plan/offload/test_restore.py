@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.known_costs import assumed_prefill
-from quire.plan.offload.activation_range import ActivationRange, activation_range
+from quire.plan.offload.activations import ActivationRange, activation_range
 from quire.plan.offload.rates import OffloadRates, offload_rates
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from support.offload_formulas import Stage, chain_seconds, loading_pays_from, x_restore_seconds
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.plan.offload.rates import OffloadRates, offload_rates
-from quire.plan.offload.shares import best_shares
+from quire.plan.offload.split import best_shares
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B
 
 SECONDS = st.floats(1e-2, 1e2)

@@ -1,4 +1,4 @@
-"""What the host keeps so that a split may move: X of the front, KV of the back, both between.
+"""Activations in place of KV: whether they are worth sending, and which of them the host keeps.
 
 | X            | X and KV        | KV             |
 0          kv_from             x_until         tokens        l_min and l_max of the formulas
@@ -7,8 +7,11 @@
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.layout.model import ModelSpec
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_split
+
+# What the host keeps so that a split may move: X of the front, KV of the back, both between.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +66,48 @@ def activation_range(
     low = pipelined_split(rates, prompt_tokens) * (1 - margin)
     high = pipelined_split(rates, most_tokens) * (1 + margin)
     return ActivationRange(kv_from=int(low), x_until=min(most_tokens, -int(-high // 1)))
+
+
+# ---- gate ----------------------------------------------------------------------------------------
+
+# Whether a model's activations are worth sending in place of its KV.
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The answer.
+
+    Attributes:
+        pays: an activation is smaller than the KV made from it.
+        x_ratio: its bytes over those of the KV.
+        reason: for people.
+    """
+
+    pays: bool
+    x_ratio: float
+    reason: str
+
+
+def activation_gate(
+    model: ModelSpec, *, kv_value_bytes: int | float = 2, x_value_bytes: int | float = 2
+) -> Gate:
+    """Compare bytes: hidden * p_x with 2 * kv_heads * head_dim * p_kv.
+
+    With fewer KV heads than query heads the KV shrinks and the activation does not, so it is
+    mostly multi-head models that gain. Heads wider than hidden / heads count for what they are.
+
+    Args:
+        model: the shape.
+        kv_value_bytes: of a number of KV on the link, metadata of its codec counted.
+        x_value_bytes: likewise of an activation.
+    """
+    x_bytes = model.hidden_size * x_value_bytes
+    ratio = x_bytes / (model.kv_values_per_layer_token * kv_value_bytes)
+    words = f"activations are {_shown(ratio)}x the KV of this model"
+    if ratio < 1:
+        return Gate(True, ratio, f"{words}: part of its KV is recomputed from them")
+    return Gate(False, ratio, f"{words}: KV alone is transferred")
+
+
+def _shown(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"

@@ -1,12 +1,18 @@
-"""Rates that follow what is measured: least squares that forget, and do not believe every sample.
+"""Rates from measured times: least squares that forget, fits without negative terms, changes.
 
 seconds = x . coefficients        x: what was done, such as (1 call, 3 pieces, 7e6 bytes)
 """
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import ConfigError
+
+# Rates that follow what is measured: least squares that forget, and do not believe every sample.
 
 _MOST_VARIANCE = 30.0  # of a coefficient, relative: a few samples outweigh what was stored
 _LEAST_CHANGE = 0.1  # of a coefficient by one sample: times stay above zero
@@ -82,3 +88,82 @@ class RateEstimator:
     def _bound_variance(self) -> None:
         shrink = np.sqrt(np.minimum(1.0, _MOST_VARIANCE / np.diagonal(self._variance)))
         self._variance *= np.outer(shrink, shrink)
+
+
+# ---- fit -----------------------------------------------------------------------------------------
+
+# Fits times to what was done: seconds = amounts . coefficients, none of them below zero.
+
+
+def fit_seconds(
+    amounts: Sequence[Sequence[int | float]], seconds: Sequence[int | float]
+) -> tuple[float, ...]:
+    """Coefficients with the least relative error, all 0 or more.
+
+    The best fit under that condition is a plain least-squares fit of those that are above 0
+    (Lawson and Hanson, Solving Least Squares Problems, chapter 23). There are few, so all subsets
+    are tried.
+
+    Args:
+        amounts: how much of each unit was done, one row for each measurement.
+        seconds: what it took, above 0.
+
+    Raises:
+        ConfigError: no measurement, or one that took no time.
+    """
+    if not len(seconds) or min(seconds) <= 0:
+        raise ConfigError(f"expected times above 0 to fit, got {list(seconds)}")
+    rows = np.asarray(amounts, dtype=np.float64) / np.asarray(seconds, dtype=np.float64)[:, None]
+    units = rows.shape[1]
+    best, least = np.zeros(units), np.inf
+    for count in range(1, units + 1):
+        for columns in combinations(range(units), count):
+            found = _fit(rows, list(columns))
+            error = float(np.sum((rows @ found - 1) ** 2))
+            if found.min() >= 0 and error < least:
+                best, least = found, error
+    return tuple(float(value) for value in best)
+
+
+def _fit(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
+    scale = np.abs(rows[:, columns]).max(axis=0)
+    scale[scale == 0] = 1.0
+    solved = np.linalg.lstsq(rows[:, columns] / scale, np.ones(len(rows)), rcond=None)[0]
+    found = np.zeros(rows.shape[1])
+    found[columns] = solved / scale
+    return found
+
+
+# ---- changes -------------------------------------------------------------------------------------
+
+# Notices that times have changed for good, and not only by chance.
+#
+# A two-sided Page-Hinkley test on the logarithm of measured over predicted: sums of errors beyond
+# half of what is usual, up and down; one that reaches eight times what is usual is a change. A
+# sample counts three times what is usual at most, so that no single one is taken for a change.
+
+_ALLOWED, _CHANGE_CLIP, _LIMIT = 0.5, 3.0, 8.0  # in usual errors
+_PACE, _LEAST_USUAL = 0.05, 0.01
+
+
+class ChangeDetector:
+    """Told of predictions and what came; says when what is predicted no longer holds."""
+
+    def __init__(self) -> None:
+        self._usual = 0.1
+        self._up = self._down = 0.0
+
+    def add(self, predicted_s: int | float, seconds: int | float) -> bool:
+        """Whether times have changed, as of this sample; the sums then begin anew."""
+        if predicted_s <= 0 or seconds <= 0:
+            return False
+        error = math.log(seconds / predicted_s)
+        scaled = min(max(error / self._usual, -_CHANGE_CLIP), _CHANGE_CLIP)
+        self._usual += _PACE * (abs(scaled) * self._usual - self._usual)
+        self._usual = max(self._usual, _LEAST_USUAL)
+        self._up = max(0.0, self._up + scaled - _ALLOWED)
+        self._down = max(0.0, self._down - scaled - _ALLOWED)
+        if max(self._up, self._down) < _LIMIT:
+            return False
+        self._up = self._down = 0.0
+        return True
