@@ -57,7 +57,7 @@ class SharedPool:
                 f"are free on {self.device}; lower total_bytes"
             )
         slab = None if slab_bytes is None else parse_size(slab_bytes)
-        self.arena = SharedArena(requested_bytes, slab)
+        self.arena = SharedArena(requested_bytes, slab, self._preempt)
         self._bytes = PageStore(self.arena.total_bytes, self.device)
         self._promised: dict[str, int] = {}
         self._schedulers: dict[str, Scheduler] = {}
@@ -139,9 +139,13 @@ class SharedPool:
         self.forget(name)
 
     def attach(self, name: str, scheduler: Scheduler) -> None:
-        """Know the scheduler of a member's engine: whom to ask for memory."""
+        """Register the scheduler of a member's engine, which frees memory for the others."""
         self._schedulers[name] = scheduler
-        self.arena.members[name].preempt = scheduler.preempt_one
+
+    def _preempt(self, name: str) -> bool:
+        """Have a member's engine free memory; False where it has none, or nothing left to free."""
+        scheduler = self._schedulers.get(name)
+        return scheduler is not None and scheduler.preempt_one()
 
     def refuse_if_not_free(self, name: str) -> None:
         """Refuse an engine whose place is not there for it.

@@ -28,12 +28,19 @@ class SharedArena:
     Args:
         total_bytes: rounded down to whole slabs.
         slab_bytes: of a slab; None takes about 2 MiB, at most 1/64 of a small arena.
+        preempt: has the member of a name drop what it caches, or preempt one request; False when
+            it has nothing left to free.
 
     Raises:
         ConfigError: not even one slab fits, or slabs that are no multiple of 64 bytes.
     """
 
-    def __init__(self, total_bytes: int, slab_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        slab_bytes: int | None = None,
+        preempt: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         if slab_bytes is None:
             target = min(HUGE_PAGE_BYTES, total_bytes // SLABS_OF_A_SMALL_ARENA)
             slab_bytes = max(1, target // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
@@ -41,7 +48,7 @@ class SharedArena:
             raise ConfigError(
                 f"expected slabs of a multiple of {PAGE_ALIGNMENT_BYTES} B, got {slab_bytes:,} B"
             )
-        self.slab_bytes = slab_bytes
+        self.slab_bytes, self._preempt = slab_bytes, preempt
         self.num_slabs = total_bytes // slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(
@@ -127,7 +134,7 @@ class SharedArena:
         while not self.free:
             others = (member for member in self.members.values() if member is not owner)
             borrower = max(others, key=lambda m: (m.num_borrowed, m.name), default=owner)
-            if borrower.num_borrowed < 1 or not borrower.preempt():
+            if borrower.num_borrowed < 1 or not self._preempt(borrower.name):
                 raise InvariantError(
                     f"member {owner.name!r} is below its guarantee and finds no slab: "
                     f"{borrower.name!r} holds {len(borrower.held)} and gives none"
@@ -153,7 +160,6 @@ class MemberArena(Arena):
         size_option: gives the bytes that a request must fit into.
         num_slabs: guaranteed: what a request must fit into.
         held: numbers of the slabs it holds.
-        preempt: throws one request out, or drops what is cached; False when nothing is left.
     """
 
     size_option = "guaranteed="
@@ -162,7 +168,6 @@ class MemberArena(Arena):
         self.name, self.num_slabs = name, num_slabs
         self.slab_bytes = arena.slab_bytes
         self.held: set[int] = set()
-        self.preempt: Callable[[], bool] = lambda: False
         self._arena, self._burst = arena, burst
 
     def close(self) -> None:

@@ -8,25 +8,28 @@ from quire.kv.shared_arena import SharedArena
 SLAB = 640
 
 
-def arena_of(num_slabs=16, **guaranteed):
-    arena = SharedArena(num_slabs * SLAB, SLAB)
+class Engines:
+    """Frees one slab at a time, as a preempted request would, of the members that are named."""
+
+    def __init__(self, total_bytes, *names):
+        self.names = set(names)
+        self.arena = SharedArena(total_bytes, SLAB, self.preempt)
+
+    def preempt(self, name):
+        member = self.arena.members[name]
+        if name not in self.names or not member.held:
+            return False
+        member.give_slab(max(member.held))
+        return True
+
+
+def arena_of(num_slabs=16, gives=(), **guaranteed):
+    arena = Engines(num_slabs * SLAB, *gives).arena
     return arena, [arena.join(n, slabs * SLAB, None, [64]) for n, slabs in guaranteed.items()]
 
 
 def take(member, slabs):
     return [member.take_slab() for _ in range(slabs)]
-
-
-def gives_back(member):
-    """Give one slab a time, as a request that is thrown out would."""
-
-    def preempt():
-        if not member.held:
-            return False
-        member.give_slab(max(member.held))
-        return True
-
-    member.preempt = preempt
 
 
 def test_what_one_leaves_another_borrows():
@@ -41,9 +44,7 @@ def test_what_one_leaves_another_borrows():
 
 
 def test_an_owner_takes_its_guarantee_back_from_who_borrows_most():
-    arena, (a, b, c) = arena_of(16, a=4, b=4, c=4)
-    gives_back(a)
-    gives_back(b)
+    arena, (a, b, c) = arena_of(16, gives="ab", a=4, b=4, c=4)
     take(a, 9)
     take(b, 7)
 
@@ -136,14 +137,13 @@ class SharedArenaMachine(RuleBasedStateMachine):
         bursts=st.lists(st.none() | st.integers(0, 8), min_size=4, max_size=4),
     )
     def begin(self, guaranteed, spare, bursts):
-        self.arena = SharedArena((sum(guaranteed) + spare) * SLAB, SLAB)
+        names = [f"m{i}" for i in range(len(guaranteed))]
+        self.arena = Engines((sum(guaranteed) + spare) * SLAB, *names).arena
         self.bursts = bursts
         self.members = [
             self.arena.join(f"m{i}", slabs * SLAB, None if burst is None else burst * SLAB, [64])
             for i, (slabs, burst) in enumerate(zip(guaranteed, bursts, strict=False))
         ]
-        for member in self.members:
-            gives_back(member)
 
     @rule(number=st.integers(0, 3), share=st.floats(0, 1))
     def take(self, number, share):
