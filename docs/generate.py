@@ -237,8 +237,8 @@ def options() -> str:
     """The fields of the config dataclasses."""
     from dataclasses import fields
 
-    from quire.cli.options import SECTIONS, documented_attributes
-    from quire.layout.options import OptionInfo, choices_of
+    from quire.cli.options import SECTIONS, configs_of, documented_attributes
+    from quire.layout.options import OptionInfo, choices_of, config_of
 
     parts = [
         "# Options\n\n"
@@ -247,25 +247,35 @@ def options() -> str:
         "model's own default holds, where it has one. In a TOML file the model itself is\n"
         '`model = "..."`, or `name` in the table `[model]`.\n'
     ]
-    for section in SECTIONS:
-        flags = {option.name: f"`--{option.flag}`" for option in section.options()}
-        documented = documented_attributes(section.config.__doc__ or "")
-        parts.append(f"\n## {section.title}: `{section.config.__name__}`, `[{section.name}]`\n\n")
+    for section, names, config in [(s, *found) for s in SECTIONS for found in configs_of(s)]:
+        flags = {option.path: f"`--{option.flag}`" for option in section.options()}
+        documented = documented_attributes(config.__doc__ or "")
+        title = section.title if config is section.config else _heading(section.config, names[1])
+        parts.append(f"\n## {title}: `{config.__name__}`, `[{'.'.join(names)}]`\n\n")
         parts.append("| field | flag | default | unit | meaning |\n|---|---|---|---|---|\n")
-        for field in fields(section.config):
+        for field in fields(config):
             info = field.metadata.get("option", OptionInfo())
             meaning = info.help or documented[field.name].removesuffix(".")
+            held = config_of(field.type)
             choices = ", ".join(f"`{choice}`" for choice in choices_of(field.type))
             meaning += f" (one of {choices})" if choices else ""
             cells = (
                 f"`{field.name}`",
-                flags.get(field.name, ""),
-                f"`{field.default!r}`",
+                flags.get((*names[1:], field.name), ""),
+                f"`{held.__name__}()`" if held else f"`{field.default!r}`",
                 info.unit,
                 meaning.replace("|", "\\|"),
             )
             parts.append("| " + " | ".join(cells) + " |\n")
     return "".join(parts)
+
+
+def _heading(config: type, name: str) -> str:
+    """Of a config that another one holds: its heading in `--help`."""
+    from dataclasses import fields
+
+    [group] = [f.metadata["option"].group for f in fields(config) if f.name == name]
+    return str(group)
 
 
 def policies() -> str:

@@ -63,13 +63,17 @@ def _parameter(parameter: Any) -> str:
 
 def fields() -> dict[str, list[str]]:
     """Each configuration with its fields and their defaults."""
-    from quire.cli.options import SECTIONS
+    from quire.cli.options import SECTIONS, configs_of
+    from quire.layout.options import config_of
 
     return {
-        section.config.__name__: sorted(
-            f"{field.name}={field.default!r}" for field in dataclasses.fields(section.config)
+        config.__name__: sorted(
+            f"{field.name}={field.default!r}"
+            for field in dataclasses.fields(config)
+            if config_of(field.type) is None
         )
         for section in SECTIONS
+        for _, config in configs_of(section)
     }
 
 
@@ -104,7 +108,7 @@ def registries() -> dict[str, list[str]]:
     from quire.kv.stores.registry import STORES
 
     return {
-        "admission": sorted(_constant("admission.registry", "RULES")),
+        "admission": sorted(_constant("admission.rules", "RULES")),
         "batchers": sorted(_constant("batchers.registry", "BATCHERS")),
         "dense batchers": _dense_batchers(),
         "stores": sorted(STORES),

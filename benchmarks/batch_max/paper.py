@@ -20,7 +20,7 @@ from benchmarks.batch_max.arms import ED, FKV, EvictionArm, batch_max, decode_on
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.common.result import Numbers, PartResult, Table
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.models.loader import LoadedModel
 
@@ -171,7 +171,7 @@ class PaperProtocol:
         return batch
 
     def _memory(self, arm: EvictionArm) -> KVConfig:
-        return replace(self._kv, evict=arm.evict, enable_prefix_caching=False)
+        return replace(self._kv, evict=arm.evict, prefix_cache=PrefixCacheConfig(enabled=False))
 
     def _note(self, row: PaperRow) -> None:
         self.rows.append(row)

@@ -14,7 +14,7 @@ from benchmarks.batch_max.config import QualityConfig
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.common.graded_prompts import PromptMaker
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
@@ -46,7 +46,9 @@ def measure_quality(
     prompts = {task: _encoded(model, config, make_prompts, task) for task in config.tasks}
     for arm in config.arms():
         kv = KVConfig(
-            memory=pool_bytes(model, config), evict=arm.evict, enable_prefix_caching=False
+            memory=pool_bytes(model, config),
+            evict=arm.evict,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
         rows = rows_that_fit(model, kv, config.tokens, config.new_tokens, most=config.samples)
         batch = largest_of(batch_sizes(config.samples), rows)

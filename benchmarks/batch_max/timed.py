@@ -8,7 +8,7 @@ from benchmarks.batch_max.arms import EvictionArm
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import SpeedConfig
 from benchmarks.batch_max.running import Finished, answer_all
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.layout.config import dtype_bytes
@@ -125,7 +125,11 @@ class ArmTimer:
         return self._batches[key]
 
     def _kv(self, arm: EvictionArm, pool: int) -> KVConfig:
-        return KVConfig(memory=self.pool_bytes(pool), evict=arm.evict, enable_prefix_caching=False)
+        return KVConfig(
+            memory=self.pool_bytes(pool),
+            evict=arm.evict,
+            prefix_cache=PrefixCacheConfig(enabled=False),
+        )
 
     def _engine(self, arm: EvictionArm, pool: int, schedule: ScheduleConfig) -> Engine:
         return Engine(self._model, self._kv(arm, pool), schedule)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig
 
 from benchmarks.common.models import llama_125m, llama_small, llama_tiny, llama_wide
-from quire.config.kv_config import AttentionName, KVConfig
+from quire.config.kv_config import AttentionName, KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 
@@ -62,7 +62,9 @@ class Workload:
     def kv_config(self, spec: ModelSpec, *, attention: AttentionName = "auto") -> KVConfig:
         """That memory, without a prefix cache: a prompt is read anew in each round."""
         return KVConfig(
-            memory=self.kv_bytes(spec), attention=attention, enable_prefix_caching=False
+            memory=self.kv_bytes(spec),
+            attention=attention,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
 
 

@@ -24,7 +24,7 @@ from benchmarks.eviction.config import CostConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.throughput.arms import all_decode
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -88,7 +88,7 @@ class TimedArm:
         # a row decodes while the others' prompts are read, and in a round that is not counted
         most = (config.repeats + 1) * config.every + config.rows + 2
         memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
-        kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+        kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
         self._engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.rows))
         options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
         for row in range(config.rows):

@@ -10,7 +10,7 @@ from benchmarks.eviction.config import KeptConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.eviction.texts import RunningText, pieces
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -44,7 +44,12 @@ def retained_positions(
     """
     evict = rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
     memory = 2 * model.spec.kv_bytes(config.tokens, model.decoder.dtype.itemsize) + (8 << 20)
-    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False, record_evictions=True)
+    kv = KVConfig(
+        memory=memory,
+        evict=evict,
+        prefix_cache=PrefixCacheConfig(enabled=False),
+        record_evictions=True,
+    )
     engine = Engine(model, kv)
     return np.stack([_kept_of(engine, text) for text in texts])
 

@@ -20,7 +20,7 @@ from benchmarks.eviction.config import PerplexityConfig
 from benchmarks.eviction.rules import Rule
 from benchmarks.eviction.texts import RunningText, pieces
 from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE
@@ -79,7 +79,7 @@ def read_texts(
     number_bytes = model.decoder.dtype.itemsize
     memory = 2 * config.rows * model.spec.kv_bytes(config.tokens, number_bytes) + (8 << 20)
     evict = FULL if rule is None else rule.evict(config.cap, config.every, PREFILL_AND_DECODE)
-    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+    kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
     llm = LLM(model, kv=kv, schedule=ScheduleConfig(max_num_seqs=config.rows))
     options = SamplingParams(max_tokens=0, prompt_logprobs=0)
     answers = llm.generate(list(texts), options)

@@ -8,7 +8,7 @@ from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
 from benchmarks.eviction.config import CellsConfig
 from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
@@ -59,7 +59,10 @@ class Judge:
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
         """What a cell is asked in."""
         return KVConfig(
-            memory=memory, page_tokens=key.page_tokens, evict=key.evict, enable_prefix_caching=False
+            memory=memory,
+            page_tokens=key.page_tokens,
+            evict=key.evict,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
 
 

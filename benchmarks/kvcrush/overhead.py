@@ -28,7 +28,7 @@ from benchmarks.common.workload import SHAPES
 from benchmarks.kvcrush.arms import around, crushed
 from benchmarks.kvcrush.config import OverheadConfig
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -174,7 +174,7 @@ def measure(config: OverheadConfig, clock: Callable[[], float] = perf_counter) -
 def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable[[], float]) -> Run:
     length = config.prompt_tokens + config.new_tokens
     memory = 2 * config.rows * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
-    kv = KVConfig(memory=memory, evict=evict, enable_prefix_caching=False)
+    kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
     engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.rows))
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     for row in range(config.rows):

@@ -18,7 +18,7 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.arms import Arm
 from benchmarks.kvcrush.config import FidelityConfig
 from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
@@ -78,7 +78,10 @@ class Reader:
         memory = 2 * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
         evict = FULL if arm is None else arm.rule.evict(arm.cap, config.every, arm.when)
         kv = KVConfig(
-            memory=memory, page_tokens=config.page_tokens, evict=evict, enable_prefix_caching=False
+            memory=memory,
+            page_tokens=config.page_tokens,
+            evict=evict,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
         self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 

@@ -18,7 +18,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.kv.memory import KVMemory
@@ -136,7 +136,11 @@ def _search_with_engine(config: BeamConfig) -> BeamRun:
     for beams in (config.beams, 1):
         engine = Engine(
             random_model(shape, dtype=torch.float32),
-            KVConfig(memory="64MiB", page_tokens=CLAIMED_PAGE_TOKENS, enable_prefix_caching=False),
+            KVConfig(
+                memory="64MiB",
+                page_tokens=CLAIMED_PAGE_TOKENS,
+                prefix_cache=PrefixCacheConfig(enabled=False),
+            ),
             ScheduleConfig(),
         )
         engine.submit(

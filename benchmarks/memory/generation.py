@@ -17,7 +17,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.profile.prefill_rates import kv_memory_for, random_prompt
@@ -64,7 +64,8 @@ def measure_generation(config: GenerationConfig) -> list[TokenTime]:
     engine = Engine(
         model,
         KVConfig(
-            memory=kv_memory_for(model, longest + config.steps + 1), enable_prefix_caching=False
+            memory=kv_memory_for(model, longest + config.steps + 1),
+            prefix_cache=PrefixCacheConfig(enabled=False),
         ),
         ScheduleConfig(max_num_batched_tokens=longest, chunk_tokens=longest),
     )

@@ -18,7 +18,7 @@ from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.kv.memory import KVMemory
@@ -130,7 +130,9 @@ def _decoding_engine(model: LoadedModel, config: PageSizesConfig, page_tokens: i
     memory = model.spec.kv_bytes_per_token(4) * length * config.rows + (16 << 20)
     engine = Engine(
         model,
-        KVConfig(memory=memory, page_tokens=page_tokens, enable_prefix_caching=False),
+        KVConfig(
+            memory=memory, page_tokens=page_tokens, prefix_cache=PrefixCacheConfig(enabled=False)
+        ),
         ScheduleConfig(max_num_seqs=config.rows),
     )
     rng = random.Random(0)

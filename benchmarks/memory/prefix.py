@@ -15,7 +15,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
@@ -98,7 +98,7 @@ def run_once(model: LoadedModel, config: PrefixConfig, *, shares: bool) -> Prefi
     memory = model.spec.kv_bytes_per_token(4) * length * config.sharers + (32 << 20)
     engine = Engine(
         model,
-        KVConfig(memory=memory, enable_prefix_caching=shares),
+        KVConfig(memory=memory, prefix_cache=PrefixCacheConfig(enabled=shares)),
         ScheduleConfig(max_num_seqs=config.sharers),
     )
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)

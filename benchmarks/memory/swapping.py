@@ -16,7 +16,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import AttentionName, KVConfig
+from quire.config.kv_config import AttentionName, KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
@@ -91,7 +91,10 @@ def measure_swap(model: LoadedModel, config: SwapConfig) -> Iterator[SwapTime]:
         )
     size = kv_memory_for(model, longest + 2)
     kv = KVConfig(
-        memory=size, swap_space=size, attention=config.attention, enable_prefix_caching=False
+        memory=size,
+        swap_space=size,
+        attention=config.attention,
+        prefix_cache=PrefixCacheConfig(enabled=False),
     )
     engine = Engine(model, kv, ScheduleConfig(max_num_batched_tokens=config.max_num_batched_tokens))
     seeds = itertools.count()

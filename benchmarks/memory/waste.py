@@ -15,7 +15,7 @@ from typing import Final
 
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.memory.simulated import SimulatedConfig
-from quire.config.kv_config import StoreName
+from quire.config.kv_config import PrefixCacheConfig, StoreName
 from quire.layout.model import ModelSpec
 from quire.sim.run import SimConfig, make_simulator, simulate
 from quire.sim.simulator import SimResult
@@ -116,7 +116,9 @@ def _run(
     piece_tokens: int | None = None,
 ) -> StoreRun:
     kept = tuple(r for r in trace.requests if piece_tokens is None or r.tokens <= piece_tokens)
-    kv = replace(on.kv, store=store, store_tokens=piece_tokens, enable_prefix_caching=False)
+    kv = replace(
+        on.kv, store=store, store_tokens=piece_tokens, prefix_cache=PrefixCacheConfig(enabled=False)
+    )
     simulator = make_simulator(replace(trace, requests=kept), replace(on, kv=kv))
     result = simulator.run()
     fixed = {"paged": kv.page_tokens, STORE: piece_tokens}.get(store)
@@ -257,7 +259,12 @@ def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> Contiguo
             result=None,
         )
     served = replace(trace, requests=kept, num_dropped=trace.num_dropped + num_dropped)
-    kv = replace(config.kv, store=STORE, store_tokens=max_tokens, enable_prefix_caching=False)
+    kv = replace(
+        config.kv,
+        store=STORE,
+        store_tokens=max_tokens,
+        prefix_cache=PrefixCacheConfig(enabled=False),
+    )
     result = simulate(served, replace(config, kv=kv))
     return ContiguousRun(
         max_tokens=max_tokens,

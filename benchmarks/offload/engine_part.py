@@ -19,7 +19,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
@@ -27,10 +27,10 @@ from quire.profile.prefill_rates import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS: Mapping[str, Mapping[str, str]] = {
-    "off": {"offload_recompute": "off", "offload_cpu_attention": "off"},
+    "off": {"recompute": "off", "cpu_attention": "off"},
     "auto": {},
-    "half": {"offload_recompute": "0.5", "offload_cpu_attention": "off"},
-    "host": {"offload_recompute": "off", "offload_cpu_attention": "0.5"},
+    "half": {"recompute": "0.5", "cpu_attention": "off"},
+    "host": {"recompute": "off", "cpu_attention": "0.5"},
 }
 _LAYERS, _CHUNK = 6, 64
 _ROOM = 0.75  # of the sequence's KV, in the memory
@@ -83,10 +83,12 @@ def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> En
         model,
         KVConfig(
             memory=memory,
-            offload_memory="1GiB",
-            enable_prefix_caching=False,
-            offload_recompute=arm.get("offload_recompute", "auto"),
-            offload_cpu_attention=arm.get("offload_cpu_attention", "auto"),
+            offload=OffloadConfig(
+                kv_memory="1GiB",
+                recompute=arm.get("recompute", "auto"),
+                cpu_attention=arm.get("cpu_attention", "auto"),
+            ),
+            prefix_cache=PrefixCacheConfig(enabled=False),
         ),
         ScheduleConfig(chunk_tokens=_CHUNK),
     )
@@ -106,7 +108,7 @@ def _readings(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[fl
 
 def _read_cpu_s(model: LoadedModel, tokens: int, part: str) -> float:
     """CPU seconds of reading a prompt that fits, in memory that was used before."""
-    engine = _engine(model, "1GiB", {"offload_recompute": part, "offload_cpu_attention": "off"})
+    engine = _engine(model, "1GiB", {"recompute": part, "cpu_attention": "off"})
     taken_s = 0.0
     for seed in (1, 2):
         engine.submit(

@@ -11,7 +11,7 @@ from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
@@ -72,7 +72,9 @@ def _preset(
         NewestTier(HostTier(2 * kv_bytes + (8 << 20))),
         bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * read_s),
     )
-    engine = Engine(model, KVConfig(remote="{}:{}".format(*server.address)))
+    engine = Engine(
+        model, KVConfig(prefix_cache=PrefixCacheConfig(remote="{}:{}".format(*server.address)))
+    )
     try:
         _run(engine, prompt)
         rounds, read_again = [], 0

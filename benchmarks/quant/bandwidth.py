@@ -20,7 +20,7 @@ from benchmarks.common.models import random_model
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.quant.config import PLAIN, BandwidthConfig
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import StepBridge
 from quire.kv.step import StepAttention
@@ -50,7 +50,11 @@ class DecodeSteps:
         self._model, self.batch = model, batch
         longest = tokens + steps + 16  # a page at most that is not full
         plain_bytes = model.spec.kv_bytes(longest, model.decoder.dtype.itemsize) * batch
-        kv = KVConfig(memory=plain_bytes + _SPARE_BYTES, codec=codec, enable_prefix_caching=False)
+        kv = KVConfig(
+            memory=plain_bytes + _SPARE_BYTES,
+            codec=codec,
+            prefix_cache=PrefixCacheConfig(enabled=False),
+        )
         self._pool: KVPool = build_pool(model, kv, ScheduleConfig(max_num_seqs=batch))
         memory = self._pool.kv.memory
         self._rows = np.array([memory.start() for _ in range(batch)], dtype=np.int64)

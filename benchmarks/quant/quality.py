@@ -13,7 +13,7 @@ from benchmarks.eviction.quality import Judge, mean_share, measure_cells
 from benchmarks.eviction.texts import RunningText, pieces
 from benchmarks.quant.config import PLAIN, QuantBenchConfig, TextsConfig
 from benchmarks.quant.reading import CodecTexts, read_texts
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.models.loader import LoadedModel
 
 ByCodec = Mapping[str, Mapping[str, Cell]]
@@ -25,7 +25,10 @@ class CodecJudge(Judge):
     def kv_config(self, key: CellKey, memory: int) -> KVConfig:
         """See `Judge`."""
         return KVConfig(
-            memory=memory, page_tokens=key.page_tokens, codec=key.rule, enable_prefix_caching=False
+            memory=memory,
+            page_tokens=key.page_tokens,
+            codec=key.rule,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
 
 

@@ -20,7 +20,7 @@ from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.reading import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig
 from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
@@ -77,7 +77,7 @@ class Reader:
             page_tokens=config.page_tokens,
             codec=codec,
             evict=evict,
-            enable_prefix_caching=False,
+            prefix_cache=PrefixCacheConfig(enabled=False),
         )
         self._llm = LLM(replace(model, decoder=self._recorder), kv=kv)
 

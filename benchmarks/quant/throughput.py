@@ -16,7 +16,7 @@ from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
 from benchmarks.quant.config import PLAIN, QuantThroughputConfig
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.layout.kv_format import fill_plain
@@ -113,7 +113,9 @@ def _reading(
     """An engine with all its rows submitted."""
     # slabs have borders: one more row than fits by bytes alone is never needed
     kv = KVConfig(
-        memory=memory + row_bytes(config, model, codec), codec=codec, enable_prefix_caching=False
+        memory=memory + row_bytes(config, model, codec),
+        codec=codec,
+        prefix_cache=PrefixCacheConfig(enabled=False),
     )
     engine = Engine(model, kv, ScheduleConfig(max_num_seqs=rows))
     rng = random.Random(0)

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.rebatch.bound import Forwards
 from benchmarks.rebatch.load import Load, prompt_ids
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError, SlabFull
@@ -266,7 +266,9 @@ def run_paged(
         memory_bytes: of KV.
     """
     clock = SkippingClock(seconds)
-    kv = KVConfig(memory=memory_bytes, swap_space=memory_bytes, enable_prefix_caching=False)
+    kv = KVConfig(
+        memory=memory_bytes, swap_space=memory_bytes, prefix_cache=PrefixCacheConfig(enabled=False)
+    )
     engine = Engine(model, kv, ScheduleConfig(max_num_seqs=batch_size, low_watermark=1.0))
     coming = list(zip(prompt_ids(load, model.spec.vocab_size), load, strict=True))
     run = RebatchRun(CONTINUOUS, batch_size, len(load))

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.stack.load import StackLoad
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig, StoreName
+from quire.config.kv_config import KVConfig, PrefixCacheConfig, StoreName
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -40,7 +40,7 @@ class StackArm:
             store=self.store,
             store_tokens=None if self.store == "paged" else load.longest_tokens,
             codec=self.codec,
-            enable_prefix_caching=self.enable_prefix_caching,
+            prefix_cache=PrefixCacheConfig(enabled=self.enable_prefix_caching),
         )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
     from quire.api.llm import LLM
     from quire.config.generation_request import GenerationRequest
-    from quire.config.kv_config import KVConfig
+    from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
     from quire.config.sampling_params import SamplingParams
     from quire.sampling.outputs import OutputDelta, RequestOutput, Usage
     from quire.scheduler.schedule_config import ScheduleConfig
@@ -22,7 +22,9 @@ __all__ = [
     "AsyncLLM",
     "GenerationRequest",
     "KVConfig",
+    "OffloadConfig",
     "OutputDelta",
+    "PrefixCacheConfig",
     "RequestOutput",
     "SamplingParams",
     "ScheduleConfig",
@@ -35,7 +37,9 @@ _HOMES = {
     "GenerationRequest": "quire.config.generation_request",
     "KVConfig": "quire.config.kv_config",
     "LLM": "quire.api.llm",
+    "OffloadConfig": "quire.config.kv_config",
     "OutputDelta": "quire.sampling.outputs",
+    "PrefixCacheConfig": "quire.config.kv_config",
     "RequestOutput": "quire.sampling.outputs",
     "SamplingParams": "quire.config.sampling_params",
     "ScheduleConfig": "quire.scheduler.schedule_config",

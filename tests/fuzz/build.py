@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fuzz.case import Case, RequestCase
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
@@ -18,6 +17,7 @@ from quire.models.loader import LoadedModel, load_model
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny
@@ -58,7 +58,7 @@ def ample_engine(case: Case, **schedule: object) -> Engine:
     """An engine that has room for all, and computes what the case's does."""
     same = ("page_tokens", "codec", "evict", "attention")
     kv = {name: case.kv[name] for name in same if name in case.kv}
-    config = KVConfig(
+    config = kv_config(
         memory=ample_bytes(case),
         enable_prefix_caching=False,
         evict_allow=_allowed(case),
@@ -113,7 +113,7 @@ def _start(case: Case, memory: int, host: int, stream: int) -> Engine:
     kv = dict(case.kv)
     if not stream:
         kv = {name: value for name, value in kv.items() if not name.startswith("offload_")}
-    config = KVConfig(
+    config = kv_config(
         memory=memory, swap_space=host, offload_memory=stream, record_evictions=True, **kv
     )
     return Engine(model_of(case.model), config, ScheduleConfig(**case.schedule))

@@ -16,7 +16,7 @@ from golden.stored import stored
 from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
 from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
-from quire.cli.options import SECTIONS, OptionField
+from quire.cli.options import SECTIONS, OptionField, configs_of
 from quire.config.generation_request import GenerationRequest
 from quire.kv.coded_layers import read_constants
 from quire.layout.kv_format import read_format
@@ -272,9 +272,11 @@ def config_file(workshop: Workshop, folder: Path) -> None:
     """Every option in its table."""
     lines = []
     for section in SECTIONS:
-        lines.append(f"[{section.name}]")
-        lines += ['name = "quire-tiny"'] if section.name == "model" else []
-        lines += [f"{found.name} = {_toml_of(found)}" for found in section.options()]
+        for names, _ in configs_of(section):
+            lines.append(f"[{'.'.join(names)}]")
+            lines += ['name = "quire-tiny"'] if section.name == "model" else []
+            inside = [o for o in section.options() if o.path[:-1] == names[1:]]
+            lines += [f"{found.name} = {_toml_of(found)}" for found in inside]
     (folder / "quire.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from quire.api.llm import LLM
 from quire.cli.main import app
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.kv_options import kv_config
 
 T = TypeVar("T")
 ENGINE_OPTIONS = ("--dtype=float32", "--device=cpu", "--threads=1", "--no-verify")
@@ -61,12 +61,12 @@ class Workshop:
 
     def llm(self, **kv: object) -> LLM:
         """An LLM over the model."""
-        return LLM(self.model, kv=KVConfig(**{"memory": "4MiB"} | kv))
+        return LLM(self.model, kv=kv_config(**{"memory": "4MiB"} | kv))
 
     def engine(self, *, schedule: dict[str, object] | None = None, **kv: object) -> Engine:
         """An engine over the model."""
         config = ScheduleConfig(**(schedule or {}))
-        return Engine(self.model, KVConfig(**{"memory": "4MiB"} | kv), config)
+        return Engine(self.model, kv_config(**{"memory": "4MiB"} | kv), config)
 
     def run(self, *arguments: object, of: Typer = app, exit_code: int = 0) -> Any:
         """The JSON object on the last line of a command's standard output."""

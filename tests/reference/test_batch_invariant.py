@@ -28,6 +28,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 from support import zoo
 from support.engines import load
+from support.kv_options import kv_config
 
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
@@ -77,7 +78,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 def run(model: LoadedModel, numbers: list[int], kv: dict | None = None, **schedule) -> Run:
-    config = KVConfig(**{"memory": "16MiB", "enable_prefix_caching": False, **(kv or {})})
+    config = kv_config(**{"memory": "16MiB", "enable_prefix_caching": False, **(kv or {})})
     engine = Engine(model, config, ScheduleConfig(**{"batch_invariant": True, **schedule}))
     done, runner = Run(), engine._runner
 

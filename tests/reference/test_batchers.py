@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
@@ -20,6 +19,7 @@ from quire.scheduler.batchers.registry import BATCHERS
 from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load, make_prompts
+from support.kv_options import kv_config
 
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2")  # mistral: windows only
 FULL = ("llama", "opt", "gpt2")
@@ -83,7 +83,7 @@ def alone(architecture: str, stored: str) -> dict[str, list[int]]:
     """Tokens of every query by itself, in memory that is ample."""
     found = {}
     for number, prompt in enumerate(prompts()):
-        kv = KVConfig(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
+        kv = kv_config(memory="4MiB", page_tokens=PAGE_TOKENS, **STORED[stored])
         engine = Engine(model_of(architecture), kv, ScheduleConfig(max_num_seqs=1))
         engine.submit(GenerationRequest(prompt, params_of(number), request_id=f"r{number}"))
         deltas = [
@@ -108,7 +108,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
     size = 1 << 14
     while True:
         try:
-            engine = Engine(model_of(architecture), KVConfig(memory=size, **kv), schedule)
+            engine = Engine(model_of(architecture), kv_config(memory=size, **kv), schedule)
             engine.submit(GenerationRequest([2] * LONGEST, SamplingParams(max_tokens=28 + COUNT)))
         except (NeverFits, ConfigError):
             if size > 4 << 20:
@@ -118,7 +118,7 @@ def engine_of(batcher: str, architecture: str, stored: str, rooms: float) -> Eng
         [[_, largest]] = engine._replies.unfinished()
         need = need_of(largest, largest.final_tokens)
         size = max(size, int(rooms * engine.scheduler.peaks.peak_bytes(need)))
-        return Engine(model_of(architecture), KVConfig(memory=size, **kv), schedule)
+        return Engine(model_of(architecture), kv_config(memory=size, **kv), schedule)
 
 
 def check(

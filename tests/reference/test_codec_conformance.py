@@ -35,6 +35,7 @@ from reference.test_eviction_engine import Run, run
 from reference.test_eviction_matrix import Case
 from support.engines import greedy, load, stored_in
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
 MODELS = ("qwen3", "gemma2")
@@ -129,7 +130,7 @@ def test_a_codec_goes_with_all_rules_and_stores_but_what_it_excludes(codec):
     """Refused at the start, with the reason and what to use."""
     found = Counter()
     for (policy, granularity), store in product(SOUND, STORES):
-        config = KVConfig(
+        config = kv_config(
             memory="8MiB",
             page_tokens=4,
             codec=codec,

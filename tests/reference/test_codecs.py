@@ -22,6 +22,7 @@ from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from support.engines import greedy, load, make_prompts, stored_in
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 MODEL = "qwen3"  # heads of 16 numbers
 BY_TOKEN = [
@@ -148,7 +149,7 @@ def test_answers_to_one_prompt_share_codes():
 
 
 def answers_to(prompt, params, **kv) -> dict:
-    config = KVConfig(memory="4MiB", page_tokens=4, codec="int4", **kv)
+    config = kv_config(memory="4MiB", page_tokens=4, codec="int4", **kv)
     engine = Engine(load(MODEL), config, ScheduleConfig())
     engine.submit(GenerationRequest(prompt, params, request_id="r"))
     found: dict = {}
@@ -256,7 +257,7 @@ def test_a_codec_that_cannot_be_is_refused_at_the_start(codec, error, message):
 )
 def test_a_rule_that_a_codec_excludes_is_refused_at_the_start(codec, kv, message):
     with pytest.raises(UnsoundCombination, match=message):
-        Engine(load(MODEL), KVConfig(memory="4MiB", codec=codec, **kv), ScheduleConfig())
+        Engine(load(MODEL), kv_config(memory="4MiB", codec=codec, **kv), ScheduleConfig())
 
 
 def test_requests_may_let_pages_leave_and_no_tokens_where_these_share_scales():

@@ -20,6 +20,7 @@ from quire.scheduler.admission.need import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load, make_prompts
+from support.kv_options import kv_config
 
 CAP, EVERY, NEW_TOKENS = 24, 6, 14
 BLOCKS = f"cap={CAP},every={EVERY}"
@@ -88,7 +89,7 @@ def run(
     """
     if engine is None:
         options = {"evict_allow": ALLOW, "enable_prefix_caching": False} | (kv or {})
-        config = KVConfig(
+        config = kv_config(
             memory=memory,
             swap_space=host,
             page_tokens=page_tokens,
@@ -142,7 +143,7 @@ def apart() -> Run:
 def everything() -> Engine:
     """An engine for all rules, which leave each other's bits alone."""
     return Engine(
-        loaded("llama"), KVConfig(memory="8MiB", evict_allow="all", enable_prefix_caching=False)
+        loaded("llama"), kv_config(memory="8MiB", evict_allow="all", enable_prefix_caching=False)
     )
 
 
@@ -236,7 +237,9 @@ def test_several_answers_lose_what_each_would_lose_alone():
     for preempted in (False, True):
         engine = Engine(
             loaded("llama"),
-            KVConfig(memory="8MiB", page_tokens=4, evict=RULES["h2o"], enable_prefix_caching=False),
+            kv_config(
+                memory="8MiB", page_tokens=4, evict=RULES["h2o"], enable_prefix_caching=False
+            ),
             ScheduleConfig(preempt="recompute"),
         )
         engine.submit(GenerationRequest(prompt, drawn, request_id="drawn"))
@@ -396,7 +399,7 @@ def test_who_needs_statistics_begins_where_they_were_kept():
     ],
 )
 def test_a_policy_the_engine_was_not_started_for_is_refused_by_name(started_with, requested, says):
-    engine = Engine(loaded("llama"), KVConfig(memory="2MiB", **started_with))
+    engine = Engine(loaded("llama"), kv_config(memory="2MiB", **started_with))
 
     with pytest.raises(RequestError, match=re.escape(says)):
         engine.submit(GenerationRequest([3, 4], greedy(), evict=requested))
@@ -423,7 +426,7 @@ def test_a_request_may_always_ask_for_all_its_tokens():
 )
 def test_what_cannot_be_allowed_is_said_at_the_start(config, error, says):
     with pytest.raises(error, match=says):
-        Engine(loaded("llama"), KVConfig(memory="2MiB", **config))
+        Engine(loaded("llama"), kv_config(memory="2MiB", **config))
 
 
 def test_admission_counts_what_each_policy_needs():

@@ -6,7 +6,6 @@ from functools import cache
 import pytest
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
@@ -17,6 +16,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
 from support import zoo
 from support.engines import load
+from support.kv_options import kv_config
 
 NEW_TOKENS = 10
 LENGTHS = (30, 44, 58)  # of the prompts
@@ -40,7 +40,7 @@ def model() -> LoadedModel:
 
 
 def make_engine(memory: int, rule: str, codec: str, cap: int, **options: object) -> Engine:
-    kv = KVConfig(
+    kv = kv_config(
         memory=memory,
         swap_space=options.pop("swap_space", 0),
         page_tokens=4,

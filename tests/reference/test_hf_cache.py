@@ -6,13 +6,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.hf import QuireCache
 from quire.hf.cache import retained_positions
 from quire.kv.memory import KVMemory
 from support import zoo
 from support.engines import greedy, load, make_prompts
+from support.kv_options import kv_config
 
 NEW_TOKENS = 16
 PAD = 0
@@ -104,7 +104,7 @@ def engine_kept(name: str, evict: str, prompts: list[list[int]]) -> list[tuple[l
     if ":" not in evict:
         evict = evict.replace(",", ":", 1)
     model = load(name)
-    engine = Engine(model, KVConfig(memory="16MiB", evict=evict, enable_prefix_caching=False))
+    engine = Engine(model, kv_config(memory="16MiB", evict=evict, enable_prefix_caching=False))
     for i, prompt in enumerate(prompts):
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS + 1), request_id=str(i)))
     kept: dict[str, object] = {}

@@ -22,6 +22,7 @@ from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from support.engines import greedy, load, stored_in
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 RECORDS, EVERY = 5, 8
@@ -198,7 +199,7 @@ def test_records_are_counted_in_the_bytes_of_a_request():
 )
 def test_what_cannot_choose_is_refused_at_the_start(options, reason):
     with pytest.raises(UnsoundCombination, match=reason):
-        Engine(load("qwen3"), KVConfig(memory="8MiB", **options), ScheduleConfig())
+        Engine(load("qwen3"), kv_config(memory="8MiB", **options), ScheduleConfig())
 
 
 def test_records_that_cannot_be_decoded_here_are_refused_at_the_start(monkeypatch):

@@ -24,6 +24,7 @@ from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from support.engines import greedy, load
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 MODEL = "qwen3"
 MEASURED = [name for name, codec in CODECS.items() if codec.constants]
@@ -140,7 +141,7 @@ def test_each_head_of_each_layer_is_decoded_with_its_own_constants(rule, model, 
 
 
 def start(codec: str, folder, **options) -> Engine:
-    config = KVConfig(memory="1MiB", codec=codec, constants=str(folder), **options)
+    config = kv_config(memory="1MiB", codec=codec, constants=str(folder), **options)
     return Engine(test_eviction_engine.loaded(MODEL), config, ScheduleConfig())
 
 

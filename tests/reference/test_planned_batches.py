@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.batch_max.batches import rows_that_fit
 from quire.cli.plan_batches import BatchQuestion, batch_report
-from quire.config.kv_config import KVConfig
 from quire.plan.ceilings import NotUsable
 from support.engines import load
+from support.kv_options import kv_config
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_batches_are_those_that_an_engine_lets_in(evict):
     report = batch_report(model.spec, question, lambda rule: NotUsable("not asked"))
 
     for arm in report.arms:
-        kv = KVConfig(memory="256KiB", evict=arm.evict, enable_prefix_caching=False)
+        kv = kv_config(memory="256KiB", evict=arm.evict, enable_prefix_caching=False)
         assert arm.rows == rows_that_fit(model, kv, 100, 20)

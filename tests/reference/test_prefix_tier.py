@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
 from quire.offload.kv.in_flight_pages import InFlightPages
@@ -31,6 +30,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 MIB = 1 << 20
 PROMPTS = {
@@ -83,7 +83,7 @@ def engine_of(name, *, prefill=BOTH, token_s=1e-3, schedule=None, **options):
     config = ScheduleConfig(
         **({"chunk_tokens": 16, "max_num_batched_tokens": 40} | (schedule or {}))
     )
-    engine = Engine(model_of(name), KVConfig(**options), config)
+    engine = Engine(model_of(name), kv_config(**options), config)
     prefix_loader = engine.prefix_loader
     if prefix_loader is not None and prefill is not None:
         prefix_loader._costs = Rates(prefill)

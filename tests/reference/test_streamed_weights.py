@@ -21,6 +21,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support import zoo
 from support.engines import greedy, load
+from support.kv_options import kv_config
 from support.streamed import Dawdling, load_streamed, poison
 
 NEW_TOKENS = 6
@@ -36,7 +37,7 @@ STEPS = {"max_num_batched_tokens": 16, "chunk_tokens": 12}
 def run(model, *, cancel=(), objective="latency", steps=STEPS, prompts=PROMPTS, **kv):
     """Answer all prompts; the engine, logits by request, answers."""
     schedule = ScheduleConfig(**steps, objective=objective)
-    engine = Engine(model, KVConfig(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
+    engine = Engine(model, kv_config(**{"memory": "2MiB", "page_tokens": 4} | kv), schedule)
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in prompts.items():
         engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
@@ -259,7 +260,7 @@ def test_throughput_is_refused_where_nothing_is_brought():
 
 
 def test_throughput_is_refused_where_pages_are_brought_too():
-    config = KVConfig(memory="1MiB", offload_memory="1MiB")
+    config = kv_config(memory="1MiB", offload_memory="1MiB")
     with pytest.raises(UnsoundCombination, match="use --objective latency or auto"):
         Engine(load_streamed("qwen3"), config, ScheduleConfig(objective="throughput"))
 
@@ -284,8 +285,8 @@ def test_recomputing_keys_is_refused_with_the_reason():
     options = {"memory": "1MiB", "offload_memory": "1MiB"}
     for requested in ({"offload_recompute": "0.5"}, {"offload_activation_codec": "int8"}):
         with pytest.raises(UnsoundCombination, match="--weights-memory"):
-            Engine(load_streamed("opt"), KVConfig(**options, **requested))
-    assert Engine(load_streamed("opt"), KVConfig(**options)).pool.fronts.splits is None
+            Engine(load_streamed("opt"), kv_config(**options, **requested))
+    assert Engine(load_streamed("opt"), kv_config(**options)).pool.fronts.splits is None
 
 
 @pytest.mark.gpu

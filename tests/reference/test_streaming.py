@@ -20,6 +20,7 @@ from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream
 from support import zoo
 from support.engines import greedy, load, make_prompts
+from support.kv_options import kv_config
 
 STREAM = Stream(cap=24, every=6, sinks=4)
 EVICT = f"streaming:cap={STREAM.cap},every={STREAM.every},sinks={STREAM.sinks}"
@@ -45,7 +46,7 @@ class Recorder:
 
 
 def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, pool=None, **schedule):
-    config = KVConfig(memory=memory, page_tokens=page_tokens, evict=evict, **(kv or {}))
+    config = kv_config(memory=memory, page_tokens=page_tokens, evict=evict, **(kv or {}))
     return Engine(model, config, ScheduleConfig(**schedule), pool=pool)
 
 

@@ -27,6 +27,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load
 from support.exact_products import use_exact_products
+from support.kv_options import kv_config
 
 NEW_TOKENS = 24
 PROMPTS = {
@@ -79,7 +80,7 @@ def run(
     """Answer all prompts in the bytes of so many long sequences; the engine, logits, usages."""
     new_tokens = options.pop("new_tokens", NEW_TOKENS)
     schedule = {"chunk_tokens": 16, "max_num_batched_tokens": 40} | options.pop("schedule", {})
-    config = KVConfig(
+    config = kv_config(
         memory=int(rows * row_bytes(name, codec)),
         page_tokens=4,
         codec=codec,
@@ -317,7 +318,7 @@ def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
     prompt = [3 + i * i % 200 for i in range(1500)]
     answers = []
     for memory, offload in (("32MiB", "0"), ("2MiB", "64MiB")):
-        llm = LLM(model, kv=KVConfig(memory=memory, offload_memory=offload))
+        llm = LLM(model, kv=kv_config(memory=memory, offload_memory=offload))
         answers.append(llm.generate([prompt], greedy(8))[0].token_ids)
         llm.engine.check()
 
@@ -326,7 +327,7 @@ def test_quire_tiny_answers_1500_tokens_in_2_mib_and_offload_memory():
 
 def test_a_host_too_small_refuses_what_it_could_not_hold():
     memory = int(0.6 * row_bytes("qwen3"))
-    kv = KVConfig(memory=memory, page_tokens=4, offload_memory="24KiB")
+    kv = kv_config(memory=memory, page_tokens=4, offload_memory="24KiB")
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
 
     with pytest.raises(NeverFits):
@@ -339,8 +340,8 @@ def test_a_host_too_small_refuses_what_it_could_not_hold():
 def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tokens, stream_bytes):
     """Its last pages are offloaded too, in parts as small as offload memory has room for."""
     memory = {"memory": int(rows * row_bytes("qwen3")), "page_tokens": page_tokens}
-    kv = KVConfig(offload_memory=stream_bytes, offload_recompute="off", **memory)
-    less = KVConfig(offload_memory=stream_bytes - 512, offload_recompute="off", **memory)
+    kv = kv_config(offload_memory=stream_bytes, offload_recompute="off", **memory)
+    less = kv_config(offload_memory=stream_bytes - 512, offload_recompute="off", **memory)
     engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(8)))
     deltas = []
@@ -358,7 +359,7 @@ def test_a_request_runs_in_the_least_offload_memory_that_takes_it(rows, page_tok
 def test_staging_leaves_its_slabs_to_pages_of_other_sizes():
     """Of 10 slabs staging alone would keep parts of so many that plain layers found none."""
     kv = {"codec": "int8+plain_layers=1", "page_tokens": 4, "offload_recompute": "off"}
-    config = KVConfig(memory=40960, offload_memory="1MiB", enable_prefix_caching=False, **kv)
+    config = kv_config(memory=40960, offload_memory="1MiB", enable_prefix_caching=False, **kv)
     engine = Engine(model_of("llama_mha"), config, ScheduleConfig(chunk_tokens=5))
     engine.submit(GenerationRequest(PROMPTS["b"][:51], greedy(7)))
     deltas = []
@@ -376,7 +377,7 @@ def test_one_that_began_with_a_cached_prefix_goes_to_the_host_too(part):
     There is no X of the cached tokens; of what comes behind them there is.
     """
     memory = int(0.8 * row_bytes("qwen3"))
-    config = KVConfig(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
+    config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     usages = {}
@@ -426,7 +427,7 @@ def test_cancelled_ones_leave_nothing_behind():
 
 
 def test_those_that_search_stay_in_the_memory():
-    config = KVConfig(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, offload_memory="1MiB")
+    config = kv_config(memory=int(1.5 * row_bytes("qwen3")), page_tokens=4, offload_memory="1MiB")
     engine = Engine(model_of("qwen3"), config, ScheduleConfig(chunk_tokens=16))
     engine.submit(GenerationRequest(PROMPTS["b"], greedy(40), request_id="long"))
     engine.submit(
@@ -500,7 +501,7 @@ def test_those_that_evict_have_fronts_between_evictions(
 def test_what_cannot_be_is_refused_at_the_start(options, error, says):
     options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(error, match=says):
-        Engine(model_of("qwen3"), KVConfig(**options), ScheduleConfig())
+        Engine(model_of("qwen3"), kv_config(**options), ScheduleConfig())
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ def test_what_cannot_be_is_refused_at_the_start(options, error, says):
 def test_what_is_asked_for_and_would_change_nothing_is_refused(name, options, says):
     options = {"memory": "8MiB", "offload_memory": "1MiB"} | options
     with pytest.raises(ConfigError, match=says):
-        Engine(model_of(name), KVConfig(**options), ScheduleConfig())
+        Engine(model_of(name), kv_config(**options), ScheduleConfig())
 
 
 def test_what_auto_leaves_out_is_said_once(caplog):
@@ -623,7 +624,7 @@ def test_rates_decide_and_are_followed(monkeypatch):
 
 def why(name: str, **options) -> str:
     """What an engine says about what is made again."""
-    config = KVConfig(**{"memory": "8MiB", "offload_memory": "1MiB"} | options)
+    config = kv_config(**{"memory": "8MiB", "offload_memory": "1MiB"} | options)
     return Engine(model_of(name), config, ScheduleConfig()).pool.fronts.why
 
 
@@ -637,4 +638,4 @@ def test_why_nothing_is_made_again_is_said():
 
 def test_a_model_that_would_gain_nothing_is_refused():
     with pytest.raises(ConfigError, match="no more than two that look back"):
-        Engine(load("qwen3"), KVConfig(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())
+        Engine(load("qwen3"), kv_config(memory="8MiB", offload_memory="1MiB"), ScheduleConfig())

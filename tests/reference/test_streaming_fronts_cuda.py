@@ -4,20 +4,20 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_streaming_fronts import NEW_TOKENS, PROMPTS, row_bytes
 from support.engines import greedy, load
+from support.kv_options import kv_config
 
 pytestmark = pytest.mark.gpu
 
 
 def run(name, rows, **options):
     model = load(name, "cuda", times=3)
-    config = KVConfig(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
+    config = kv_config(memory=int(rows * row_bytes(name)), page_tokens=4, **options)
     engine = Engine(model, config, ScheduleConfig(chunk_tokens=16, max_num_batched_tokens=40))
     recorder = engine._choosing.sampler = Recorder(engine._choosing.sampler)
     for request, prompt in PROMPTS.items():

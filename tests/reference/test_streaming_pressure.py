@@ -3,12 +3,12 @@
 import random
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.engines import load
+from support.kv_options import kv_config
 
 NEW_TOKENS = 15
 
@@ -16,7 +16,7 @@ NEW_TOKENS = 15
 def test_a_request_whose_first_pages_cannot_return_is_computed_again_and_evicts():
     """The host takes more of it than the memory could: it can neither evict nor go on."""
     memory = 16_000
-    kv = KVConfig(
+    kv = kv_config(
         memory=memory,
         offload_memory=2 * memory,
         page_tokens=4,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.adapter import TransformersDecoder
@@ -15,6 +14,7 @@ from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
+from support.kv_options import kv_config
 
 NEW_TOKENS = 8
 
@@ -96,11 +96,11 @@ def engine_for(
 ) -> Engine:
     """An engine whose arena holds `room` requests of `longest` tokens, at their peak."""
     schedule = ScheduleConfig(max_num_seqs=max_num_seqs, chunk_tokens=chunk_tokens)
-    probe = Engine(model, KVConfig(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
+    probe = Engine(model, kv_config(memory="1MiB", page_tokens=page_tokens, **kv), schedule)
     need = Need(longest, eviction=probe.pool.eviction.spec)
     peak_bytes = probe.scheduler.peaks.peak_bytes(need)
     memory = max(peak_bytes, int(room * peak_bytes))
-    return Engine(model, KVConfig(memory=memory, page_tokens=page_tokens, **kv), schedule)
+    return Engine(model, kv_config(memory=memory, page_tokens=page_tokens, **kv), schedule)
 
 
 def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:

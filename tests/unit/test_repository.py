@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cli.options import SECTIONS, documented_attributes
+from quire.cli.options import SECTIONS, configs_of, documented_attributes
 from quire.layout.codec_names import CODECS
 from quire.layout.options import OptionInfo
 from quire.policies.registry import FULL, registered
@@ -92,22 +92,26 @@ def test_every_codec_has_a_row() -> None:
         assert f"\n| `{name}` | " in table
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_every_option_says_what_it_is_for(section) -> None:
-    documented = documented_attributes(section.config.__doc__ or "")
+CONFIGS = [found for section in SECTIONS for found in configs_of(section)]
+"""Names of a config's table, and the config."""
 
-    for field in fields(section.config):
+
+@pytest.mark.parametrize(("names", "config"), CONFIGS)
+def test_every_option_says_what_it_is_for(names, config) -> None:
+    documented = documented_attributes(config.__doc__ or "")
+
+    for field in fields(config):
         info = field.metadata.get("option", OptionInfo())
         assert info.help or documented.get(field.name, ""), field.name
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
-def test_every_option_has_a_row(section) -> None:
+@pytest.mark.parametrize(("names", "config"), CONFIGS)
+def test_every_option_has_a_row(names, config) -> None:
     table = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
-    _, _, after = table.partition(f"`[{section.name}]`\n")
+    _, _, after = table.partition(f"`[{'.'.join(names)}]`\n")
     rows = after.split("\n## ")[0]
 
-    for field in fields(section.config):
+    for field in fields(config):
         assert f"\n| `{field.name}` |" in rows
 
 

@@ -6,11 +6,14 @@ kv-memory = "64MiB"        # flat: the flag's name
 [kv]
 codec = "none"             # in a table: the flag's name or the field's
 
+[kv.offload]
+kv_memory = "1GiB"         # in a table of a nested config: likewise
+
 Where there is a table [model], the model stands in it as `name`: TOML takes a word once.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quire.cli.options import SECTIONS, OptionField, options_of
@@ -38,14 +41,35 @@ def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
         if key == MODEL_KEY and not isinstance(value, Mapping):
             model = _model_name(path, MODEL_KEY, value)
         elif key in tables and isinstance(value, Mapping):
-            for name, inner in value.items():
-                if (key, name) == (MODEL_KEY, _NAME_KEY):
-                    model = _model_name(path, "model.name", inner)
-                    continue
-                _put(values, path, _find(name, tables[key], f"option of [{key}] in {path}"), inner)
+            inner = dict(value)
+            if key == MODEL_KEY and _NAME_KEY in inner:
+                model = _model_name(path, "model.name", inner.pop(_NAME_KEY))
+            _read_table(values, path, tables[key], (key,), inner)
         else:
             _put(values, path, _find_flat(key, path), value)
     return model, values
+
+
+def _read_table(
+    values: dict[str, object],
+    path: Path,
+    options: Sequence[OptionField],
+    names: tuple[str, ...],
+    table: Mapping[str, object],
+) -> None:
+    """Read a table, and the tables in it: [kv.offload] holds the fields of `KVConfig.offload`."""
+    inside = [found for found in options if found.path[: len(names) - 1] == names[1:]]
+    inner_tables = {found.path[len(names) - 1] for found in inside if len(found.path) > len(names)}
+    for name, value in table.items():
+        if _underscored(name) in inner_tables and isinstance(value, Mapping):
+            _read_table(values, path, options, (*names, _underscored(name)), value)
+        else:
+            known = {_underscored(found.flag): found for found in inside}
+            known |= {found.name: found for found in inside if len(found.path) == len(names)}
+            kind = f"option of [{'.'.join(names)}] in {path}"
+            if _underscored(name) not in known:
+                raise UnknownName(kind, name, {*known, *inner_tables})
+            _put(values, path, known[_underscored(name)], value)
 
 
 def _model_name(path: Path, key: str, value: object) -> str:
@@ -61,15 +85,6 @@ def _read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
-
-
-def _find(name: str, options: Iterable[OptionField], kind: str) -> OptionField:
-    known: dict[str, OptionField] = {}
-    for found in options:
-        known[found.name] = known[_underscored(found.flag)] = found
-    if _underscored(name) not in known:
-        raise UnknownName(kind, name, known)
-    return known[_underscored(name)]
 
 
 def _find_flat(name: str, path: Path) -> OptionField:

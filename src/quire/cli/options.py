@@ -8,13 +8,21 @@ and the TOML file share the names.
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, no_type_check
 
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
-from quire.layout.options import MaybeSize, OptionInfo, Parsed, check_options, choices_of, option
+from quire.layout.options import (
+    MaybeSize,
+    OptionInfo,
+    Parsed,
+    check_options,
+    choices_of,
+    config_of,
+    option,
+)
 from quire.layout.sizes import parse_size_or
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
@@ -76,7 +84,7 @@ class OptionField:
 
     Attributes:
         section: name of the section it belongs to.
-        name: name of the field.
+        path: names of the field and of the configs that hold it, such as offload, kv_memory.
         flag: name on the command line, without the leading dashes.
         kind: what the command line reads: str, int, float, bool or list[str].
         sized: a whole number of bytes is as good as text.
@@ -88,7 +96,7 @@ class OptionField:
     """
 
     section: str
-    name: str
+    path: tuple[str, ...]
     flag: str
     kind: type | types.GenericAlias
     sized: bool
@@ -99,9 +107,14 @@ class OptionField:
     common: bool
 
     @property
+    def name(self) -> str:
+        """Name of the field."""
+        return self.path[-1]
+
+    @property
     def parameter(self) -> str:
         """A Python name that is unique over all sections."""
-        return f"{self.section}_{self.name}"
+        return "_".join((self.section, *self.path))
 
     @property
     def metavar(self) -> str | None:
@@ -119,7 +132,7 @@ class Section:
         name: of the table in a TOML file.
         title: above its options in `--help`.
         config: the dataclass.
-        only: fields that become options; None for all.
+        only: flags of the fields that become options; None for all.
         shown: whether `--help` shows its common options; otherwise `--help-all` does.
     """
 
@@ -131,45 +144,11 @@ class Section:
 
     def options(self) -> Iterator[OptionField]:
         """Its options in the order of the fields."""
-        documented = documented_attributes(self.config.__doc__ or "")
-        for field in fields(self.config):
-            if self.only is None or field.name in self.only:
-                yield _option_field(self, field, documented)
+        yield from _option_fields(self, self.config, (), self.title)
 
-
-MODEL = Section("model", "Model", ModelConfig)
-KV = Section("kv", "KV memory", KVConfig)
-SCHEDULE = Section("schedule", "Scheduling", ScheduleConfig)
-SIMULATED_KV = Section(
-    "kv",
-    "KV memory",
-    KVConfig,
-    (
-        *("memory", "swap_space", "store", "store_tokens", "page_tokens", "codec", "evict"),
-        "enable_prefix_caching",
-    ),
-)
-"""What a simulation reads of the KV memory: it has no bytes, links or kernels."""
-SIMULATED_SCHEDULE = Section(
-    "schedule",
-    "Scheduling",
-    ScheduleConfig,
-    tuple(field.name for field in fields(ScheduleConfig) if field.name != "objective"),
-)
-SAMPLING = Section(
-    "sampling",
-    "Sampling",
-    SamplingParams,
-    (
-        *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-        *("ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("n", "best_of", "use_beam_search", "beam_width", "length_penalty"),
-    ),
-)
-TRACE = Section("trace", "Trace", TraceOptions)
-MACHINE = Section("machine", "Machine", MachineConfig)
-SERVER = Section("server", "Server", ServerConfig)
-SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER)
+    def build(self, values: Mapping[tuple[str, ...], object]) -> Any:
+        """The config, made of the values of its options by their paths."""
+        return _build(self.config, values)
 
 
 def options_of(
@@ -205,24 +184,54 @@ def documented_attributes(docstring: str) -> dict[str, str]:
     return found
 
 
-def _option_field(
-    section: Section, field: "Field[Any]", documented: Mapping[str, str]
-) -> OptionField:
-    info = field.metadata.get("option", OptionInfo())
-    assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
-    kind, sized = _kind(field.type)
-    return OptionField(
-        section=section.name,
-        name=field.name,
-        flag=info.flag or field.name.replace("_", "-"),
-        kind=kind,
-        sized=sized,
-        choices=choices_of(field.type),
-        default=field.default,
-        help=info.help or documented.get(field.name, ""),
-        group=info.group or section.title,
-        common=info.common and section.shown,
-    )
+def configs_of(section: Section) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The config of a section and those that it holds, each under the path of its table."""
+    yield (section.name,), section.config
+    for field in fields(section.config):
+        held = config_of(field.type)
+        if held is not None:
+            yield (section.name, field.name), held
+
+
+def _option_fields(
+    section: Section, config: Any, path: tuple[str, ...], group: str
+) -> Iterator[OptionField]:
+    """Options of a config and of the configs that it holds."""
+    documented = documented_attributes(config.__doc__ or "")
+    for field in fields(config):
+        info = field.metadata.get("option", OptionInfo())
+        where, heading = (*path, field.name), info.group or group
+        held = config_of(field.type)
+        if held is not None:
+            yield from _option_fields(section, held, where, heading)
+            continue
+        flag = info.flag or field.name.replace("_", "-")
+        if section.only is not None and flag not in section.only:
+            continue
+        assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
+        kind, sized = _kind(field.type)
+        yield OptionField(
+            section=section.name,
+            path=where,
+            flag=flag,
+            kind=kind,
+            sized=sized,
+            choices=choices_of(field.type),
+            default=field.default,
+            help=info.help or documented.get(field.name, ""),
+            group=heading,
+            common=info.common and section.shown,
+        )
+
+
+def _build(config: Any, values: Mapping[tuple[str, ...], object]) -> Any:
+    made: dict[str, object] = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for field in fields(config):
+        held = config_of(field.type)
+        if held is not None:
+            inner = {path[1:]: v for path, v in values.items() if path[0] == field.name}
+            made[field.name] = _build(held, inner)
+    return config(**made)
 
 
 def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
@@ -238,3 +247,38 @@ def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
         return types.GenericAlias(list, (str,)), False
     assert annotation in (str, int, float, bool), f"no option can be made from {annotation}"
     return annotation, False
+
+
+MODEL = Section("model", "Model", ModelConfig)
+KV = Section("kv", "KV memory", KVConfig)
+SCHEDULE = Section("schedule", "Scheduling", ScheduleConfig)
+SIMULATED_KV = Section(
+    "kv",
+    "KV memory",
+    KVConfig,
+    (
+        *("kv-memory", "swap-space", "kv-store", "kv-store-tokens", "block-size", "kv-codec"),
+        *("evict", "enable-prefix-caching"),
+    ),
+)
+"""What a simulation reads of the KV memory: it has no bytes, links or kernels."""
+SIMULATED_SCHEDULE = Section(
+    "schedule",
+    "Scheduling",
+    ScheduleConfig,
+    tuple(found.flag for found in SCHEDULE.options() if found.flag != "objective"),
+)
+SAMPLING = Section(
+    "sampling",
+    "Sampling",
+    SamplingParams,
+    (
+        *("max-tokens", "min-tokens", "temperature", "top-k", "top-p", "min-p", "seed", "stop"),
+        *("ignore-eos", "repetition-penalty", "presence-penalty", "frequency-penalty"),
+        *("n", "best-of", "use-beam-search", "beam-width", "length-penalty"),
+    ),
+)
+TRACE = Section("trace", "Trace", TraceOptions)
+MACHINE = Section("machine", "Machine", MachineConfig)
+SERVER = Section("server", "Server", ServerConfig)
+SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 VERBOSE_KEY = "quire.cli.verbose"
 """Where the command line's context keeps whether tracebacks are wanted."""
 
-PREFIX_CACHE = "kv_enable_prefix_caching"
+PREFIX_CACHE = "kv_prefix_cache_enabled"
 """The parameter of --enable-prefix-caching."""
 
 
@@ -103,7 +103,7 @@ class Settings:
             weights_memory=self.loading.weights_memory,
         )
         why_no_prefix = llm.engine.pool.why_no_prefix
-        if why_no_prefix and self.kv.enable_prefix_caching and PREFIX_CACHE in self.given:
+        if why_no_prefix and self.kv.prefix_cache.enabled and PREFIX_CACHE in self.given:
             raise ConfigError(
                 f"--enable-prefix-caching has no effect: {why_no_prefix}; leave out "
                 "--enable-prefix-caching, or use "
@@ -240,21 +240,21 @@ def _resolve(
         file_model, values = read_config_file(given["config"])
     named = given["model"] if given["model"] is not None else file_model
     refuse_no_name(named)
-    parts: dict[str, dict[str, Any]] = {section.name: {} for section in SECTIONS}
+    parts: dict[str, dict[tuple[str, ...], Any]] = {section.name: {} for section in SECTIONS}
     typed = frozenset(found.parameter for found in options if _is_said(ctx, found.parameter))
     for found in options:
         from_file = found.parameter in values and found.parameter not in typed
         value = values[found.parameter] if from_file else given[found.parameter]
-        parts[found.section][found.name] = value
+        parts[found.section][found.path] = value
     return Settings(
         model=model_default if named is None else named,
-        loading=ModelConfig(**parts[MODEL.name]),
-        kv=KVConfig(**parts[KV.name]),
-        schedule=ScheduleConfig(**parts[SCHEDULE.name]),
-        sampling=SamplingParams(**parts[SAMPLING.name]),
-        trace=TraceOptions(**parts[TRACE.name]),
-        machine=MachineConfig(**parts[MACHINE.name]),
-        server=ServerConfig(**parts[SERVER.name]),
+        loading=MODEL.build(parts[MODEL.name]),
+        kv=KV.build(parts[KV.name]),
+        schedule=SCHEDULE.build(parts[SCHEDULE.name]),
+        sampling=SAMPLING.build(parts[SAMPLING.name]),
+        trace=TRACE.build(parts[TRACE.name]),
+        machine=MACHINE.build(parts[MACHINE.name]),
+        server=SERVER.build(parts[SERVER.name]),
         verbose=given["verbose"],
         given=typed.union(values),
     )

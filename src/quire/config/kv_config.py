@@ -20,8 +20,6 @@ StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
 AttentionName = Literal["auto", "native", "gathered", "reference"]
 
 EVICTION = "Eviction"
-OFFLOADING = "Offloading"
-PREFIX_CACHING = "Prefix caching"
 QUANTIZATION = "Quantization"
 
 ActivationCodecOption = Parsed[str | CodecSpec | None, CodecSpec | None]
@@ -50,10 +48,103 @@ def parse_activation_codec(text: object) -> CodecSpec | None:
 
 @no_type_check  # run-time type checks in tests must not answer before our own refusals
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """KV of running requests outside the KV memory: how much, and what is done with it there.
+
+    Attributes are options; see their help.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+
+    kv_memory: Size = option(
+        "0",
+        help="CPU memory for the oldest KV pages of running requests when the KV memory is full, "
+        "in bytes or a size; they are prefetched layer by layer in every step",
+        unit="bytes",
+        flag="kv-offload-memory",
+        common=True,
+        parse=parse_size,
+    )
+    recompute: Fraction = option(
+        "auto",
+        help="fraction (0 to 1) of the offloaded KV that is recomputed from activations, which are "
+        "transferred in its place; auto (by measured rates), off",
+        flag="kv-offload-recompute",
+        parse=parse_fraction,
+    )
+    activation_codec: ActivationCodecOption = option(
+        "none",
+        help="how these activations are stored on the CPU and transferred: none (as computed), or "
+        "a codec such as int8",
+        flag="kv-offload-activation-codec",
+        parse=parse_activation_codec,
+    )
+    cpu_attention: Fraction = option(
+        "auto",
+        help="fraction (0 to 1) of the offloaded KV whose attention the CPU computes; auto (by "
+        "measured rates; 0 where the device is the CPU), off",
+        flag="kv-offload-cpu-attention",
+        parse=parse_fraction,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        parts = self.recompute or 0.0, self.cpu_attention or 0.0
+        if sum(parts) > 1:
+            raise ConfigError(
+                "expected --kv-offload-recompute and --kv-offload-cpu-attention of 1 together "
+                f"or less, got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
+            )
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheConfig:
+    """KV that is kept for requests that begin alike: whether, and where beside the KV memory.
+
+    Attributes are options; see their help.
+
+    Raises:
+        ConfigError: a value of the wrong type.
+    """
+
+    enabled: bool = option(
+        True,
+        help="keep the KV of prompts and outputs for requests that begin alike",
+        flag="enable-prefix-caching",
+        common=True,
+    )
+    disk_memory: Size = option(
+        "0",
+        help="disk space for cached prefixes that leave the KV memory, in bytes or a size; a "
+        "restarted engine finds them again",
+        unit="bytes",
+        flag="disk-kv-memory",
+        parse=parse_size,
+    )
+    disk_path: str = option(
+        "",
+        help="folder for --disk-kv-memory, used by this engine only; it is created if missing",
+        flag="disk-kv-path",
+    )
+    remote: str = option(
+        "",
+        help="HOST:PORT of a store for cached prefixes, as quire kv-store serves it, in place of "
+        "a disk",
+        flag="remote-kv",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@no_type_check  # run-time type checks in tests must not answer before our own refusals
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVConfig:
     """The KV memory: how large, in what pages, what stays.
 
-    Attributes are options; see their help.
+    Attributes are options; see their help. Rare ones are in `offload` and `prefix_cache`.
     """
 
     memory: MaybeSize = option(
@@ -72,62 +163,6 @@ class KVConfig:
         unit="bytes",
         common=True,
         parse=parse_size,
-    )
-    offload_memory: Size = option(
-        "0",
-        help="CPU memory for the oldest KV pages of running requests when the KV memory is full, "
-        "in bytes or a size; they are prefetched layer by layer in every step",
-        unit="bytes",
-        flag="kv-offload-memory",
-        group=OFFLOADING,
-        common=True,
-        parse=parse_size,
-    )
-    disk_memory: Size = option(
-        "0",
-        help="disk space for cached prefixes that leave the KV memory, in bytes or a size; a "
-        "restarted engine finds them again",
-        unit="bytes",
-        flag="disk-kv-memory",
-        group=PREFIX_CACHING,
-        parse=parse_size,
-    )
-    disk_path: str = option(
-        "",
-        help="folder for --disk-kv-memory, used by this engine only; it is created if missing",
-        flag="disk-kv-path",
-        group=PREFIX_CACHING,
-    )
-    remote: str = option(
-        "",
-        help="HOST:PORT of a store for cached prefixes, as quire kv-store serves it, in place of "
-        "a disk",
-        flag="remote-kv",
-        group=PREFIX_CACHING,
-    )
-    offload_recompute: Fraction = option(
-        "auto",
-        help="fraction (0 to 1) of the offloaded KV that is recomputed from activations, which are "
-        "transferred in its place; auto (by measured rates), off",
-        flag="kv-offload-recompute",
-        group=OFFLOADING,
-        parse=parse_fraction,
-    )
-    offload_activation_codec: ActivationCodecOption = option(
-        "none",
-        help="how these activations are stored on the CPU and transferred: none (as computed), or "
-        "a codec such as int8",
-        flag="kv-offload-activation-codec",
-        group=OFFLOADING,
-        parse=parse_activation_codec,
-    )
-    offload_cpu_attention: Fraction = option(
-        "auto",
-        help="fraction (0 to 1) of the offloaded KV whose attention the CPU computes; auto (by "
-        "measured rates; 0 where the device is the CPU), off",
-        flag="kv-offload-cpu-attention",
-        group=OFFLOADING,
-        parse=parse_fraction,
     )
     store: StoreName = option(
         "paged", help="how KV lies in memory; all but paged are for comparison", flag="kv-store"
@@ -174,11 +209,13 @@ class KVConfig:
         help="record which tokens were evicted from each request, for analysis",
         group=EVICTION,
     )
-    enable_prefix_caching: bool = option(
-        True,
-        help="keep the KV of prompts and outputs for requests that begin alike",
-        group=PREFIX_CACHING,
-        common=True,
+    offload: OffloadConfig = option(
+        OffloadConfig(), help="KV of running requests outside the KV memory", group="Offloading"
+    )
+    prefix_cache: PrefixCacheConfig = option(
+        PrefixCacheConfig(),
+        help="KV kept for requests that begin alike",
+        group="Prefix caching",
     )
     attention: AttentionName = option("auto", help="backend that computes attention over pages")
     scratch: Size = option(
@@ -192,11 +229,5 @@ class KVConfig:
         check_options(self)
         if not 1 <= self.page_tokens <= 1024:
             raise ConfigError(f"expected page_tokens from 1 to 1024, got {self.page_tokens}")
-        parts = self.offload_recompute or 0.0, self.offload_cpu_attention or 0.0
-        if sum(parts) > 1:
-            raise ConfigError(
-                "expected --kv-offload-recompute and --kv-offload-cpu-attention of 1 together "
-                f"or less, got {parts[0]:g} and {parts[1]:g}: lower one of them, or use auto or off"
-            )
         if self.store_tokens is not None and self.store_tokens < 1:
             raise ConfigError(f"expected store_tokens of 1 or more, got {self.store_tokens}")

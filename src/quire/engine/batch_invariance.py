@@ -49,7 +49,7 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
         )
     if model.spec.mixture is not None:
         _refuse("a mixture of experts multiplies as many rows as the batch sends to an expert")
-    if config.offload_memory:
+    if config.offload.kv_memory:
         _refuse("attention over KV offload is computed in parts", "no --kv-offload-memory")
     if form.needs_plain or form.promoted is not None:
         _refuse(f"the KV codec {config.codec} encodes tokens behind a window", "--kv-codec none")

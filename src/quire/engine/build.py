@@ -151,8 +151,8 @@ def _make_sharing(
     opened: OpenedTier | None,
     listener: PrefixBroadcast,
 ) -> PrefixSharing:
-    shares = kv.enable_prefix_caching and pool.why_no_prefix is None
-    if kv.enable_prefix_caching and not shares:
+    shares = kv.prefix_cache.enabled and pool.why_no_prefix is None
+    if kv.prefix_cache.enabled and not shares:
         logger.info("the prefix cache is off: %s", pool.why_no_prefix)
     prefix = PrefixIndex(pool.kv.memory, listener) if shares else None
     made_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.pool import KVPool
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
 from quire.kv.block_records import BlockRecords
@@ -77,22 +77,24 @@ def open_tier(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier 
             a disk without room, an address that is none.
         UnsoundCombination: prompts share no KV here, so there is nothing to keep.
     """
-    disk_bytes = config.disk_memory
-    _check(config, pool, disk_bytes)
-    if not (disk_bytes or config.remote):
+    kept = config.prefix_cache
+    disk_bytes = kept.disk_memory
+    _check(kept, pool)
+    if not (disk_bytes or kept.remote):
         return None
     nature = _nature(pool, model)
-    if config.remote:
-        host, port = _address(config.remote)
+    if kept.remote:
+        host, port = _address(kept.remote)
         tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
         _require_answer(tier)
         return OpenedTier(tier, nature, None, makes_room=False)
-    folder = Path(config.disk_path).expanduser()
+    folder = Path(kept.disk_path).expanduser()
     disk = DiskTier(folder, disk_bytes)
     return OpenedTier(disk, nature, _secret(folder / "secret"), makes_room=True)
 
 
-def _check(config: KVConfig, pool: KVPool, disk_bytes: int) -> None:
+def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
+    disk_bytes = config.disk_memory
     if disk_bytes and config.remote:
         raise ConfigError(
             "prefixes are kept on disk or in a store, not in both: leave out --disk-kv-memory or "
@@ -105,7 +107,7 @@ def _check(config: KVConfig, pool: KVPool, disk_bytes: int) -> None:
         raise ConfigError(f"{said} alone keeps nothing: say {missing} too")
     if not (disk_bytes or config.remote):
         return
-    if not config.enable_prefix_caching:
+    if not config.enabled:
         raise ConfigError(
             "what is kept on disk or in a store are cached prefixes, and the prefix cache is off: "
             "leave out --no-enable-prefix-caching"

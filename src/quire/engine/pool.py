@@ -130,7 +130,7 @@ def build_pool(
     """
     refuse_without_effect(config)
     decoder = model.decoder
-    offloaded = config.offload_memory > 0
+    offloaded = config.offload.kv_memory > 0
     refuse_nothing_shared(
         schedule.objective, brought=model.weights is not None, offloaded=offloaded
     )
@@ -268,7 +268,7 @@ def _kv_bytes(
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # the host pool lies in the same memory
-        beside = config.swap_space + config.offload_memory
+        beside = config.swap_space + config.offload.kv_memory
         free_bytes = max(0, free_bytes - beside)
     if config.memory is not None:
         if config.memory > free_bytes:
@@ -279,7 +279,7 @@ def _kv_bytes(
             )
         return config.memory
     total_bytes = free_bytes + model.weight_bytes
-    brought = None if config.offload_memory else model.weights
+    brought = None if config.offload.kv_memory else model.weights
     left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,

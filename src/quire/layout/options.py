@@ -79,6 +79,11 @@ def option(
     return field(default=default, metadata={"option": info})
 
 
+def config_of(annotation: Any) -> type | None:
+    """The config dataclass that a field holds; None for any other field."""
+    return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
 def choices_of(annotation: Any) -> tuple[str, ...]:
     """The values of a `Literal`; empty for any other type."""
     return get_args(annotation) if get_origin(annotation) is Literal else ()

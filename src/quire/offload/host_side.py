@@ -38,7 +38,7 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
             a part of what is not there at all.
         UnsoundCombination: a store whose lanes lie in one piece.
     """
-    requested_bytes = config.offload_memory
+    requested_bytes = config.offload.kv_memory
     if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
@@ -65,8 +65,8 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
 
 def _refuse_parts_of_nothing(config: KVConfig) -> None:
     requested = {
-        "--kv-offload-recompute": config.offload_recompute,
-        "--kv-offload-cpu-attention": config.offload_cpu_attention,
+        "--kv-offload-recompute": config.offload.recompute,
+        "--kv-offload-cpu-attention": config.offload.cpu_attention,
     }
     for flag, part in requested.items():
         if part:
@@ -74,9 +74,9 @@ def _refuse_parts_of_nothing(config: KVConfig) -> None:
                 f"{flag} {part:g} is a part of the first pages on the host, and none go there: say "
                 f"--kv-offload-memory SIZE too, or leave out {flag}"
             )
-    if config.offload_activation_codec is not None:
+    if config.offload.activation_codec is not None:
         raise ConfigError(
-            f"--kv-offload-activation-codec {config.offload_activation_codec.name} is for "
+            f"--kv-offload-activation-codec {config.offload.activation_codec.name} is for "
             "activations of the first "
             "pages on the host, and none go there: say --kv-offload-memory SIZE too, or leave "
             "it out"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError
@@ -75,7 +75,9 @@ def measure_chunks(
     memory = kv_memory_for(model, prompt_tokens + 1)
     for chunk in chunks:
         schedule = ScheduleConfig(max_num_batched_tokens=chunk)
-        engine = Engine(model, KVConfig(memory=memory, enable_prefix_caching=False), schedule)
+        engine = Engine(
+            model, KVConfig(memory=memory, prefix_cache=PrefixCacheConfig(enabled=False)), schedule
+        )
         for repeat in range(repeats + 1):
             prompt = random_prompt(model, prompt_tokens, next(seeds))
             steps = list(_steps(engine, prompt, chunk))

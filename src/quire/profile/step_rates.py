@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -74,7 +74,7 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
         kv_bytes = 3 * tokens * model.spec.kv_bytes_per_token(4) + (64 << 20)
-    kv = KVConfig(memory=kv_bytes, evict=shape.evict, enable_prefix_caching=False)
+    kv = KVConfig(memory=kv_bytes, evict=shape.evict, prefix_cache=PrefixCacheConfig(enabled=False))
     return Engine(model, kv, static_schedule(shape.rows, shape.prompt_tokens))
 
 

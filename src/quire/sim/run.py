@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
+from typing import Any
 
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
@@ -121,7 +122,7 @@ def make_scheduler(
         copies: of the host pool.
     """
     # a store whose pages have one holder each can share nothing
-    shares = config.kv.enable_prefix_caching and memory.placement.shares
+    shares = config.kv.prefix_cache.enabled and memory.placement.shares
     prefix = PrefixIndex(memory) if shares else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
@@ -149,15 +150,6 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
 
 # Options of KV outside the KV memory that a simulation knows nothing of.
 
-_OFFLOAD = (
-    "offload_memory",
-    "offload_recompute",
-    "offload_activation_codec",
-    "offload_cpu_attention",
-)
-_DEFAULTS = KVConfig()
-_TIERS = ("disk_memory", "disk_path", "remote")
-
 
 def refuse_unsimulated(kv: KVConfig) -> None:
     """Refuse options that would change nothing in a simulation.
@@ -165,10 +157,15 @@ def refuse_unsimulated(kv: KVConfig) -> None:
     Raises:
         ConfigError: with the option to leave out.
     """
-    for each in fields(kv):
-        value = getattr(kv, each.name)
-        if each.name in _OFFLOAD + _TIERS and value not in (getattr(_DEFAULTS, each.name), 0):
-            what = "KV offload" if each.name in _OFFLOAD else "prefixes on disk or in a store"
+    _refuse_changes(kv.offload, OffloadConfig(), "KV offload")
+    simulated = PrefixCacheConfig(enabled=kv.prefix_cache.enabled)
+    _refuse_changes(kv.prefix_cache, simulated, "prefixes on disk or in a store")
+
+
+def _refuse_changes(given: Any, simulated: Any, what: str) -> None:
+    for each in fields(given):
+        value = getattr(given, each.name)
+        if value not in (getattr(simulated, each.name), 0):
             raise ConfigError(
                 f"--{each.metadata['option'].flag}: a simulation has no {what}, so it "
                 "would change nothing; leave it out"

@@ -27,12 +27,12 @@ from benchmarks.batch_max.speed import claims, ratio, run_speed
 from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
 from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
-from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
 from quire.evals.tasks import names
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import make_eviction
+from support.kv_options import kv_config
 
 TINY = SpeedConfig(
     model="tiny",
@@ -97,7 +97,7 @@ def test_batches_of_960_samples_are_the_papers_set():
     ],
 )
 def test_rows_are_those_that_the_engine_lets_in(model: LoadedModel, arm, rows: int):
-    kv = KVConfig(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
+    kv = kv_config(memory=512 * 256, evict=arm.evict, enable_prefix_caching=False)
 
     assert rows_that_fit(model, kv, 224, 32) == rows
     assert rows_that_fit(model, kv, 224, 32, most=1) == 1
@@ -105,7 +105,7 @@ def test_rows_are_those_that_the_engine_lets_in(model: LoadedModel, arm, rows: i
 
 def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
     assert (
-        rows_that_fit(model, KVConfig(memory=100 * 256, enable_prefix_caching=False), 224, 32) == 0
+        rows_that_fit(model, kv_config(memory=100 * 256, enable_prefix_caching=False), 224, 32) == 0
     )
 
 
@@ -113,7 +113,7 @@ def test_no_row_fits_where_one_is_too_long(model: LoadedModel):
 
 
 def test_answers_are_whole_and_in_order(model: LoadedModel):
-    engine = Engine(model, KVConfig(memory=1 << 20, enable_prefix_caching=False))
+    engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
 
     together = answer_all(engine, prompts, 5)
@@ -317,7 +317,7 @@ def words(size: int) -> PreTrainedTokenizerFast:
 
 def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedModel):
     spoken = replace(model, tokenizer=words(500))
-    engine = Engine(model, KVConfig(memory=1 << 20, enable_prefix_caching=False))
+    engine = Engine(model, kv_config(memory=1 << 20, enable_prefix_caching=False))
     lists = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     answers = [answer_all(engine, [tokens], 4).answers[0] for tokens in lists]
     wanted = [" ".join(map(str, answer)) for answer in answers]
@@ -329,7 +329,7 @@ def test_prompts_are_judged_batch_by_batch_up_to_the_end_token(model: LoadedMode
         )
         for tokens, right in zip(lists, wanted, strict=True)
     ]
-    kv = KVConfig(memory=1 << 20, enable_prefix_caching=False)
+    kv = kv_config(memory=1 << 20, enable_prefix_caching=False)
 
     found = judge(spoken, "t", prompts, Batches(arm="fkv", kv=kv, batch=2, new_tokens=4))
 
@@ -342,7 +342,7 @@ def test_rows_that_do_not_run_side_by_side_are_a_bug(model: LoadedModel):
         Encoded(tokens=(1,) * 224, requested=GradedPrompt(prompt="", grade=lambda text: 1.0))
         for _ in range(4)
     ]
-    kv = KVConfig(memory=512 * 256, enable_prefix_caching=False)
+    kv = kv_config(memory=512 * 256, enable_prefix_caching=False)
 
     with pytest.raises(InvariantError, match="2 rows of a batch of 4"):
         judge(

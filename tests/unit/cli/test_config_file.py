@@ -34,6 +34,33 @@ def test_names_may_be_flat_or_in_tables_with_dashes_or_underscores(read, text):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv-offload-memory = '1GiB'\nenable-prefix-caching = false",
+        "[kv]\nkv-offload-memory = '1GiB'\nenable_prefix_caching = false",
+        "[kv.offload]\nkv_memory = '1GiB'\n[kv.prefix_cache]\nenabled = false",
+        "[kv.offload]\nkv-memory = '1GiB'\n[kv.prefix-cache]\nenable-prefix-caching = false",
+    ],
+)
+def test_options_of_a_config_in_a_config_have_a_table_of_their_own_or_their_flag(read, text):
+    expected = {"kv_offload_kv_memory": "1GiB", "kv_prefix_cache_enabled": False}
+    assert read(text) == (None, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("[kv]\nenabled = true", "enable_prefix_caching"),
+        ("[kv.ofload]\nkv_memory = 1", "offload"),
+        ("[kv.offload]\nkv_memry = 1", "kv_memory"),
+    ],
+)
+def test_an_unknown_name_in_an_inner_table_offers_the_nearest(read, text, nearest):
+    with pytest.raises(UnknownName, match=nearest):
+        read(text)
+
+
 def test_a_file_may_name_the_model_beside_its_table(read):
     assert read("model = 'some/folder'") == ("some/folder", {})
     assert read("[model]\ndtype = 'float32'") == (None, {"model_dtype": "float32"})

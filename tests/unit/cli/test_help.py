@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import get_args
 
 import pytest
-from quire.scheduler.admission.registry import RULES
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -16,6 +15,7 @@ from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
 from quire.kv.stores.registry import STORES
 from quire.layout.config import DTYPE_BYTES
+from quire.scheduler.admission.rules import RULES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
 from quire.sim.traces.base import AUTO, TraceName
 from quire.sim.traces.registry import formats

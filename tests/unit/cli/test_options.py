@@ -10,10 +10,11 @@ from quire.cli.options import (
     SAMPLING,
     SCHEDULE,
     SECTIONS,
+    configs_of,
     documented_attributes,
     options_of,
 )
-from quire.config.kv_config import KVConfig
+from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -33,15 +34,20 @@ def test_no_two_options_share_a_flag():
 
 @pytest.mark.parametrize(("section", "config"), [(KV, KVConfig), (SCHEDULE, ScheduleConfig)])
 def test_every_field_of_the_engines_configs_is_an_option(section, config):
-    assert [found.name for found in section.options()] == [field.name for field in fields(config)]
+    inside = dict(configs_of(section))
+    listed = [found.path for found in section.options()]
+
+    for names, held in inside.items():
+        plain = {f.name for f in fields(held) if (*names, f.name) not in inside}
+        assert {path[-1] for path in listed if path[:-1] == names[1:]} == plain
+    assert inside[section.name,] is config
 
 
 def test_defaults_are_those_of_the_fields():
     for section in SECTIONS:
         plain = section.config()
         for found in section.options():
-            parsed = type(plain)(**{found.name: found.default})
-            assert getattr(parsed, found.name) == getattr(plain, found.name)
+            assert section.build({found.path: found.default}) == plain
 
 
 def test_a_command_may_have_a_default_of_its_own():
@@ -62,7 +68,18 @@ def test_flags_follow_the_metadata_and_else_the_field():
 def test_a_size_may_be_a_number_or_a_text():
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
-    assert sized == {"memory", "swap_space", "offload_memory", "disk_memory", "scratch"}
+    assert sized == {"memory", "swap_space", "kv_memory", "disk_memory", "scratch"}
+
+
+def test_configs_in_a_config_are_built_of_the_paths_of_their_options():
+    paths = {found.flag: found.path for found in options_of((KV,))}
+    values = {paths["kv-offload-recompute"]: "0.5", paths["enable-prefix-caching"]: False}
+
+    config = KV.build(values | {paths["swap-space"]: "1KiB"})
+
+    offload = OffloadConfig(recompute=0.5)
+    prefix_cache = PrefixCacheConfig(enabled=False)
+    assert config == KVConfig(swap_space=1024, offload=offload, prefix_cache=prefix_cache)
 
 
 def test_help_of_sampling_options_is_that_of_their_docstring():

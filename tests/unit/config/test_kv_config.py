@@ -4,50 +4,56 @@ from dataclasses import replace
 
 import pytest
 
-from quire import KVConfig
+from quire import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import codec_spec
 from quire.layout.options import option_values
 from quire.serve.config import ServerConfig
+from support.kv_options import kv_config
 
 
 def test_sizes_are_bytes_and_auto_is_none():
-    config = KVConfig(memory="3MiB", swap_space="1KiB", offload_memory=7, scratch="1kB")
+    config = KVConfig(
+        memory="3MiB", swap_space="1KiB", offload=OffloadConfig(kv_memory=7), scratch="1kB"
+    )
 
-    assert (config.memory, config.swap_space, config.offload_memory) == (3 << 20, 1024, 7)
-    assert (config.scratch, config.disk_memory) == (1000, 0)
+    assert (config.memory, config.swap_space, config.offload.kv_memory) == (3 << 20, 1024, 7)
+    assert (config.scratch, config.prefix_cache.disk_memory) == (1000, 0)
     assert KVConfig().memory is None
     assert ServerConfig(max_body="1MiB").max_body == 1 << 20
 
 
 def test_fractions_are_numbers_and_auto_is_none():
-    config = KVConfig(offload_recompute="0.5", offload_cpu_attention="off")
+    config = OffloadConfig(recompute="0.5", cpu_attention="off")
 
-    assert (config.offload_recompute, config.offload_cpu_attention) == (0.5, 0.0)
-    assert KVConfig(offload_recompute=0.25).offload_recompute == 0.25
-    assert KVConfig().offload_recompute is KVConfig().offload_cpu_attention is None
+    assert (config.recompute, config.cpu_attention) == (0.5, 0.0)
+    assert OffloadConfig(recompute=0.25).recompute == 0.25
+    assert OffloadConfig().recompute is OffloadConfig().cpu_attention is None
 
 
 def test_the_codec_of_activations_is_found_once():
-    assert KVConfig().offload_activation_codec is None
-    assert KVConfig(offload_activation_codec="int8").offload_activation_codec == codec_spec("int8")
+    assert OffloadConfig().activation_codec is None
+    assert OffloadConfig(activation_codec="int8").activation_codec == codec_spec("int8")
 
 
 def test_a_config_can_be_made_of_what_another_holds():
     config = KVConfig(
-        memory="3MiB", offload_recompute="0.5", offload_activation_codec="int8", swap_space="1KiB"
+        memory="3MiB",
+        offload=OffloadConfig(recompute="0.5", activation_codec="int8"),
+        swap_space="1KiB",
     )
 
-    assert replace(config, evict="recent:cap=9") == replace(config, evict="recent:cap=9")
+    assert replace(config.offload, recompute=None).activation_codec == codec_spec("int8")
     assert replace(config, codec="int8", memory=config.memory).memory == config.memory
     assert replace(config) == config
 
 
 def test_a_config_becomes_json_values():
-    values = option_values(KVConfig(memory="1KiB", offload_activation_codec="int8"))
+    values = option_values(KVConfig(memory="1KiB", offload=OffloadConfig(activation_codec="int8")))
 
-    assert (values["memory"], values["offload_activation_codec"]) == (1024, "int8")
-    assert values["offload_recompute"] is None
+    assert (values["memory"], values["offload"]["activation_codec"]) == (1024, "int8")
+    assert values["offload"]["recompute"] is None
+    assert values["prefix_cache"]["enabled"] is True
 
 
 @pytest.mark.parametrize(
@@ -67,4 +73,20 @@ def test_a_config_becomes_json_values():
 )
 def test_what_cannot_be_parsed_is_refused_by_the_name_of_its_option(options, error, said):
     with pytest.raises(error, match=said):
+        kv_config(**options)
+
+
+@pytest.mark.parametrize("options", [{"offload": {"kv_memory": 1}}, {"prefix_cache": False}])
+def test_a_config_in_a_config_is_one(options):
+    [name] = options
+    with pytest.raises(ConfigError, match=f"expected {name} to be .*Config, got"):
         KVConfig(**options)
+
+
+def test_recompute_and_cpu_attention_share_what_is_offloaded():
+    with pytest.raises(ConfigError, match="of 1 together or less, got"):
+        OffloadConfig(recompute=0.5, cpu_attention=0.6)
+
+
+def test_the_prefix_cache_is_on_and_in_the_kv_memory_alone_by_default():
+    assert KVConfig().prefix_cache == PrefixCacheConfig(enabled=True, disk_memory=0)

@@ -12,6 +12,7 @@ from quire.kv.tables import LaneTable, refuse_too_many_rows, table_bytes
 from quire.layout.layout import layout_for
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.kv_options import kv_config
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def model():
 )
 def test_an_option_without_effect_is_refused(model, kv, schedule, says):
     with pytest.raises(ConfigError, match=says):
-        LLM(model, kv=KVConfig(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
+        LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_an_option_without_effect_is_refused(model, kv, schedule, says):
     ],
 )
 def test_an_option_with_an_effect_is_taken(model, kv, schedule):
-    llm = LLM(model, kv=KVConfig(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
+    llm = LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
 
     assert llm.generate([[3, 4]], engines.greedy(2))[0].token_ids
 

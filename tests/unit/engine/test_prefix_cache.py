@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import RequestError
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.kv_options import kv_config
 
 PAGE = 4
 PROMPT = [5, 9, 13, 2, 7, 21, 3, 3, 8, 30, 11, 6, 19]  # 13 tokens: three whole pages and one more
@@ -22,7 +22,7 @@ def model(request):
 
 
 def engine_of(model, *, kv=None, **schedule):
-    return Engine(model, KVConfig(**KV | (kv or {})), ScheduleConfig(**schedule))
+    return Engine(model, kv_config(**KV | (kv or {})), ScheduleConfig(**schedule))
 
 
 def ask(engine, prompts, params=None, **options):

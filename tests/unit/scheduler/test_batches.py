@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
@@ -20,6 +19,7 @@ from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load
+from support.kv_options import kv_config
 
 MOST_ROWS = 64
 
@@ -172,7 +172,7 @@ def test_some_layouts_have_slabs_that_cut_pages():
 def test_as_many_rows_as_the_engine_runs_together(evict, held, kv_bytes):
     """Prompts of 50 tokens and 10 new: all rows are in the first step, and all end together."""
     schedule = ScheduleConfig(max_num_batched_tokens=8_192, admission="reserved", low_watermark=1.0)
-    kv = KVConfig(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
+    kv = kv_config(memory=kv_bytes, evict=evict, enable_prefix_caching=False)
     engine = Engine(load("llama"), kv, schedule)
     spec = engine.pool.rules.resolve(engine.pool.rules.default, 50).spec
     expected = found_rows(engine.pool.kv.memory.layout, kv_bytes, spec, 50, 10)

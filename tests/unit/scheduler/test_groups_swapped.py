@@ -5,12 +5,12 @@ import random
 import pytest
 
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.sampling.outputs import OutputBuilder
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.kv_options import kv_config
 
 PROMPT = list(range(20, 41))
 PAGE_TOKENS = 4
@@ -28,7 +28,7 @@ def llama():
 
 def engine_of(model, *, room: float, chunk_tokens: int = 2048, preempt: str = "swap") -> Engine:
     sized = engines.engine_for(model, room=room, longest=40, page_tokens=PAGE_TOKENS)
-    kv = KVConfig(
+    kv = kv_config(
         memory=sized.pool.kv.memory.total_bytes,
         page_tokens=PAGE_TOKENS,
         swap_space="4MiB" if preempt == "swap" else 0,

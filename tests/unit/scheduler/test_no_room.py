@@ -14,6 +14,7 @@ from quire.scheduler.forks import NEVER
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 from support.engines import load
+from support.kv_options import kv_config
 from unit.scheduler.scheduler_load import SchedulerLoad, Setting
 
 RULE = "h2o:cap=300,every=8"
@@ -110,7 +111,7 @@ OPTIONS = {"--kv-memory": "memory", "--kv-offload-memory": "offload_memory"}
 
 
 def refused(name: str, memory: str | int, stream: str | int, prompt: list[int]) -> str:
-    kv = KVConfig(memory=memory, offload_memory=stream, offload_recompute="off")
+    kv = kv_config(memory=memory, offload_memory=stream, offload_recompute="off")
     with pytest.raises(NeverFits) as refusal:
         Engine(load(name, times=3), kv).submit(
             GenerationRequest(prompt, SamplingParams(max_tokens=8))
@@ -130,7 +131,7 @@ def test_the_named_size_of_each_option_lets_the_request_run(name, memory, stream
     assert "--kv-memory" in dict(named), message
     for option, size in named:
         sizes = {"memory": memory, "offload_memory": stream, OPTIONS[option]: size}
-        engine = Engine(load(name, times=3), KVConfig(**sizes, offload_recompute="off"))
+        engine = Engine(load(name, times=3), kv_config(**sizes, offload_recompute="off"))
         engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=8)))
         deltas = []
         while engine.has_work:

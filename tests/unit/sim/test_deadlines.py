@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from quire.config.kv_config import KVConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.metrics import summarise
 from quire.sim.models import model_shape
 from quire.sim.run import SimConfig, make_simulator, simulate
+from support.kv_options import kv_config
 from unit.sim.test_timing import RATES
 from unit.sim.traces import request, trace
 
@@ -22,7 +22,7 @@ def config(batcher="continuous", *, memory="2MiB", urgent=None):
     schedule = ScheduleConfig(
         max_num_seqs=ROWS, batcher=batcher, urgent=urgent, max_num_batched_tokens=128
     )
-    kv = KVConfig(memory=memory, swap_space="4MiB", enable_prefix_caching=False)
+    kv = kv_config(memory=memory, swap_space="4MiB", enable_prefix_caching=False)
     return SimConfig(model=TINY, rates=RATES, kv=kv, schedule=schedule)
 
 

@@ -25,6 +25,7 @@ from quire.sim.stand_ins import TimedCopies, VirtualClock, folded_layout
 from quire.sim.timing import StepTimer
 from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
+from support.kv_options import kv_config, kv_options
 from unit.sim.test_timing import RATES
 from unit.sim.traces import recorded, request, trace
 
@@ -255,7 +256,9 @@ def test_preemption_by_swapping_loses_nothing_and_takes_its_time(mode):
     ],
 )
 def test_options_that_a_simulation_knows_nothing_of_are_refused(kv, schedule, says):
-    config = replace(CONFIG, kv=replace(CONFIG.kv, **kv), schedule=ScheduleConfig(**schedule))
+    config = replace(
+        CONFIG, kv=replace(CONFIG.kv, **kv_options(kv)), schedule=ScheduleConfig(**schedule)
+    )
 
     with pytest.raises(ConfigError, match=says):
         make_simulator(CROWD, config)
@@ -290,7 +293,7 @@ def test_contiguous_pieces_waste_what_sequences_do_not_fill():
 
 @pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
 def test_every_store_can_be_simulated(store):
-    kv = KVConfig(memory="auto", store=store, store_tokens=600, enable_prefix_caching=False)
+    kv = kv_config(memory="auto", store=store, store_tokens=600, enable_prefix_caching=False)
     numbers = summarise(simulate(CROWD, replace(CONFIG, kv=kv)))
 
     assert numbers["finished"] == len(CROWD.requests)
@@ -325,7 +328,7 @@ def test_a_memory_that_never_runs_full_hits_all_that_can_be_reused():
 
 
 def test_without_the_cache_nothing_is_found():
-    kv = KVConfig(memory="auto", enable_prefix_caching=False)
+    kv = kv_config(memory="auto", enable_prefix_caching=False)
     numbers = summarise(simulate(TALKS, replace(CONFIG, kv=kv)))
 
     assert numbers["cached_tokens"] == 0

@@ -72,7 +72,7 @@ class OffloadChoice:
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
         kv_bytes = max(map(_layer_bytes, self._staged))
         self._codec = ActivationCodec(
-            config.offload_activation_codec, model.spec.hidden_size, model.decoder.dtype
+            config.offload.activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
         self._sizes = Sizes(kv_bytes=kv_bytes, x_bytes=self._codec.row_bytes)
         self._profiler: OffloadProfiler | None = None
@@ -104,7 +104,7 @@ class OffloadChoice:
             )
         self._refuse_recompute(stream_bytes)
         self._refuse_activation_codec()
-        part, why_not = self._config.offload_cpu_attention, self._no_host_attention(statistics)
+        part, why_not = self._config.offload.cpu_attention, self._no_host_attention(statistics)
         if part and why_not is not None:
             raise UnsoundCombination(
                 f"--kv-offload-cpu-attention {part:g} cannot attend to any KV on the host: "
@@ -113,7 +113,7 @@ class OffloadChoice:
             )
 
     def _refuse_recompute(self, stream_bytes: int) -> None:
-        part = self._config.offload_recompute
+        part = self._config.offload.recompute
         if not part:
             return
         why_not = self._no_recompute()
@@ -136,7 +136,7 @@ class OffloadChoice:
             )
 
     def _refuse_activation_codec(self) -> None:
-        codec, part = self._config.offload_activation_codec, self._config.offload_recompute
+        codec, part = self._config.offload.activation_codec, self._config.offload.recompute
         if codec is None:
             return
         why_not = self._no_recompute() if part is None else None
@@ -194,7 +194,7 @@ class OffloadChoice:
 
     def part_and_why(self) -> tuple[float, str]:
         """Part of a sequence's tokens whose inputs are kept; 0 for none."""
-        requested = self._config.offload_recompute
+        requested = self._config.offload.recompute
         if requested == 0:
             return 0.0, "KV alone is transferred: --kv-offload-recompute off"
         gate = activation_gate(
@@ -227,9 +227,9 @@ class OffloadChoice:
             recomputes: whether the engine recomputes any KV.
             attends: whether it attends on the host.
         """
-        if self._config.offload_recompute is None and not recomputes:
+        if self._config.offload.recompute is None and not recomputes:
             logger.info("--kv-offload-recompute auto recomputes no KV: %s", why)
-        if self._config.offload_cpu_attention is None and not attends:
+        if self._config.offload.cpu_attention is None and not attends:
             why_not = self._no_host_attention(())
             reason = "the device is the CPU" if why_not is None else why_not.reason
             logger.info("--kv-offload-cpu-attention auto attends on the device alone: %s", reason)
@@ -257,7 +257,7 @@ class OffloadChoice:
         self, memory: KVMemory, store: PageStore, coded: CodedLayers, fronts: OffloadedPrefixes
     ) -> CPUAttention | None:
         """What attends on the host; None for nothing. A device that is the host gains nothing."""
-        part = self._config.offload_cpu_attention
+        part = self._config.offload.cpu_attention
         here = self._model.decoder.device.type == "cpu"
         if not self._in_parts or part == 0 or (part is None and here):
             return None
@@ -272,9 +272,9 @@ class OffloadChoice:
     def splits(self, *, makes: bool, attends: bool) -> PrefixSplits:
         """What divides fronts."""
         requested = SplitLimits(
-            made=self._config.offload_recompute if makes else 0.0,
+            made=self._config.offload.recompute if makes else 0.0,
             most_made=self._room_tokens if makes else 0,
-            host=self._config.offload_cpu_attention if attends else 0.0,
+            host=self._config.offload.cpu_attention if attends else 0.0,
         )
         page_tokens = self._config.page_tokens
         return PrefixSplits(

@@ -1,0 +1,36 @@
+"""A KVConfig made of flat names, so that options of nested configs can stand in one dictionary."""
+
+from collections.abc import Mapping
+
+from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
+
+_OFFLOAD = {
+    "offload_memory": "kv_memory",
+    "offload_recompute": "recompute",
+    "offload_activation_codec": "activation_codec",
+    "offload_cpu_attention": "cpu_attention",
+}
+_PREFIX_CACHE = {
+    "enable_prefix_caching": "enabled",
+    "disk_memory": "disk_memory",
+    "disk_path": "disk_path",
+    "remote": "remote",
+}
+
+
+def kv_config(**options: object) -> KVConfig:
+    """A KVConfig; `offload_memory`, `enable_prefix_caching` and the like go to nested configs."""
+    return KVConfig(**kv_options(options))
+
+
+def kv_options(options: Mapping[str, object]) -> dict[str, object]:
+    """Flat options as arguments of KVConfig."""
+    nested = {*_OFFLOAD, *_PREFIX_CACHE}
+    found = {name: value for name, value in options.items() if name not in nested}
+    offload = {inner: options[name] for name, inner in _OFFLOAD.items() if name in options}
+    prefix = {inner: options[name] for name, inner in _PREFIX_CACHE.items() if name in options}
+    if offload:
+        found["offload"] = OffloadConfig(**offload)
+    if prefix:
+        found["prefix_cache"] = PrefixCacheConfig(**prefix)
+    return found
