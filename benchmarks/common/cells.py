@@ -56,8 +56,8 @@ def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Mat
 def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
     """A file, or the books; begun with quire-tiny's own token where the model knows it."""
     from benchmarks.eviction.texts import RunningText
-    from quire.evals.haystack import book_text
     from quire.evals.questions import DOCUMENT_START
+    from quire.evals.tasks.fillers import book_text
     from quire.models.tokenizer import encode_prompt
 
     assert model.tokenizer is not None, "asked for a model that answers"

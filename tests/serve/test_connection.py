@@ -12,8 +12,7 @@ import uvicorn
 from quire.models.tokenizer import encode_prompt
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
-from quire.serve.connection import TimedConnection
-from quire.serve.listen import bind, listen
+from quire.serve.connection import TimedConnection, bind, listen
 from quire.serve.tenant_keys import TenantKeys
 
 TIMEOUT_S = 0.5

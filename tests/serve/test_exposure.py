@@ -10,8 +10,7 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from quire.serve.app import create_app
-from quire.serve.key_guard import OPEN_PATHS, KeyGuard
-from quire.serve.tenant_keys import TenantKeys
+from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",), "b": ("sk-b-51d09a3e",)})
 A, B = ({"Authorization": f"Bearer {key}"} for key in ("sk-a-2f0c77d1", "sk-b-51d09a3e"))
@@ -246,7 +245,7 @@ def test_a_tenants_long_text_does_not_keep_another_waiting(serve, llm, monkeypat
 
 def test_freed_memory_is_returned_after_a_large_body(serve, monkeypatch):
     returned = []
-    monkeypatch.setattr("quire.serve.body_limit.return_freed_memory", lambda: returned.append(1))
+    monkeypatch.setattr("quire.serve.connection.return_freed_memory", lambda: returned.append(1))
 
     async def main(client):
         await client.post("/tokenize", json={"prompt": "small"})

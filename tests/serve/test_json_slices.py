@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.serve import json_slices
-from quire.serve.json_slices import TooManyNodes, loads_in_slices
+from quire.serve import json_route
+from quire.serve.json_route import TooManyNodes, loads_in_slices
 
 PIECES = (
     *("[", "]", "{", "}", ",", ":", '"', "\\", "1", "-", ".5", "e3", "true", "nul", "null"),
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 )
 
 
-LONG = json_slices._SCALARS
+LONG = json_route._SCALARS
 SLICES = [re.compile(LONG.pattern.replace("4096", str(most))) for most in (1, 2, 4096)]
 assert SLICES[-1] == LONG != SLICES[0]
 
@@ -40,7 +40,7 @@ def outcome(read, raw):
 def check(raw):
     expected = outcome(json.loads, raw)
     for scalars in SLICES:
-        with mock.patch.object(json_slices, "_SCALARS", scalars):
+        with mock.patch.object(json_route, "_SCALARS", scalars):
             assert outcome(loads_in_slices, raw) == expected, raw
 
 
@@ -74,7 +74,7 @@ def test_brackets_without_end_are_refused():
 
 @pytest.mark.parametrize("one", ["[]", "{}", '{"a": 1}'])
 def test_nodes_are_bounded(one, monkeypatch):
-    monkeypatch.setattr(json_slices, "MOST_NODES", 9)
+    monkeypatch.setattr(json_route, "MOST_NODES", 9)
     nodes = 2 if "a" in one else 1
     most = 8 // nodes  # beside the array around them
 

@@ -4,7 +4,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.serve.config import ServerConfig
-from quire.serve.listen import bind
+from quire.serve.connection import bind
 
 
 @pytest.mark.parametrize("host", ["x..y", "x\0y", "a" * 300, "\u00e9" * 80, "256.1.1.1"])

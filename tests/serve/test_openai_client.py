@@ -14,7 +14,7 @@ import uvicorn
 
 from quire.errors import ConfigError
 from quire.serve.app import create_app
-from quire.serve.listen import bind
+from quire.serve.connection import bind
 
 PROMPT = "<|doc|>Once upon a time"
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
@@ -165,7 +165,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.serve.app import run_server
 from quire.serve.config import ServerConfig
-from quire.serve.listen import bind
+from quire.serve.connection import bind
 torch.set_num_threads(1)
 llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
 run_server(llm, bind("127.0.0.1", 0), ServerConfig(served_model_name="tiny"))

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from quire.serve.pieces import TokenPieces
+from quire.serve.logprobs import TokenPieces
 
 
 @pytest.fixture(scope="module")

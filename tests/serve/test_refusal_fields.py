@@ -9,7 +9,7 @@ SOURCE = Path(quire.__file__).parent
 MODULES = (
     *("config/sampling_params.py", "config/option_checks.py", "config/branch_options.py"),
     *(
-        "engine/validation.py",
+        "engine/input_processor.py",
         "eviction/eviction_rules.py",
         "engine/input_processor.py",
         "scheduler/group.py",

@@ -100,7 +100,7 @@ def _one(
 
 
 def _token_ids(loaded: "LoadedModel", text: Path | None, tokens: int) -> list[int]:
-    from quire.evals.haystack import book_text
+    from quire.evals.tasks.fillers import book_text
 
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.name} has no tokenizer, which a text needs")

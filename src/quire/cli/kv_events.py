@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.engine.block_publisher import BlockPublisher
+    from quire.engine.block_events import BlockPublisher
     from quire.engine.event_file import EventFile
 
 KVEventsFile = Annotated[
@@ -66,7 +66,7 @@ def watching(file: Path | None, endpoint: str | None = None) -> Iterator[KVWatch
         ConfigError: the file cannot be written, or nobody can listen at the endpoint.
     """
     # loaded here: nothing of the engine is needed for --help
-    from quire.engine.block_publisher import BlockPublisher
+    from quire.engine.block_events import BlockPublisher
     from quire.engine.event_file import EventFile
 
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ def serve(
     """Serve a model over HTTP."""
     # loaded here: the web framework and torch are not needed for --help
     from quire.serve.app import run_server
-    from quire.serve.listen import bind
+    from quire.serve.connection import bind
     from quire.serve.tenant_keys import TenantKeys, read_tenant_keys
 
     config = settings.server

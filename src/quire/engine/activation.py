@@ -1,4 +1,4 @@
-"""Measures what a full step takes beside weights and KV."""
+"""Memory beside weights and KV: what a full step takes, and what is done when it runs out."""
 
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from quire.kernels.dense import attend_dense
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
 from quire.plan.capacity import estimate_activation_peak
 from quire.scheduler.schedule_config import ScheduleConfig
+
+# Measures what a full step takes beside weights and KV.
 
 _RESET_PEAK = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -77,4 +79,27 @@ def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) ->
         max_num_batched_tokens=tokens,
         sampled_rows=sampled_rows,
         bytes_per_value=value_bytes,
+    )
+
+
+# ---- out of memory -------------------------------------------------------------------------------
+
+# Running out of memory beside the KV pool: which errors say so, and what a user can do.
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch has no type of its own for a full host
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory could not be had, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def no_memory_text(error: BaseException) -> str:
+    """What the request of a step without memory is told."""
+    said = str(error).strip().splitlines()
+    return (
+        f"a step found no memory beside the KV memory ({said[0] if said else 'out of memory'}); "
+        "lower --kv-memory, --max-num-batched-tokens or --max-num-seqs"
     )

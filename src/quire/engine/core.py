@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
+from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.input_processor import InputProcessor
+from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
 from quire.engine.ledger import Ledger, Snapshot
-from quire.engine.out_of_memory import is_out_of_memory, no_memory_text
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
-from quire.engine.validation import check_context, checked_prompt
 from quire.errors import InvariantError
 from quire.eviction.traces import Traces
 from quire.kv.prefix_blocks import PrefixBroadcast

@@ -7,8 +7,8 @@ asked for less until they fit.
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
-from quire.evals.haystack import haystack
 from quire.evals.tasks import Filler, Measure, Task, make
+from quire.evals.tasks.fillers import haystack
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DOCUMENT_START = "<|doc|>"

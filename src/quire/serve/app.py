@@ -1,27 +1,26 @@
 """The server: an ASGI application over an engine, and how it is run."""
 
+import asyncio
 import gc
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from quire.api.llm import LLM
-from quire.serve.body_limit import BodyLimit
 from quire.serve.config import ServerConfig
-from quire.serve.connection import TimedConnection
-from quire.serve.draining import DrainingServer
+from quire.serve.connection import BodyLimit, TimedConnection, listen
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
-from quire.serve.key_guard import KeyGuard
 from quire.serve.kv_endpoints import KVEndpoints
-from quire.serve.listen import listen
 from quire.serve.service import Service
-from quire.serve.tenant_keys import TenantKeys
+from quire.serve.tenant_keys import KeyGuard, TenantKeys
 from quire.version import __version__
 
 DRAIN_S = 60
@@ -70,7 +69,7 @@ def run_server(
 
     Args:
         llm: idle.
-        bound: has its address already; see `quire.serve.listen.bind`.
+        bound: has its address already; see `quire.serve.connection.bind`.
         config: options of the server.
         tenant_keys: the API keys of the tenants; None takes all requests for the default tenant's.
 
@@ -95,3 +94,46 @@ def run_server(
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):  # what SIGINT becomes when all is done
         DrainingServer(server, app.state.service).run(sockets=[bound])
+
+
+# ---- draining ------------------------------------------------------------------------------------
+
+# Shuts the server down in two steps: new requests are refused first, then the port is closed.
+
+_POLL_S = 0.1
+_LEAST_CLOSING_S = 1
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn's server, which accepts connections until open requests have ended.
+
+    While they go on, `/health` answers 200 and `/ready` 503, so that a load balancer sends its
+    requests elsewhere. A second SIGINT ends the wait.
+
+    Args:
+        config: its `timeout_graceful_shutdown` is the time in seconds for both steps together.
+        service: told to drain.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse new requests from the signal on."""
+        self._service.drain()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for open requests, then close the port and all connections."""
+        self._service.drain()
+        await self._wait_for_requests()
+        await super().shutdown(sockets)
+
+    async def _wait_for_requests(self) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + (self.config.timeout_graceful_shutdown or 0)
+        while self.server_state.tasks and not self.force_exit and loop.time() < end_s:
+            await asyncio.sleep(_POLL_S)
+        left_s = math.ceil(end_s - loop.time())
+        self.config.timeout_graceful_shutdown = max(_LEAST_CLOSING_S, left_s)

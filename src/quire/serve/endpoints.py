@@ -11,11 +11,9 @@ from fastapi.responses import JSONResponse
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.serve.errors import FieldError
-from quire.serve.field_names import naming_fields_of
 from quire.serve.fields import listed, refusal
 from quire.serve.json_route import JsonRoute
-from quire.serve.key_guard import tenant_of
-from quire.serve.params import chat_params, completion_params
+from quire.serve.params import chat_params, completion_params, naming_fields_of
 from quire.serve.protocol import (
     Body,
     ChatBody,
@@ -25,12 +23,11 @@ from quire.serve.protocol import (
     StreamOptions,
     TokenizeBody,
 )
-from quire.serve.responses import Envelope
+from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
 from quire.serve.service import Service
 from quire.serve.streaming import Reply
-from quire.serve.template import template_kwargs, unread_fields, unread_kwargs
-from quire.serve.text import Prompt, Turn
-from quire.serve.writers import ChatWriter, CompletionWriter, Writer
+from quire.serve.tenant_keys import tenant_of
+from quire.serve.text import Prompt, Turn, template_kwargs, unread_fields, unread_kwargs
 from quire.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,152 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.config.generation_request import echoed_options
-from quire.sampling.outputs import Usage, summed
-from quire.serve.writers import Choice
+from quire.sampling import outputs
+from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, summed
+from quire.sampling.sampler import SampledToken
+from quire.serve.logprobs import Scored, TokenPieces, chat_logprobs, completion_logprobs
+
+# ---- writers -------------------------------------------------------------------------------------
+
+# Writes choices: from whole answers, and piece by piece from deltas, in OpenAI's two shapes.
+#
+# A delta that has nothing to show yet makes no chunk; its log-probabilities wait for the next one.
+
+Choice = dict[str, object]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionWriter:
+    """A choice of /v1/completions.
+
+    Attributes:
+        index: of the choice.
+        pieces: texts of tokens.
+        wants_logprobs: whether they were asked for.
+        echo: the prompt's text, where it is to be shown before the answer.
+    """
+
+    index: int
+    pieces: TokenPieces
+    wants_logprobs: bool
+    echo: str | None = None
+    _held: list[SampledToken] = field(default_factory=list)
+    _shown_characters: int = 0
+
+    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
+        """The choice of a whole response."""
+        logprobs = None
+        if self.wants_logprobs:
+            scores: list[Scored] = list(choice.logprobs or ())
+            token_ids = choice.token_ids
+            if self.echo is not None:
+                scores = [*(answer.prompt_logprobs or ()), *scores]
+                token_ids = answer.prompt_token_ids + token_ids
+            logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
+        return self._choice((self.echo or "") + choice.text, logprobs, choice)
+
+    def chunks(self, delta: OutputDelta) -> list[Choice]:
+        """What a delta adds; nothing while there is nothing to show."""
+        text = (self.echo or "") + delta.text
+        self.echo = None
+        self._held += delta.logprobs or ()
+        if not text and delta.finish_reason is None:
+            return []
+        logprobs = None
+        if self.wants_logprobs:
+            token_ids = [score.token_id for score in self._held]
+            logprobs = completion_logprobs(
+                self.pieces, token_ids, self._held, self._shown_characters
+            )
+            self._shown_characters += sum(len(self.pieces.text(token)) for token in token_ids)
+            self._held = []
+        return [self._choice(text, logprobs, delta)]
+
+    def _choice(
+        self, text: str, logprobs: dict[str, object] | None, source: outputs.Choice | OutputDelta
+    ) -> Choice:
+        return {
+            "index": self.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": source.finish_reason,
+            "stop_reason": source.stop_reason,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatWriter:
+    """A choice of /v1/chat/completions.
+
+    Attributes:
+        index: of the choice.
+        pieces: texts of tokens.
+        wants_logprobs: whether they were asked for.
+    """
+
+    index: int
+    pieces: TokenPieces
+    wants_logprobs: bool
+    _held: list[SampledToken] = field(default_factory=list)
+    _began: bool = False
+
+    def whole(self, answer: RequestOutput, choice: outputs.Choice) -> Choice:
+        """The choice of a whole response."""
+        message = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+            "tool_calls": None,
+        }
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs or ()),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def chunks(self, delta: OutputDelta) -> list[Choice]:
+        """The role first, then content, then an empty delta with the reason of the end."""
+        self._held += delta.logprobs or ()
+        chunks = []
+        if not self._began:
+            self._began = True
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        if delta.text:
+            chunks.append(self._chunk({"content": delta.text}, logprobs=self._take_held()))
+        if delta.finish_reason is not None:
+            last = self._chunk({}, logprobs=self._take_held() if self._held else None)
+            chunks.append(last | _ending(delta))
+        return chunks
+
+    def _chunk(
+        self, content: dict[str, object], *, logprobs: dict[str, object] | None = None
+    ) -> Choice:
+        return {
+            "index": self.index,
+            "delta": content,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def _take_held(self) -> dict[str, object] | None:
+        held, self._held = self._held, []
+        return self._logprobs(held)
+
+    def _logprobs(self, scores: Sequence[SampledToken]) -> dict[str, object] | None:
+        return chat_logprobs(self.pieces, scores) if self.wants_logprobs else None
+
+
+Writer = CompletionWriter | ChatWriter
+
+
+def _ending(delta: OutputDelta) -> Choice:
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+
+# ---- responses -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_ANSWERS, ServerConfig
 from quire.serve.errors import Draining, FieldError, UnknownModel
-from quire.serve.pieces import TokenPieces
+from quire.serve.logprobs import TokenPieces
 from quire.serve.tenant_keys import TenantKeys
 from quire.serve.text import Texts, Turn
 

@@ -14,8 +14,7 @@ from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.serve.errors import RequestFailed, error_body
 from quire.serve.protocol import StreamOptions
-from quire.serve.responses import Envelope, token_counts, usage_body
-from quire.serve.writers import Writer
+from quire.serve.responses import Envelope, Writer, token_counts, usage_body
 
 DONE = "data: [DONE]\n\n"
 

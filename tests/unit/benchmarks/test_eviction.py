@@ -28,7 +28,7 @@ from benchmarks.eviction.quality import claims as quality_claims
 from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
 from benchmarks.eviction.texts import RunningText, pieces
 from quire.errors import ConfigError, UnknownName
-from quire.evals.haystack import book_text
+from quire.evals.tasks.fillers import book_text
 from quire.models.loader import LoadedModel, load_model
 from support.engines import load
 

@@ -50,7 +50,7 @@ from benchmarks.kvcrush.quality import Answers, claims, run_quality
 from benchmarks.kvcrush.reading import divergence
 from benchmarks.kvcrush.recorded import recorded
 from quire.errors import ConfigError, InvariantError
-from quire.evals.haystack import book_text
+from quire.evals.tasks.fillers import book_text
 from quire.models.loader import LoadedModel, load_model
 from quire.policies.eviction import make_eviction
 from quire.policies.kvcrush import KVCrush

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from quire.engine.block_events import BlockEvents, as_arrays
-from quire.engine.block_publisher import BlockPublisher
+from quire.engine.block_events import BlockEvents, BlockPublisher, as_arrays
 from quire.errors import ConfigError
 from quire.kv.prefix_blocks import PrefixBroadcast, PrefixListener
 

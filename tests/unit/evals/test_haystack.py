@@ -3,8 +3,8 @@
 import random
 from importlib.resources import files
 
-from quire.evals.haystack import haystack
 from quire.evals.tasks import BookFiller, synthetic_filler
+from quire.evals.tasks.fillers import haystack
 
 
 def test_the_shipped_books_are_small_plain_text():

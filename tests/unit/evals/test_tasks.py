@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.evals.haystack import haystack
 from quire.evals.tasks import FAMILIES, BookFiller, Setting, build, make, names, rough_measure
+from quire.evals.tasks.fillers import haystack
 from quire.evals.tasks.words import CLASS_NAMES, class_words, vocabulary
 
 FIRST_GENERATORS = Path(__file__).parents[4] / "shared" / "tools" / "tasks.py"

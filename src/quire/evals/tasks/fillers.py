@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 Filler = Callable[[random.Random, int], str]
 """(random state, characters) -> about that many characters of neutral text."""
@@ -49,3 +51,19 @@ class BookFiller:
             start = blank + 1
         end = self.text.rfind(" ", start, start + characters)
         return self.text[start : end if end > start else start + characters]
+
+
+# ---- haystack ------------------------------------------------------------------------------------
+
+# The book text that records are hidden in, shipped with the package (see assets/haystack.md).
+
+
+@cache
+def haystack() -> BookFiller:
+    """A filler over 195,000 characters of public-domain prose that quire-tiny never trained on."""
+    return BookFiller(book_text())
+
+
+def book_text() -> str:
+    """That prose in one piece."""
+    return (files("quire") / "assets" / "haystack.txt").read_text(encoding="ascii")
