@@ -44,6 +44,7 @@ def load(settings: "Settings") -> "LoadedModel":
         ModelError: it cannot be read.
     """
     from quire.models.loader import load_model
+    from quire.offload.weights.placement import place_beyond
 
     return load_model(
         settings.model,
@@ -51,7 +52,7 @@ def load(settings: "Settings") -> "LoadedModel":
         device=settings.loading.device,
         trust_remote_code=settings.loading.trust_remote_code,
         verify=settings.loading.verify,
-        weights_memory=settings.loading.weights_memory,
+        placer=place_beyond(settings.loading.weights_memory),
     )
 
 

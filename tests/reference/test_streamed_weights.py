@@ -16,7 +16,7 @@ from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
-from quire.offload.weights.placement import stream_weights
+from quire.offload.weights.placement import WithinBudget
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support import zoo
@@ -224,7 +224,7 @@ def test_weights_in_half_precision_are_brought_as_they_are_multiplied(dtype):
     plain = replace(load("qwen3", times=3), decoder=decoder)
     model = zoo.build("qwen3", times=3).to(dtype)
     budget = int(0.8 * weight_bytes(decoder.model))
-    place, weights = stream_weights(model, budget, torch.device("cpu"))
+    place, weights = WithinBudget(budget).place(model, torch.device("cpu"))
     poison(weights.link)
     streamed = replace(
         plain, decoder=TransformersDecoder(model, weights), weights=weights, place=place

@@ -13,7 +13,7 @@ from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
 from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.offload.weights.layers import layer_weights
-from quire.offload.weights.placement import stream_weights
+from quire.offload.weights.placement import WithinBudget
 from support import zoo
 
 
@@ -65,7 +65,7 @@ def load_streamed(
     least, largest = least_bytes(architecture, times)
     model = zoo.build(architecture, times=times)
     budget = least + stay * largest
-    place, weights = stream_weights(model, budget, torch.device(device))
+    place, weights = WithinBudget(budget).place(model, torch.device(device))
     if device == "cpu" and weights is not None:
         poison(weights.link)
         weights.link.transfer_worker = transfer_worker or Dawdling()

@@ -25,8 +25,9 @@ from quire.engine.option_effects import refuse_without_effect
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, RequestError
 from quire.layout.options import require_type
-from quire.models.loader import ALL_WEIGHTS, LoadedModel, load_model
+from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
+from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -52,7 +53,7 @@ class LLM:
         trust_remote_code: run Python code that the model folder brings.
         verify: compare with Transformers' own attention at load.
         return_memory: give freed host memory back to the system; see `Engine`.
-        weights_memory: bytes of the device for weights, a size, or "all": see `load_model`.
+        weights_memory: bytes of the device for weights, a size, or "all": see `place_beyond`.
 
     Raises:
         ConfigError: options that cannot be; before the KV memory is taken.
@@ -85,11 +86,12 @@ class LLM:
                 device=device,
                 trust_remote_code=trust_remote_code,
                 verify=verify,
-                weights_memory=weights_memory,
+                placer=place_beyond(weights_memory),
             )
         elif weights_memory not in (ALL_WEIGHTS, None):
             raise ConfigError(
-                "a loaded model has its weights where they are; give weights_memory to load_model"
+                "a loaded model has its weights where they are: give weights_memory with the "
+                "folder or name of a model"
             )
         self.model = model
         self.engine = Engine(model, kv, schedule, return_memory=return_memory)

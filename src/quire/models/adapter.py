@@ -21,14 +21,14 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import Batch, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
+from quire.models.layer_kv import KeysAndValues
+from quire.models.layer_major import LayerMajor
+from quire.models.layer_source import LayerSource
 from quire.models.linear_weights import pack_linears, widen_linears
 from quire.models.observing import Observing
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.support import refuse_class, refuse_config
-from quire.offload.recompute.layer_kv import KeysAndValues
-from quire.offload.weights.layer_major import LayerMajor
-from quire.offload.weights.stream import WeightStream
 
 
 class TransformersDecoder:
@@ -49,7 +49,7 @@ class TransformersDecoder:
         UnsupportedModel: its answers would be wrong here; says why and what to use instead.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: WeightStream | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, weights: LayerSource | None = None) -> None:
         refuse_config(model.config)
         refuse_class(type(model))
         register()

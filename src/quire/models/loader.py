@@ -17,22 +17,19 @@ from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
 from quire.layout.model import ModelSpec
 from quire.layout.refusals import refuse_model_type
-from quire.layout.sizes import parse_size_or
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.foreign import foreign_code, held_warnings
 from quire.models.generation import GenerationDefaults, read_generation_defaults
+from quire.models.layer_source import LayerPlacer, LayerSource
 from quire.models.source import find_model
 from quire.models.stored import check_shapes, read_headers
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_finite, read_model, weight_bytes
-from quire.offload.weights.placement import check_budget, stream_weights
-from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import WeightsPlacement
 
-ALL_WEIGHTS = "all"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,7 +56,7 @@ class LoadedModel:
     name: str
     weight_bytes: int
     folder: Path | None = None
-    weights: WeightStream | None = None
+    weights: LayerSource | None = None
     place: WeightsPlacement | None = None
 
 
@@ -71,7 +68,7 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     verify: bool = True,
-    weights_memory: int | str | None = ALL_WEIGHTS,
+    placer: LayerPlacer | None = None,
 ) -> LoadedModel:
     """Load a causal language model in Hugging Face format.
 
@@ -82,9 +79,9 @@ def load_model(
         trust_remote_code: run Python code that the model folder brings.
         verify: check that weights are finite, and compare a short prompt with Transformers' own
             attention (one more forward).
-        weights_memory: bytes of the device for weights, or a size such as "4GiB": layers beyond it
-            are brought in every pass (see `quire.offload.weights`); "all" or None keeps all
-            there.
+        placer: puts the layers beyond some bytes of the device elsewhere, from where they are
+            brought in every pass (see `quire.offload.weights.placement.place_beyond`); None keeps
+            all of them on the device.
 
     Raises:
         ConfigError: a wrong dtype or device, code that nobody trusted, or too small a memory for
@@ -94,7 +91,6 @@ def load_model(
     """
     wanted_dtype = _dtype(dtype)
     target = _device(device)
-    budget_bytes = _budget(weights_memory)
     folder, name = find_model(path)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)
@@ -103,9 +99,8 @@ def load_model(
     headers = read_headers(folder)
     check_shapes(config, headers, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if budget_bytes is not None:
-        trusted = {"trust_remote_code": trust_remote_code}
-        check_budget(config, budget_bytes, dtype=wanted_dtype, **trusted)
+    if placer is not None:
+        placer.check(config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
     model = read_model(
         folder, config, headers, dtype=wanted_dtype, trust_remote_code=trust_remote_code
     )
@@ -116,12 +111,12 @@ def load_model(
             "or float16"
         )
     weights, place = None, None
-    if budget_bytes is None:
+    if placer is None:
         nn.Module.to(model, target)
     if verify:
         check_finite(model)
-    if budget_bytes is not None:
-        place, weights = stream_weights(model, budget_bytes, target)
+    if placer is not None:
+        place, weights = placer.place(model, target)
     with foreign_code(f"{name} cannot run with its config.json"):
         decoder = TransformersDecoder(model, weights)
         if verify:
@@ -181,16 +176,6 @@ def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:
             f"Transformers has no causal language model for {config.model_type!r}; "
             "give a decoder-only model such as Llama, Qwen or Mistral"
         )
-
-
-def _budget(requested: int | str | None) -> int | None:
-    try:
-        return parse_size_or(ALL_WEIGHTS)(requested)
-    except ConfigError as error:
-        raise ConfigError(
-            f"weights memory of {requested!r}: expected bytes, a size such as 4GiB, or "
-            f"{ALL_WEIGHTS}"
-        ) from error
 
 
 def _dtype(name: str) -> torch.dtype | None:

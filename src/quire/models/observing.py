@@ -17,9 +17,9 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import AttentionShift, QueryMoments, Statistic
 from quire.models.base import AttentionCall
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
+from quire.models.layer_kv import LayerKV, watch_inputs
 from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
-from quire.offload.recompute.layer_kv import LayerKV, watch_inputs
 
 
 class Observing:

@@ -20,13 +20,11 @@ _FULL = 0.5  # of a batch's tokens: smaller ones say little of a full one
 
 @runtime_checkable
 class Brought(Protocol):
-    """What brings layers, as far as step sizes ask.
+    """What brings layers, as far as step sizes ask."""
 
-    Attributes:
-        place: where weights lie.
-    """
-
-    place: WeightsPlacement
+    @property
+    def place(self) -> WeightsPlacement:
+        """Where weights lie."""
 
     @property
     def device_s(self) -> float:

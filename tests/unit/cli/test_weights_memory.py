@@ -14,6 +14,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.models.loader import load_model
+from quire.offload.weights.placement import place_beyond
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 TINY = "quire-tiny"
@@ -55,12 +56,12 @@ def test_a_command_says_the_least_budget(tmp_path: Path):
 @pytest.mark.parametrize("text", ["much", "-1", ""])
 def test_what_is_no_size_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"expected bytes, a size such as 4GiB, or all"):
-        load_model(TINY, weights_memory=text)
+        load_model(TINY, placer=place_beyond(text))
 
 
 def test_a_loaded_model_has_its_weights_where_they_are():
     model = open_llm("all").model
-    with pytest.raises(ConfigError, match="give weights_memory to load_model"):
+    with pytest.raises(ConfigError, match="give weights_memory with the folder or name"):
         LLM(model, weights_memory="12MiB")
 
 

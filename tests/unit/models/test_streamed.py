@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from quire.errors import ConfigError, StorageError, UnsupportedModel
+from quire.models.layer_major import LayerMajor
 from quire.models.weights import weight_bytes
-from quire.offload.weights.layer_major import LayerMajor
 from quire.offload.weights.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
 from quire.offload.weights.links import CudaLink, FileLink
-from quire.offload.weights.placement import check_budget, stream_weights
+from quire.offload.weights.placement import WithinBudget
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, place_weights
 from support import zoo
@@ -99,13 +99,13 @@ def test_the_least_budget_runs_and_one_byte_less_is_refused_before_anything_move
     model = zoo.build(name, times=3)
     before = weight_bytes(model)
     with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
-        check_budget(model.config, least - 1, dtype=torch.float32)
+        WithinBudget(least - 1).check(model.config, dtype=torch.float32, trust_remote_code=False)
     with pytest.raises(ConfigError, match=f"{least:,} B .* at least"):
-        stream_weights(model, least - 1, CPU)
+        WithinBudget(least - 1).place(model, CPU)
     assert weight_bytes(model) == before
 
-    check_budget(model.config, least, dtype=torch.float32)
-    place, weights = stream_weights(model, least, CPU)
+    WithinBudget(least).check(model.config, dtype=torch.float32, trust_remote_code=False)
+    place, weights = WithinBudget(least).place(model, CPU)
     assert weights is not None
     assert place.device_bytes == least
     slots = sum(slot.numel() for slot in weights.link.slots)

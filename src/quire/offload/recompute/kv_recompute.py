@@ -34,7 +34,7 @@ _MOST_PIECES = 8
 
 @runtime_checkable  # for the shape checks in tests
 class RecomputesKV(Protocol):
-    """Makes keys and values of a layer again; see `quire.offload.recompute.layer_kv`."""
+    """Makes keys and values of a layer again; see `quire.models.layer_kv`."""
 
     def keys_and_values(
         self,

@@ -1,12 +1,15 @@
 """Puts a model on its device with some layers' weights outside of it."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.layout.sizes import format_size
+from quire.layout.sizes import format_size, parse_size_or
+from quire.models.layer_source import LayerPlacer, LayerSource
 from quire.models.linear_weights import widen_linears
 from quire.models.weights import weight_bytes
 from quire.offload.weights.layers import LayerWeights, layer_weights
@@ -14,70 +17,74 @@ from quire.offload.weights.links import make_link
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import SLOTS, WeightsPlacement, place_weights
 
+ALL_WEIGHTS = "all"
 
-def check_budget(
-    config: PreTrainedConfig,
-    budget_bytes: int,
-    *,
-    dtype: torch.dtype | None,
-    trust_remote_code: bool = False,
-) -> None:
-    """Refuse a budget that is too small before a weight is read, from the model's shapes alone.
+
+def place_beyond(memory: int | str | None) -> LayerPlacer | None:
+    """What puts those layers elsewhere that some memory of the device cannot hold.
 
     Args:
-        config: of the model.
-        budget_bytes: for weights on the device.
-        dtype: of the weights; None: as config says.
-        trust_remote_code: run the code the folder brings.
-
-    Raises:
-        ConfigError: too small; names the least budget.
-        UnsupportedModel: the layers' weights cannot be brought one by one.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config,
-            dtype=dtype or config.dtype or torch.float32,
-            trust_remote_code=trust_remote_code,
-        )
-    _place(model, layer_weights(model, _num_layers(model)), budget_bytes)
-
-
-def stream_weights(
-    model: PreTrainedModel, budget_bytes: int, device: torch.device
-) -> tuple[WeightsPlacement, WeightStream | None]:
-    """Put a model on its device, with as many layers as the budget holds.
-
-    Args:
-        model: on the CPU, in its final dtype; nobody has looked for its weights yet.
-        budget_bytes: for weights on the device, slots included.
-        device: where the model runs.
+        memory: bytes of the device for weights, or a size such as "4GiB"; "all" or None
+            keeps all there.
 
     Returns:
-        Where weights lie, and what brings those that are not on the device; None where all are.
+        For `load_model`; None where all stay on the device.
 
     Raises:
-        ConfigError: too small a budget, or no room on the device or outside of it; nothing has
-            been moved then.
-        UnsupportedModel: the layers' weights cannot be brought one by one.
+        ConfigError: it is no size.
     """
-    if device.type == "cpu":
-        widen_linears(model)  # what is brought is what is multiplied
-    layers = layer_weights(model, _num_layers(model))
-    place = _place(model, layers, budget_bytes)
-    _check_room(place, device)
-    if not place.brought:
-        nn.Module.to(model, device)
-        return place, None
-    with torch.inference_mode(False):
-        link = make_link(device, place.host_bytes)
-        for number in place.brought:
-            link.take_home(number, layers[number])
-            for held in layers[number].held:  # free at once: the model may fill the memory
-                held.parameter.data = torch.empty(0, dtype=held.dtype)
-        nn.Module.to(model, device)
-        link.open(SLOTS, place.slot_bytes)
-        return place, WeightStream(layers, place, link)
+    try:
+        budget_bytes = parse_size_or(ALL_WEIGHTS)(memory)
+    except ConfigError as error:
+        raise ConfigError(
+            f"weights memory of {memory!r}: expected bytes, a size such as 4GiB, or {ALL_WEIGHTS}"
+        ) from error
+    return None if budget_bytes is None else WithinBudget(budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinBudget(LayerPlacer):
+    """Puts a model on its device, with as many layers as a budget holds.
+
+    Attributes:
+        budget_bytes: for weights on the device, slots included.
+    """
+
+    budget_bytes: int
+
+    def check(
+        self, config: PreTrainedConfig, *, dtype: torch.dtype | None, trust_remote_code: bool
+    ) -> None:
+        """See `LayerPlacer`."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                dtype=dtype or config.dtype or torch.float32,
+                trust_remote_code=trust_remote_code,
+            )
+        _place(model, layer_weights(model, _num_layers(model)), self.budget_bytes)
+
+    def place(
+        self, model: PreTrainedModel, device: torch.device
+    ) -> tuple[WeightsPlacement, LayerSource | None]:
+        """See `LayerPlacer`."""
+        if device.type == "cpu":
+            widen_linears(model)  # what is brought is what is multiplied
+        layers = layer_weights(model, _num_layers(model))
+        place = _place(model, layers, self.budget_bytes)
+        _check_room(place, device)
+        if not place.brought:
+            nn.Module.to(model, device)
+            return place, None
+        with torch.inference_mode(False):
+            link = make_link(device, place.host_bytes)
+            for number in place.brought:
+                link.take_home(number, layers[number])
+                for held in layers[number].held:  # free at once: the model may fill the memory
+                    held.parameter.data = torch.empty(0, dtype=held.dtype)
+            nn.Module.to(model, device)
+            link.open(SLOTS, place.slot_bytes)
+            return place, WeightStream(layers, place, link)
 
 
 def _num_layers(model: PreTrainedModel) -> int:
