@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.device.host_bytes import HostBytes
 from benchmarks.device.target import Target
-from quire.offload.executors.base import Executor
-from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink
-from quire.offload.schedule.operations import IN
+from benchmarks.offload_schedule.executor import Executor
+from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
+from quire.offload.timeline import IN
 from quire.plan.rates import CopyRate
 
 _COPY_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.link_codecs import LinkCodecs, link_sizes
 from benchmarks.device.step_harness import StepHarness, expected_seconds, median_ms
 from benchmarks.offload.arms import BY_NAME
-from quire.offload.schedule.operations import Kind
+from quire.offload.timeline import Kind
 
 _COPIES = (Kind.KV_IN, Kind.X_IN)
 

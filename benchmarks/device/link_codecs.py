@@ -12,7 +12,7 @@ from quire.codecs.base import DTYPES, Codec
 from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import Plane
-from quire.offload.schedule.work import Sizes
+from quire.offload.profiler import Sizes
 from quire.plan.offload.activations import activation_gate
 
 PLAIN = "plain"

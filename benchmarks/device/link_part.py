@@ -11,7 +11,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.host_bytes import HostBytes, require_host
 from benchmarks.device.side_by_side import run_calls
 from benchmarks.device.target import Target, rate_gb
-from quire.offload.schedule.operations import IN, OUT, Kind
+from quire.offload.timeline import IN, OUT, Kind
 from quire.plan.fitting import fit_seconds
 from quire.profile.timing import touched_buffer
 

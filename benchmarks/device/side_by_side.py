@@ -3,9 +3,8 @@
 import statistics
 from collections.abc import Callable, Mapping
 
-from quire.offload.executors.base import Executor
-from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
-from quire.offload.timeline import Timeline
+from benchmarks.offload_schedule.executor import Executor
+from quire.offload.timeline import LANES, Kind, Operation, Schedule, Timeline
 
 Calls = Mapping[Kind, tuple[Callable[[], object], int]]
 """What each kind does, and how often; of each lane one kind."""

@@ -13,10 +13,10 @@ from benchmarks.device.link_codecs import Coder
 from benchmarks.device.offloaded_model import CHANGE, OffloadedModel
 from benchmarks.device.random_layer import attend_rows, normed
 from benchmarks.device.target import Target
+from benchmarks.offload_schedule.executor import Work, dispatch
+from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError
-from quire.offload.executors.base import Work, dispatch
-from quire.offload.schedule.operations import Kind, Operation
-from quire.offload.schedule.work import BatchTokens, Rules
+from quire.offload.timeline import Kind, Operation
 
 
 class Staging:

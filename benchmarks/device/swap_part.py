@@ -19,12 +19,12 @@ from benchmarks.device.shapes import SPECS, DecodeCase
 from benchmarks.device.target import Target
 from benchmarks.memory.swapping import measured_breakeven
 from benchmarks.offload.machines import MACHINES
+from benchmarks.offload_schedule.executor import dispatch
+from benchmarks.offload_schedule.restore import plan_restore
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
-from quire.offload.executors.base import dispatch
-from quire.offload.schedule.operations import Kind
-from quire.offload.schedule.restore import plan_restore
+from quire.offload.timeline import Kind
 from quire.plan.fitting import fit_seconds
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import assumed_prefill

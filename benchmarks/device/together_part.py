@@ -10,7 +10,7 @@ from benchmarks.device.bench import DeviceBench
 from benchmarks.device.random_layer import attend_rows
 from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.side_by_side import call_seconds, matching_times, run_calls
-from quire.offload.schedule.operations import Kind
+from quire.offload.timeline import Kind
 
 _MOST_TOKENS = 64 * 1024  # of a product: a millisecond or more, so that events are small beside it
 _MOST_COPY_BYTES = 256 << 20

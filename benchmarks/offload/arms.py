@@ -3,15 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quire.offload.schedule.work import (
-    BatchTokens,
-    Rules,
-    Sizes,
-    Speeds,
-    StepWork,
-    even_layers,
-    ring_rules,
-)
+from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
+from quire.offload.profiler import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import best_shares, paper_split, pipelined_split

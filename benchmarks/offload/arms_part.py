@@ -11,9 +11,9 @@ from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Spans, Ta
 from benchmarks.offload.arms import ARMS, BY_NAME, Arm, step_work
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import MeasuredStep, SimulatedMachine
-from quire.offload.schedule.operations import DEVICE, IN, Kind
-from quire.offload.schedule.work import staging_bytes
-from quire.offload.timeline import Timeline, chrome_trace
+from benchmarks.offload_schedule.timelines import chrome_trace
+from benchmarks.offload_schedule.work import staging_bytes
+from quire.offload.timeline import DEVICE, IN, Kind, Timeline
 from quire.plan.offload.split import paper_gain, pipelined_gain
 
 Steps = Mapping[str, Sequence[MeasuredStep]]

@@ -8,9 +8,8 @@ from benchmarks.offload.arms_part import ratio, run_rounds
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.simulated_machine import SimulatedMachine
 from benchmarks.offload.virtual import case_of
-from quire.offload.executors.base import VirtualClock
-from quire.offload.schedule.operations import side_by_side
-from quire.offload.schedule.planner import plan_step
+from benchmarks.offload_schedule.executor import VirtualClock
+from benchmarks.offload_schedule.planner import plan_step, side_by_side
 
 _DEVICES = (1, 2, 4, 8)
 _LAYERS = 8

@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.offload.executors.base import Work, dispatch
-from quire.offload.schedule.operations import Kind, Operation
-from quire.offload.schedule.work import BatchTokens, Rules, Sizes
+from benchmarks.offload_schedule.executor import Work, dispatch
+from benchmarks.offload_schedule.work import BatchTokens, Rules
+from quire.offload.profiler import Sizes
+from quire.offload.timeline import Kind, Operation
 from quire.profile.timing import seconds
 
 _DISTINCT_LAYERS = 4

@@ -6,7 +6,7 @@ Rates are those that large copies and products reach, not peaks: 25 of 32 GB/s, 
 from dataclasses import dataclass
 
 from quire.layout.model import ModelSpec
-from quire.offload.schedule.work import Sizes, Speeds
+from quire.offload.profiler import Sizes, Speeds
 from quire.plan.rates import CopyRate
 
 

@@ -14,15 +14,15 @@ import torch
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
-from quire.offload.executors.base import dispatch
-from quire.offload.executors.threads import Pace, ThreadExecutor, expected
-from quire.offload.schedule.operations import DEVICE, IN, Kind, Operation
-from quire.offload.schedule.restore import plan_restore
+from benchmarks.offload_schedule.executor import dispatch
+from benchmarks.offload_schedule.restore import plan_restore
+from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, expected
 from quire.offload.tiers.base import Tier
 from quire.offload.tiers.disk import DiskTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.network import NetworkTier
 from quire.offload.tiers.server import StoreServer
+from quire.offload.timeline import DEVICE, IN, Kind, Operation
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import Arm, Layout, lay_out, step_work
 from benchmarks.offload.layer_harness import LayerHarness, LayerShape
-from quire.offload.executors.base import VirtualClock, Work
-from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink
-from quire.offload.profiler import measure_speeds
-from quire.offload.schedule.operations import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Rules, Speeds
-from quire.offload.timeline import Timeline
+from benchmarks.offload_schedule.executor import VirtualClock, Work
+from benchmarks.offload_schedule.planner import plan_step
+from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink
+from benchmarks.offload_schedule.timelines import measure_speeds
+from benchmarks.offload_schedule.work import BatchTokens, Rules
+from quire.offload.profiler import Speeds
+from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule, Timeline
 from quire.plan.rates import CopyRate
 
 _PRODUCTS = 15

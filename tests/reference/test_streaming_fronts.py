@@ -20,7 +20,7 @@ from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.models.loader import load_model
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
-from quire.offload.schedule.work import Speeds
+from quire.offload.profiler import Speeds
 from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig

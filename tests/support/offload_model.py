@@ -6,9 +6,10 @@ early, or what nobody wrote, shows.
 
 import torch
 
-from quire.offload.executors.base import Work, dispatch
-from quire.offload.schedule.operations import Kind, Operation
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from benchmarks.offload_schedule.executor import Work, dispatch
+from benchmarks.offload_schedule.work import BatchTokens, StepWork, even_layers
+from quire.offload.profiler import Sizes, Speeds
+from quire.offload.timeline import Kind, Operation
 from quire.plan.rates import CopyRate
 
 

@@ -1,5 +1,7 @@
-"""KV that is not on the device: what moves when, who moves it, how fast, and where it rests.
+"""KV and weights that are not on the device: what moves when, how fast, and where it rests.
 
-A schedule is data. The planner makes it, executors carry it out: on a clock of its own, on threads
-with a link that is as slow as asked for, on CUDA streams. Knows no requests and no engine.
+`kv` offloads the oldest pages of running requests, `prefix_store` cached prefixes, `swap` preempted
+requests, `weights` layers of the model; `recompute` makes KV from stored activations, `tiers` hold
+bytes. A timeline says when a step's transfers and products ran, the profiler learns rates from it.
+Knows no requests and no engine.
 """

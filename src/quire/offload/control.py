@@ -9,8 +9,7 @@ near the right split.
 import math
 
 from quire.errors import ConfigError
-from quire.offload.schedule.operations import DEVICE, IN
-from quire.offload.timeline import Timeline
+from quire.offload.timeline import DEVICE, IN, Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 

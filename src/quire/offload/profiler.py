@@ -9,19 +9,16 @@ counts. Where times change for good (another program takes half the link) a dete
 the next samples are believed at once.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.offload.executors.base import Executor, Work
-from quire.offload.schedule.operations import Kind, Operation, Schedule
-from quire.offload.schedule.work import Speeds
-from quire.offload.timeline import Span, Timeline
-from quire.plan.fitting import ChangeDetector, RateEstimator, fit_seconds
+from quire.offload.timeline import Kind, Operation, Span, Timeline
+from quire.plan.fitting import ChangeDetector, RateEstimator
+from quire.plan.offload.rates import OffloadRates
 from quire.plan.rates import CopyRate
 
 # a coefficient of 0 would stay so; what was taken for nothing is learned from about there
 _LEAST_CALL_S, _LEAST_UNIT_S = 1e-6, 1e-12
-_CLASSES = {
+COST_CLASSES = {
     Kind.WEIGHTS_IN: "in",
     Kind.KV_IN: "in",
     Kind.HIDDEN_IN: "in",
@@ -34,6 +31,92 @@ _CLASSES = {
     Kind.LAYER: "layer",
 }
 """Operations that one law holds for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of what crosses the link; 0 for what does not.
+
+    Attributes:
+        kv_bytes: of a token of a layer.
+        x_bytes: of its activation.
+        new_kv_bytes: of a row's new token, out.
+        new_x_bytes: of its activation, out.
+        hidden_bytes: of a row's hidden state between layers, in and out.
+        kv_weight_bytes: of W_K and W_V of a layer.
+        qo_weight_bytes: of W_Q and W_O.
+        mlp_weight_bytes: of the MLP.
+    """
+
+    kv_bytes: int | float
+    x_bytes: int | float
+    new_kv_bytes: int | float = 0
+    new_x_bytes: int | float = 0
+    hidden_bytes: int | float = 0
+    kv_weight_bytes: int | float = 0
+    qo_weight_bytes: int | float = 0
+    mlp_weight_bytes: int | float = 0
+
+    @property
+    def weight_bytes(self) -> int | float:
+        """Of a whole layer."""
+        return self.kv_weight_bytes + self.qo_weight_bytes + self.mlp_weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """How long operations take.
+
+    Attributes:
+        inward: of copies to the device.
+        outward: of copies from it.
+        project_token_s: of recomputing a token of a layer.
+        project_call_s: of a call that recomputes.
+        attend_token_s: of attending to a token on the device.
+        attend_call_s: of a call that attends.
+        host_token_s: of attending to a token on the host.
+        host_call_s: of a call that does.
+        row_s: of a row's other products in a layer.
+        layer_s: of a layer, whatever its rows.
+    """
+
+    inward: CopyRate
+    outward: CopyRate
+    project_token_s: int | float
+    project_call_s: int | float = 0.0
+    attend_token_s: int | float = 0.0
+    attend_call_s: int | float = 0.0
+    host_token_s: int | float = 0.0
+    host_call_s: int | float = 0.0
+    row_s: int | float = 0.0
+    layer_s: int | float = 0.0
+
+    def rates(
+        self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False
+    ) -> OffloadRates:
+        """The rates of the formulas: what a layer of one batch takes, weights left out.
+
+        Args:
+            sizes: of what moves.
+            rows: of the batch.
+            tokens: of all its rows, which the device attends to.
+            half_duplex: stores take time of the same wire.
+        """
+        byte_s = 1 / self.inward.bytes_per_s
+        stored_bytes = rows * (sizes.new_kv_bytes + sizes.new_x_bytes) * half_duplex
+        attend_s = self.attend_call_s + self.attend_token_s * tokens
+        other_s = attend_s + self.row_s * rows + self.layer_s
+        return OffloadRates(
+            kv_s=sizes.kv_bytes * byte_s,
+            x_s=sizes.x_bytes * byte_s,
+            recompute_s=self.project_token_s,
+            host_s=self.host_token_s or float("inf"),
+            other_s=other_s,
+            link_s=stored_bytes / self.outward.bytes_per_s,
+        )
+
+
+# ---- following -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -68,7 +151,7 @@ class OffloadProfiler:
     def speeds(self) -> Speeds:
         """As known now; what never ran stays as it was given."""
         before = _coefficients(self._prior)
-        return _speeds(
+        return speeds_of(
             {
                 name: followed.estimator.coefficients
                 if followed.estimator.num_samples
@@ -83,7 +166,8 @@ class OffloadProfiler:
             self._learn(span)
 
     def _learn(self, span: Span) -> None:
-        followed, amounts = self._followed[_CLASSES[span.operation.kind]], _amounts(span.operation)
+        followed = self._followed[COST_CLASSES[span.operation.kind]]
+        amounts = call_and_units(span.operation)
         if not amounts[1]:
             return
         predicted_s = followed.estimator.predict(amounts)
@@ -93,35 +177,10 @@ class OffloadProfiler:
         followed.estimator.add(amounts, span.seconds)
 
 
-def measure_speeds(executor: Executor, probes: Sequence[tuple[Schedule, Work]]) -> Speeds:
-    """Speeds from probes that are run once unmeasured and once measured.
-
-    Args:
-        executor: that will run the steps.
-        probes: schedules of different sizes, and their work.
-    """
-    spans: list[Span] = []
-    for schedule, work in probes:
-        executor.run(schedule, work)
-        spans += executor.run(schedule, work).spans
-    return fit_speeds(spans)
-
-
-def fit_speeds(spans: Iterable[Span]) -> Speeds:
-    """Speeds that fit operations best; what did not run is free."""
-    samples: dict[str, tuple[list[tuple[float, float]], list[float]]] = {}
-    for span in spans:
-        amounts, seconds = samples.setdefault(_CLASSES[span.operation.kind], ([], []))
-        if span.seconds > 0 and _amounts(span.operation)[1]:
-            amounts.append(_amounts(span.operation))
-            seconds.append(float(span.seconds))
-    fitted = {name: fit_seconds(*found) for name, found in samples.items() if found[1]}
-    return _speeds({name: (call_s, unit_s) for name, (call_s, unit_s) in fitted.items()})
-
-
-def _amounts(operation: Operation) -> tuple[float, float]:
+def call_and_units(operation: Operation) -> tuple[float, float]:
     """One call, and bytes of a copy or tokens of a product."""
-    units = operation.num_bytes if _CLASSES[operation.kind] in ("in", "out") else operation.tokens
+    copies = COST_CLASSES[operation.kind] in ("in", "out")
+    units = operation.num_bytes if copies else operation.tokens
     return 1.0, float(units)
 
 
@@ -136,7 +195,9 @@ def _coefficients(speeds: Speeds) -> dict[str, tuple[float, float]]:
     }
 
 
-def _speeds(found: dict[str, tuple[float, ...]]) -> Speeds:
+def speeds_of(found: dict[str, tuple[float, ...]]) -> Speeds:
+    """Speeds from seconds of a call and of a unit by class; a class that is left out is free."""
+
     def of(name: str) -> tuple[float, float]:
         call_s, unit_s = found.get(name, (0.0, 0.0))
         return call_s, unit_s

@@ -27,12 +27,12 @@ from benchmarks.device.sweep_part import turns
 from benchmarks.device.target import Target
 from benchmarks.offload.arms import ARMS, BY_NAME, step_work
 from benchmarks.offload.machines import MACHINES, speeds_of
+from benchmarks.offload_schedule.executor import VirtualClock
+from benchmarks.offload_schedule.planner import plan_step
+from benchmarks.offload_schedule.threads import Pace, ThreadExecutor
+from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, UnknownName
-from quire.offload.executors.base import VirtualClock
-from quire.offload.executors.threads import Pace, ThreadExecutor
-from quire.offload.schedule.operations import IN, Kind, Operation, Schedule
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Rules
+from quire.offload.timeline import IN, Kind, Operation, Schedule
 from quire.plan.rates import CopyRate
 
 CPU = Target(torch.device("cpu"))

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.offload_schedule.executor import VirtualClock, nothing
+from benchmarks.offload_schedule.planner import plan_step
+from benchmarks.offload_schedule.timelines import fit_speeds, measure_speeds
+from benchmarks.offload_schedule.work import BatchTokens, StepWork, even_layers
 from quire.errors import ConfigError
 from quire.offload.control import SplitController
-from quire.offload.executors.base import VirtualClock, nothing
-from quire.offload.profiler import OffloadProfiler, fit_speeds, measure_speeds
-from quire.offload.schedule.operations import LANES, Kind
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Sizes, Speeds, StepWork, even_layers
+from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
+from quire.offload.timeline import LANES, Kind
 from quire.plan.fitting import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate

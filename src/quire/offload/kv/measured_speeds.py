@@ -12,7 +12,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_partial
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
-from quire.offload.schedule.work import Speeds
+from quire.offload.profiler import Speeds
 from quire.plan.fitting import fit_seconds
 from quire.plan.rates import CopyRate
 

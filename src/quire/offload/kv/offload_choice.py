@@ -25,11 +25,10 @@ from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
-from quire.offload.profiler import OffloadProfiler
+from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute, can_recompute
-from quire.offload.schedule.work import Sizes
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 from quire.plan.offload.activations import activation_gate, activation_range
 

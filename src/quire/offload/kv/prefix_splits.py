@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 
 from quire.kv.step_log import Timed
 from quire.offload.control import SplitController
-from quire.offload.profiler import OffloadProfiler
-from quire.offload.schedule.operations import LANES, Kind, Operation, Schedule
-from quire.offload.schedule.work import Sizes
-from quire.offload.timeline import Span, Timeline
+from quire.offload.profiler import OffloadProfiler, Sizes
+from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import best_shares, share_rows
 

@@ -7,8 +7,7 @@ import pytest
 
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits, timeline_of
-from quire.offload.profiler import OffloadProfiler
-from quire.offload.schedule.work import Sizes, Speeds
+from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_split
 from quire.plan.rates import CopyRate

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.offload_schedule.executor import Work, nothing
 from quire.errors import LinkStalled
-from quire.offload.executors.base import Work, nothing
-from quire.offload.schedule.operations import DEVICE, HOST, Operation, Schedule
-from quire.offload.timeline import Span, Timeline
+from quire.offload.timeline import DEVICE, HOST, Operation, Schedule, Span, Timeline
 
 
 @dataclass(slots=True)

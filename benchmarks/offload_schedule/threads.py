@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from benchmarks.offload_schedule.executor import Work, nothing
 from quire.errors import ConfigError, LinkStalled
-from quire.offload.executors.base import Work, nothing
-from quire.offload.schedule.operations import Operation, Schedule
-from quire.offload.timeline import Span, Timeline
+from quire.offload.timeline import Operation, Schedule, Span, Timeline
 from quire.plan.rates import CopyRate
 
 # ---- pace ----------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.offload_schedule.executor import Executor, VirtualClock
+from benchmarks.offload_schedule.planner import plan_step
+from benchmarks.offload_schedule.threads import Pace, ThreadExecutor, ThrottledLink, expected
+from benchmarks.offload_schedule.work import BatchTokens, Rules
 from quire.errors import ConfigError, LinkStalled
-from quire.offload.executors.base import Executor, VirtualClock
-from quire.offload.executors.threads import Pace, ThreadExecutor, ThrottledLink, expected
-from quire.offload.schedule.operations import IN, Kind
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Rules
+from quire.offload.timeline import IN, Kind
 from quire.plan.rates import CopyRate
 from support.offload_model import HostedModel, step_of
 
@@ -158,7 +158,7 @@ def cuda() -> torch.device:
 )
 @pytest.mark.parametrize("host", [0, 300])
 def test_cuda_streams_compute_the_same(rules, host, cuda):
-    from quire.offload.executors.cuda import CudaExecutor
+    from benchmarks.offload_schedule.cuda import CudaExecutor
 
     tokens = BatchTokens(rows=4, x=2000, kv=1500, resident=50, host=host)
     model = HostedModel(tokens, 9, rules.slots, device="cuda", width=64, ring=rules.x_ring)
@@ -172,7 +172,7 @@ def test_cuda_streams_compute_the_same(rules, host, cuda):
 
 @pytest.mark.gpu
 def test_a_copy_on_a_stream_overlaps_a_product(cuda):
-    from quire.offload.executors.cuda import CudaExecutor
+    from benchmarks.offload_schedule.cuda import CudaExecutor
 
     tokens = BatchTokens(rows=4, x=60_000, kv=60_000, resident=1)
     model = HostedModel(tokens, 6, device="cuda", width=512)

@@ -1,4 +1,4 @@
-"""What a step has to do: tokens by where their KV is, bytes of what moves, speeds of who moves it.
+"""What a step has to do, and the rules by which it is laid out: tokens by where their KV is.
 
 | recomputed from X | carried as KV | on the device | attended to on the host |
   x                   kv              resident        host
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
+from quire.offload.profiler import Sizes, Speeds
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.split import pipelined_seconds
-from quire.plan.rates import CopyRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,89 +48,6 @@ class BatchTokens:
     def x_transferred(self) -> int:
         """Tokens whose activation crosses the link."""
         return self.x - self.x_here
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Bytes of what crosses the link; 0 for what does not.
-
-    Attributes:
-        kv_bytes: of a token of a layer.
-        x_bytes: of its activation.
-        new_kv_bytes: of a row's new token, out.
-        new_x_bytes: of its activation, out.
-        hidden_bytes: of a row's hidden state between layers, in and out.
-        kv_weight_bytes: of W_K and W_V of a layer.
-        qo_weight_bytes: of W_Q and W_O.
-        mlp_weight_bytes: of the MLP.
-    """
-
-    kv_bytes: int | float
-    x_bytes: int | float
-    new_kv_bytes: int | float = 0
-    new_x_bytes: int | float = 0
-    hidden_bytes: int | float = 0
-    kv_weight_bytes: int | float = 0
-    qo_weight_bytes: int | float = 0
-    mlp_weight_bytes: int | float = 0
-
-    @property
-    def weight_bytes(self) -> int | float:
-        """Of a whole layer."""
-        return self.kv_weight_bytes + self.qo_weight_bytes + self.mlp_weight_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
-    """How long operations take.
-
-    Attributes:
-        inward: of copies to the device.
-        outward: of copies from it.
-        project_token_s: of recomputing a token of a layer.
-        project_call_s: of a call that recomputes.
-        attend_token_s: of attending to a token on the device.
-        attend_call_s: of a call that attends.
-        host_token_s: of attending to a token on the host.
-        host_call_s: of a call that does.
-        row_s: of a row's other products in a layer.
-        layer_s: of a layer, whatever its rows.
-    """
-
-    inward: CopyRate
-    outward: CopyRate
-    project_token_s: int | float
-    project_call_s: int | float = 0.0
-    attend_token_s: int | float = 0.0
-    attend_call_s: int | float = 0.0
-    host_token_s: int | float = 0.0
-    host_call_s: int | float = 0.0
-    row_s: int | float = 0.0
-    layer_s: int | float = 0.0
-
-    def rates(
-        self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False
-    ) -> OffloadRates:
-        """The rates of the formulas: what a layer of one batch takes, weights left out.
-
-        Args:
-            sizes: of what moves.
-            rows: of the batch.
-            tokens: of all its rows, which the device attends to.
-            half_duplex: stores take time of the same wire.
-        """
-        byte_s = 1 / self.inward.bytes_per_s
-        stored_bytes = rows * (sizes.new_kv_bytes + sizes.new_x_bytes) * half_duplex
-        attend_s = self.attend_call_s + self.attend_token_s * tokens
-        other_s = attend_s + self.row_s * rows + self.layer_s
-        return OffloadRates(
-            kv_s=sizes.kv_bytes * byte_s,
-            x_s=sizes.x_bytes * byte_s,
-            recompute_s=self.project_token_s,
-            host_s=self.host_token_s or float("inf"),
-            other_s=other_s,
-            link_s=stored_bytes / self.outward.bytes_per_s,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ on from either side: what lies in the middle is done last by both.
 from itertools import pairwise
 
 from quire.errors import ConfigError
-from quire.offload.schedule.operations import DEVICE, IN, Kind, Operation, Schedule
+from quire.offload.timeline import DEVICE, IN, Kind, Operation, Schedule
 from quire.plan.offload.restore import Loading, read_seconds
 from quire.plan.rates import PrefillRates
 

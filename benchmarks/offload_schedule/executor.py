@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from quire.offload.schedule.operations import Operation, Schedule
-from quire.offload.timeline import Span, Timeline
+from quire.offload.timeline import Operation, Schedule, Span, Timeline
 
 # The seam of executors.
 

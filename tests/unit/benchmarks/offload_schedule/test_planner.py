@@ -6,29 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError, InvariantError
-from quire.offload.executors.base import VirtualClock
-from quire.offload.schedule.operations import (
-    DEVICE,
-    HOST,
-    IN,
-    OUT,
-    Kind,
-    Operation,
-    Schedule,
-    side_by_side,
-)
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import (
+from benchmarks.offload_schedule.executor import VirtualClock
+from benchmarks.offload_schedule.planner import plan_step, side_by_side
+from benchmarks.offload_schedule.timelines import chrome_trace
+from benchmarks.offload_schedule.work import (
     BatchTokens,
     Rules,
-    Sizes,
-    Speeds,
     StepWork,
     even_layers,
     staging_bytes,
 )
-from quire.offload.timeline import chrome_trace
+from quire.errors import ConfigError, InvariantError
+from quire.offload.profiler import Sizes, Speeds
+from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
 from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import best_shares, paper_split, pipelined_seconds, pipelined_split

@@ -14,12 +14,12 @@ chunks, and its first layer needs none.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from quire.offload.executors.base import VirtualClock
-from quire.offload.schedule.operations import IN, LANES, OUT, Kind, Operation, Schedule
-from quire.offload.schedule.work import BatchTokens, Rules, StepWork
+from benchmarks.offload_schedule.executor import VirtualClock
+from benchmarks.offload_schedule.work import BatchTokens, Rules, StepWork
+from quire.offload.timeline import HOST, IN, LANES, OUT, Kind, Operation, Schedule
 
 KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)
 
@@ -287,3 +287,32 @@ def fastest(ways: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
     times = [VirtualClock().run(schedule).seconds for schedule in schedules]
     best = min(range(len(ways)), key=lambda way: (times[way], way))
     return best, schedules[best]
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+
+def side_by_side(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:
+    """Schedules of several devices on one host, each with a link of its own.
+
+    Args:
+        schedules: of the devices; their lanes become `0/in`, `1/in`, ...
+        shared: lanes that all devices have together.
+    """
+    operations: list[Operation] = []
+    resources: dict[str, str] = {}
+    for device, schedule in enumerate(schedules):
+        offset = len(operations)
+        for lane in schedule.lanes:
+            own = f"{device}/{schedule.resource(lane)}"
+            resources[f"{device}/{lane}"] = lane if lane in shared else own
+        operations += [
+            replace(
+                operation,
+                index=operation.index + offset,
+                lane=f"{device}/{operation.lane}",
+                needs=tuple(need + offset for need in operation.needs),
+            )
+            for operation in schedule.operations
+        ]
+    return Schedule(tuple(operations), resources)

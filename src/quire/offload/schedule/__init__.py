@@ -1,1 +1,0 @@
-"""One decode step as operations and what each of them waits for."""
